@@ -143,12 +143,6 @@ class ObservabilitySettings(_Section):
         description="base URL of an OTLP/HTTP collector (`/v1/traces` is added) that gets a trace of every inference "
         "request; unset: no traces",
     )
-    profile_jobs_every_s: float = Field(
-        0.0,
-        ge=0.0,
-        description="seconds between two profiles of a step of each running job, whose share of communication becomes "
-        "a series; 0: only steps that somebody profiles",
-    )
 
 
 class BackupSettings(Location, _Section):

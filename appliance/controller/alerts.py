@@ -11,7 +11,7 @@ from appliance.alerts import Problem, Undelivered, send, step
 from appliance.config import AlertSettings
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.scheduler import SchedulerStatus
-from appliance.controller.devices import lost_nodes
+from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.store.objects import jobs
 from appliance.store.records import box
@@ -53,7 +53,7 @@ class Alerts:
         db, now_s = self._context.db, time.time()
         problems = (
             *of_findings(findings),
-            *of_devices(lost_nodes.in_view(db, status["devices"])),
+            *of_devices(cordons.in_view(db, status["devices"])),
             *of_models(status["troubles"], held, status["replicas"]),
             *of_tasks(degraded),
             *of_jobs(jobs.list_in_phase(db, "failed"), now_s - RECENT_S),
@@ -118,5 +118,5 @@ def of_jobs(failed: Iterable[JobRow], since_s: float) -> Iterator[Problem]:
     for job in failed:
         if (job.finished_s or 0.0) >= since_s:
             reason = (job.error or {}).get("message", "no reason was recorded")
-            remedy = f"`appliance job get {job.id}` and `appliance job events {job.id}` have the details"
+            remedy = f"`appliance job get {job.id}` and `appliance job logs {job.id}` have the details"
             yield Problem(f"job:{job.id}", f"job {job.id} failed: {reason}", remedy, is_event=True)

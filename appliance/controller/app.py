@@ -11,14 +11,13 @@ from collections.abc import AsyncIterator
 from functools import partial
 
 from fastapi import FastAPI
-from starlette.middleware import Middleware
 
 from appliance.controller import admin, data_checks, retention
 from appliance.controller.admin import owners
 from appliance.controller.admin.models import canaries as canary_routes
 from appliance.controller.admin.models import engine_settings, operations
 from appliance.controller.admin.models import models as admin_models
-from appliance.controller.admin.owners import key_ends, keys, page_sessions
+from appliance.controller.admin.owners import key_ends, keys, logins
 from appliance.controller.batches import work as batch_work
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import eval_routes
@@ -41,7 +40,6 @@ from appliance.controller.openai import (
     model_routes,
     response_routes,
 )
-from appliance.controller.responses.background import BackgroundResponses
 from appliance.controller.responses.stored import StoredResponses
 
 ADMIN_FILES = [
@@ -56,18 +54,16 @@ a database is opened, which has the tables that they declare."""
 def create_app(context: ControllerContext) -> FastAPI:
     """The app; everything it touches is in `context`.
 
-    Its lifespan deletes leftovers of a crash, resumes tasks, publishes the keys and runs housekeeping; run it
-    with uvicorn, or enter `app.router.lifespan_context(app)` in tests.
+    Its lifespan deletes leftovers of a crash, resumes tasks, publishes the keys and runs housekeeping, and ends all
+    background work; run it with uvicorn, or enter `app.router.lifespan_context(app)` in tests.
     """
     JobValidation(context)
-    operations.Operations(context)
+    context.tasks.add(operations.kind(context))
     checks = data_checks.DataWork(context)
     context.tasks.add(batch_work.kind(context))
     canaries, stored = Canaries(context), StoredResponses(context)
-    background = BackgroundResponses(context, stored)
     grading = Grading(context.db, context.graders, context.asking)
     evaluations = EvalRunner(context, grading)
-    gates = Gates(context)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -75,30 +71,20 @@ def create_app(context: ControllerContext) -> FastAPI:
         context.tasks.resume()
         context.spending.publish_keys()
         keep_every = context.background.keep_every
-        rounds = (
-            keep_every("housekeeping", partial(_keep_house, context, stored), context.config.housekeeping_every_s),
-            keep_every("keys that expire", partial(key_ends.end_expired, context), keys.EXPIRED_EVERY_S, at_once=True),
-            keep_every("gates", gates.look, GATES_EVERY_S),
-            keep_every("canaries", lambda: canaries.look(time.time()), context.config.canary_every_s),
-        )
+        keep_every("housekeeping", partial(_keep_house, context, stored), context.config.housekeeping_every_s)
+        keep_every("keys that expire", partial(key_ends.end_expired, context), keys.EXPIRED_EVERY_S, at_once=True)
+        keep_every("gates", Gates(context).look, GATES_EVERY_S)
+        keep_every("canaries", lambda: canaries.look(time.time()), context.config.canary_every_s)
         try:
             yield
         finally:
-            for task in rounds:
-                task.cancel()
-            await asyncio.gather(*rounds, return_exceptions=True)
+            await context.background.stop()
             await canaries.tasks.stop()
             await context.tasks.stop()
             await context.graders.stop()
 
-    app = FastAPI(
-        title="appliance",
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        middleware=[Middleware(RequestIds)],
-    )
+    app = FastAPI(title="appliance", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_middleware(RequestIds)
     app.state.context = context
     app.state.responses = stored
     error_handlers.install(app)
@@ -116,11 +102,8 @@ def create_app(context: ControllerContext) -> FastAPI:
         upload_routes.routes(context),
         data_checks.routes(context, checks),
         batch_routes.routes(context),
-        response_routes.routes(context, stored, background),
-        response_routes.internal_routes(stored),
-        response_routes.completion_routes(context, stored),
-        job_routes.reading_routes(context),
-        job_routes.routes(context, context.graders),
+        *response_routes.routes(context, stored),
+        job_routes.routes(context),
         job_routes.method_routes(),
         grader_routes.routes(context, grading),
         *eval_routes.routes(context, evaluations),
@@ -142,4 +125,4 @@ async def _keep_house(context: ControllerContext, stored: StoredResponses) -> No
         with context.background.guard(f"housekeeping of {what}"):
             await asyncio.to_thread(work, now_s)
     with context.background.guard("housekeeping of logins"):
-        page_sessions.keep_house(context, now_s)
+        logins.keep_house(context, now_s)

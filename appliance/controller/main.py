@@ -47,18 +47,15 @@ from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.context.scheduler import RSS_EVERY_S, Scheduler
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.device_watch import DeviceWatch
-from appliance.controller.devices.energy import EnergyMeter
 from appliance.controller.devices.power import LOOK_EVERY_S as POWER_EVERY_S
-from appliance.controller.devices.power import PowerKeeper
-from appliance.controller.engines.adapter_source import AdapterSource
+from appliance.controller.devices.power import EnergyMeter, PowerKeeper
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.engines.settings_check import SettingsCheck
-from appliance.controller.engines.versions import VersionProvider
+from appliance.controller.engines.versions import AdapterSource, VersionProvider
 from appliance.controller.grading.grading import Grading
 from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.http.peers import Listener
-from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import removal
 from appliance.controller.models.capacity import BoxFacts
@@ -72,7 +69,6 @@ from appliance.models.library import ModelLibrary
 from appliance.node_config import node_config_of, weight_budget_bytes
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
-from appliance.store.objects import jobs
 from appliance.tiers.flow import TierFlow
 from appliance.tiers.tiers import Tiers
 from runtime.background_tasks import BackgroundTasks
@@ -157,7 +153,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     # Gateways and nodes.
     generation = first_generation(db)
     bus = Bus(paths.bus_socket, config.controller, first_generation=generation, background=background)
-    bus.on_load.append(inbox.nudge)
+    bus.on_load = inbox.nudge
     spending = Spending(db, bus)
     health = DeviceWatch(db, config.scheduler, inbox.nudge)
     nodes = Nodes(node_config, health.node_changed, partial(invitation.removed, paths))
@@ -171,7 +167,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     routing = BusRouting(bus, db, sizes, spending)
     transport = httpx.AsyncHTTPTransport(uds=str(paths.asking_socket), limits=httpx.Limits(max_connections=None))
     asking = Asking(db, transport, lambda: bus.models, routing.host, inbox.nudge)
-    bus.on_table.append(asking.table_changed)
+    bus.on_table = asking.table_changed
 
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
     tiers = Tiers(db, weights, config.weights, paths)
@@ -318,7 +314,6 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
             server.should_exit = True
         loop.stop()
         await asyncio.wait({deciding, *serving})
-        await context.background.stop()
     saved = await _save_everything(parts.effects, parts.flow)
     await context.asking.close()
     await parts.adapters.stop()
@@ -345,17 +340,6 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
     keep("tiers", parts.flow.run)
     if config.alerts.is_on:
         keep_every(alerts.TASK, alerts.Alerts(context, config.alerts).look, alerts.LOOK_EVERY_S, at_once=True)
-    if every_s := config.observability.profile_jobs_every_s:
-        keep_every("profiles of jobs", partial(_profile_jobs, context), every_s)
-
-
-async def _profile_jobs(context: ControllerContext) -> None:
-    """A step of each running job."""
-    for row in jobs.list_in_phase(context.db, "running"):
-        try:
-            await context.scheduler.profile_job(row.id, 1)
-        except OperationFailed as error:
-            log.info("no profile: %s", error, extra={"job_id": row.id})  # it ends, or moves
 
 
 async def _report_degraded(context: ControllerContext) -> None:

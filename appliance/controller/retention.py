@@ -9,13 +9,11 @@ from pathlib import Path
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
 from appliance.controller.jobs.validation import remove_copies
-from appliance.store.database import Database, sql_list
-from appliance.store.objects import evals, files, jobs
-from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_EVAL_RUN
+from appliance.store.database import Database
+from appliance.store.objects import evals, files
+from appliance.store.rows import UNFINISHED
 
 DAY_S = 86400.0
-_FINISHED = sql_list(sorted(FINISHED_PHASES))
-_LIVE = sql_list(UNFINISHED_BATCH)
 _OF_ENDED_JOB = "job_id IN (SELECT id FROM jobs WHERE finished_s < ?1)"
 _AGED = {
     "audit": ("audit_days", "created_s < ?1"),
@@ -23,7 +21,7 @@ _AGED = {
     "handovers": ("handovers_days", "ended_s < ?1 AND seq < (SELECT max(seq) FROM handovers)"),
     "operations": ("operations_days", "ended_s < ?1 AND state != 'running'"),
     "device_time": ("usage_days", "to_s < ?1"),
-    "batches": ("batches_days", f"created_s < ?1 AND status NOT IN ({_LIVE})"),
+    "batches": ("batches_days", f"created_s < ?1 AND NOT {UNFINISHED['batches']}"),
     "usage": ("usage_days", "hour_s < ?1 - 3600"),
     "job_events": ("job_events_days", _OF_ENDED_JOB),
     "job_metrics": ("job_events_days", _OF_ENDED_JOB),
@@ -31,18 +29,17 @@ _AGED = {
 # Not jobs whose snapshot is still to be given back, or of whose models one is left (a version, under a name that jobs
 # share). What their devices cost stays without them.
 _JOB_GOES = (
-    f"phase IN ({_FINISHED}) AND snapshot IS NULL"
+    f"NOT {UNFINISHED['jobs']} AND snapshot IS NULL"
     " AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.output_model AND (NOT jobs.stable_name"
     "  OR models.job_id = jobs.id OR EXISTS"
     "  (SELECT 1 FROM versions WHERE model = output_model AND meta ->> '$.job_id' = jobs.id)))"
     " AND NOT EXISTS (SELECT 1 FROM checkpoints JOIN models ON models.id = checkpoints.model"
     " WHERE checkpoints.job_id = jobs.id)"
 )
-_EVAL_RUN_GOES = f"status NOT IN ({sql_list(UNFINISHED_EVAL_RUN)})"
 _FILE_NEEDED = (
-    f"(id IN (SELECT input_file_id FROM batches WHERE status IN ({_LIVE}))"
-    f" OR id IN (SELECT training_file FROM jobs WHERE phase NOT IN ({_FINISHED}))"
-    f" OR id IN (SELECT validation_file FROM jobs WHERE phase NOT IN ({_FINISHED})))"
+    f"(id IN (SELECT input_file_id FROM batches WHERE {UNFINISHED['batches']})"
+    f" OR id IN (SELECT training_file FROM jobs WHERE {UNFINISHED['jobs']})"
+    f" OR id IN (SELECT validation_file FROM jobs WHERE {UNFINISHED['jobs']}))"
 )
 
 
@@ -83,7 +80,7 @@ def delete_aged(db: Database, table: str, before_s: float) -> None:
 
 
 def eval_runs_before(db: Database, before_s: float) -> list[str]:
-    return db.column(f"SELECT id FROM eval_runs WHERE ended_s < ? AND {_EVAL_RUN_GOES}", [before_s])
+    return db.column(f"SELECT id FROM eval_runs WHERE ended_s < ? AND NOT {UNFINISHED['eval_runs']}", [before_s])
 
 
 def delete_job(db: Database, job_id: str) -> None:
@@ -95,4 +92,5 @@ def delete_job(db: Database, job_id: str) -> None:
 
 def _with_folders(db: Database, jobs_dir: Path, before_s: float) -> list[str]:
     """Jobs that ended before this moment and have a folder."""
-    return [entry.name for entry in jobs_dir.iterdir() if jobs.has_ended(db, entry.name, before_s)]
+    folders = {entry.name for entry in jobs_dir.iterdir()}
+    return [job_id for job_id in db.column("SELECT id FROM jobs WHERE finished_s < ?", [before_s]) if job_id in folders]

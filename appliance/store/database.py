@@ -154,21 +154,6 @@ class Database:
             finally:
                 here.depth = 0
 
-    @contextmanager
-    def snapshot(self) -> Iterator[None]:
-        """Within it, this thread reads the state of one moment, and cannot write."""
-        connection = self._connection
-        if connection.in_transaction:
-            yield
-            return
-        connection.execute("PRAGMA query_only = ON")
-        connection.execute("BEGIN")
-        try:
-            yield
-        finally:
-            connection.execute("COMMIT")
-            connection.execute("PRAGMA query_only = OFF")
-
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
         connection = self._connection
         if connection.in_transaction or sql.lstrip().startswith(_READS):
@@ -189,11 +174,6 @@ class Database:
         with self._writing:
             (is_busy, _, _) = self.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         return not is_busy
-
-    def many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
-        """Run the statement once for each of the parameters, in one transaction."""
-        with self.transaction():
-            self._connection.executemany(sql, parameters)
 
     def one(self, kind: type[Row], sql: str, parameters: Sequence[Any] = ()) -> Row | None:
         row = self.execute(sql, parameters).fetchone()
@@ -260,6 +240,10 @@ class Database:
             rows.append(_decode(kind, row))
         cursor.close()  # it may have more to give, and would keep its snapshot of the store
         return Page(rows, has_more)
+
+
+HAS_PAIR = "EXISTS (SELECT 1 FROM json_each(metadata) AS pair WHERE pair.key = ? AND pair.value = ?)"
+"""A condition on the metadata of a row."""
 
 
 def owned_by(viewer: str | None) -> dict[str, str]:

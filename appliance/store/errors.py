@@ -6,8 +6,7 @@ StoreError
 ├── RowNotFound         no row has this id
 ├── DuplicateRow        a row with this id or name exists already
 ├── UnknownCursor       `after` is the id of nothing in this list
-├── IllegalTransition   a finished job, operation or hand-over was asked to change
-└── UnknownColumn       a caller named a column that the table does not have
+└── IllegalTransition   a finished job, operation or hand-over was asked to change
 """
 
 from __future__ import annotations
@@ -42,15 +41,11 @@ class RowNotFound(StoreError, LookupError):
 
     def __init__(self, table: str, row_id: str):
         super().__init__(f"no row {row_id!r} in {table}")
-        self.table = table
-        self.row_id = row_id
 
 
 class DuplicateRow(StoreError):
     def __init__(self, table: str, row_id: str):
         super().__init__(f"{table} has a row {row_id!r} already")
-        self.table = table
-        self.row_id = row_id
 
 
 class UnknownCursor(StoreError):
@@ -58,16 +53,9 @@ class UnknownCursor(StoreError):
         super().__init__(
             f"No object with id {after!r} is in this list; 'after' is the id of the last object of the page before"
         )
-        self.after = after
 
 
 class IllegalTransition(StoreError):
     def __init__(self, table: str, row_id: str, found: str, wanted: str):
         super().__init__(f"{row_id} in {table} is {found} and stays so; it cannot become {wanted}")
         self.found = found
-        self.wanted = wanted
-
-
-class UnknownColumn(StoreError):
-    def __init__(self, table: str, columns: list[str]):
-        super().__init__(f"{table} has no column {', '.join(sorted(columns))}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from appliance.store.database import sql_list
 from appliance.store.table import Table
 from scheduler.core.workload import PolicyKind
 
@@ -215,15 +216,14 @@ class JobRow:
     output_model: name of the model it makes, shown as `fine_tuned_model` once it succeeded.
     stable_name: its owner chose that name, and other jobs make versions of it too. activate: the job's last version
         answers at once, also where another version of the model does.
-    snapshot: {"step", "path"} of the newest resumable state, and when the last event told of one ("told_s");
-        stays after the end until its bytes were given back.
+    snapshot: {"step", "path"} of the newest resumable state; stays after the end until its bytes were released.
     devices: device names held now.
     owner: of the key it was made with, at that time; empty for the box itself. held: an operator keeps it waiting.
     verdict: {"code", "text"}, what its curves say of what it learned (train.plan.verdict); None until it ends.
     gate: {"eval_id", "pass_rate_at_least", "version" judged, "before" it, "runs" by version, "verdict" ("passed",
         "refused", "undecided"), "reason", "activated": None until it has ended}; None: there is none.
     joules: that its devices have counted, in `metered_s` device-seconds; None: nothing was counted.
-    asked_sizes: numbers of devices it may run on as requested; allowed_sizes: those of them its batch size divides by.
+    allowed_sizes: numbers of devices it may run on that its batch size divides by.
     """
 
     id: str
@@ -248,7 +248,6 @@ class JobRow:
     min_devices: int | None = None
     max_devices: int | None = None
     allowed_sizes: list[int] | None = None
-    asked_sizes: list[int] | None = None
     owner: str = ""
     deadline_s: float | None = None
     preemptible: int = 1
@@ -343,15 +342,6 @@ class HandoverRow:
 
 
 @dataclass(frozen=True, slots=True)
-class HandoverTotal:
-    """How many hand-overs ended in one state, and their seconds together."""
-
-    state: str
-    count: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class HandoverStepRow:
     """One journalled step: written before it runs (state) and after it ran (state, detail)."""
 
@@ -443,12 +433,10 @@ UNFINISHED_EVAL_RUN = ("queued", "in_progress")
 @dataclass(frozen=True, slots=True)
 class JobJudgeRow:
     """Who judges the answers of a job that learns from its own: {"grader": as OpenAI's API has it, "response_format"?:
-    what answers are held to} or {"teacher": the name of a model}. taught_by: versions of the teacher that have told
-    something, the first one first."""
+    what answers are held to} or {"teacher": the name of a model}."""
 
     job_id: str
     judge: dict[str, Any] = field(default_factory=dict)
-    taught_by: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,7 +507,8 @@ class BatchRow:
     """A batch of inference requests.
 
     total, completed, failed: lines of its input file; the last two as of the last look, exact once it has ended.
-    output_keep_s: seconds its output files are kept, None: for ever. errors: of the validation, as the API shows them.
+    output_keep_s: seconds its output files are kept, None: for ever. moments: when it first had each status. errors: of
+        the validation, as the API shows them.
     """
 
     id: str
@@ -537,13 +526,7 @@ class BatchRow:
     failed: int = 0
     output_file_id: str | None = None
     error_file_id: str | None = None
-    in_progress_s: float | None = None
-    finalizing_s: float | None = None
-    completed_s: float | None = None
-    failed_s: float | None = None
-    expired_s: float | None = None
-    cancelling_s: float | None = None
-    cancelled_s: float | None = None
+    moments: dict[str, float] = field(default_factory=dict)
     metadata: dict[str, str] | None = None
     errors: list[dict[str, Any]] | None = None
     usage: dict[str, Any] | None = None
@@ -608,6 +591,15 @@ class ResponseRow:
         return self.status not in UNFINISHED_RESPONSE
 
 
+UNFINISHED = {
+    "jobs": f"phase IN ({sql_list(UNFINISHED_PHASES)})",
+    "batches": f"status IN ({sql_list(UNFINISHED_BATCH)})",
+    "responses": f"status IN ({sql_list(UNFINISHED_RESPONSE)})",
+    "eval_runs": f"status IN ({sql_list(UNFINISHED_EVAL_RUN)})",
+    "uploads": "status = 'pending'",
+}
+"""Conditions for rows of work that has not ended, by table: those of partial indexes in schema.sql."""
+
 KEYS = Table("keys", KeyRow, called="name")
 PAGE_SESSIONS = Table("page_sessions", PageSessionRow, parents={"key_id": "keys"})
 FILES = Table("files", FileRow)
@@ -625,12 +617,7 @@ JOB_METRICS = Table("job_metrics", JobMetricRow, "job_id", "step", order="step",
 CHECKPOINTS = Table("checkpoints", CheckpointRow, "name", parents={"job_id": "jobs"})
 HANDOVERS = Table("handovers", HandoverRow)
 HANDOVER_STEPS = Table(
-    "handover_steps",
-    HandoverStepRow,
-    "handover_id",
-    "position",
-    order="position",
-    parents={"handover_id": "handovers"},
+    "handover_steps", HandoverStepRow, "handover_id", "position", order="position", parents={"handover_id": "handovers"}
 )
 IDEMPOTENCY = Table("idempotency", IdempotencyRow, "seq")
 AUDIT = Table("audit", AuditRow)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Generic, Unpack
 
 from appliance.store.database import TABLES, Database, Page, Part, Row, columns_of, encode, owned_by
-from appliance.store.errors import DuplicateRow, RowNotFound, UnknownColumn
+from appliance.store.errors import DuplicateRow, RowNotFound
 
 
 class Table(Generic[Row]):
@@ -94,10 +94,7 @@ class Table(Generic[Row]):
         return db.page(self._kind, self._name, scope=owned_by(viewer), **part)
 
     def update(self, db: Database, *key: Any, **changes: Any) -> None:
-        """Change columns of one row. Raises RowNotFound, UnknownColumn."""
-        unknown = [name for name in changes if name not in self._columns]
-        if unknown:
-            raise UnknownColumn(self._name, unknown)
+        """Change columns of one row. Raises RowNotFound."""
         if not changes:
             return
         assignments = ", ".join(f"{name} = ?" for name in changes)

@@ -27,8 +27,6 @@ devices = 2
 start_timeout_s = 600
 [serve]
 start_timeout_s = 600
-[observability]
-profile_jobs_every_s = 5
 """
 OF_GPUS = {
     "Share of the devices' rate that training uses (MFU)",
@@ -54,6 +52,7 @@ def test_every_panel_has_something_to_show(tmp_path: Path) -> None:
             with Load(box.url, box.key, "starter", workers=2) as load:
                 box.set_mode(policy="split", train_devices=1)
                 wait_for(lambda: len(box.losses(job)) >= 10, "ten steps", 240)
+                box.run("profile", "job", job, "--steps", "1")
                 box.set_mode(policy="serve")
                 wait_for(lambda: load.finished >= 40, "forty answers", 240)
                 box.set_mode(policy="split", train_devices=1)

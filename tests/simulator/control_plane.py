@@ -284,9 +284,7 @@ class SimulatedEngines(Asking):
             code = "batch_gives_way" if error.yielded else "engines_died"
             answer = EngineAnswer(503 if error.yielded else 502, {"error": {"message": str(error), "code": code}})
         headers = {"retry-after": "0.005"} if answer.status in (429, 503) else {}
-        return httpx.Response(
-            answer.status, json=answer.body, headers=headers | {"x-appliance-model-version": answer.version}
-        )
+        return httpx.Response(answer.status, json=answer.body, headers=headers)
 
     async def _answer(self, body: dict[str, Any]) -> EngineAnswer:
         self.sent.append(body)

@@ -32,7 +32,6 @@ BOUNDS = Bounds(cpu_s=3600, memory_bytes=6 << 30)
 # A job's check lowers its priority from this much processor time on: beside busy ranks, a dozen examples at low
 # priority waited minutes for the 2 s that they and the import of the tokenizer's library take.
 NICE_AFTER_S, _NICENESS = 5.0, 10
-TELL_EVERY_S = 2.0
 
 CheckName = Literal["bad_lines", "empty", "duplicates", "near_duplicates", "too_long", "contaminated", "personal_data"]
 CHECKS: tuple[CheckName, ...] = get_args(CheckName)
@@ -71,20 +70,13 @@ def answer_of(status: int, out: bytes, err: bytes) -> dict[str, Any]:
     raise (BadOption if answer["bad_option"] else CheckFailed)(answer["error"])
 
 
-def check_apart(path: Path, heard: Heard | None = None, **how: Any) -> DataReport:
-    """`checked`, in a process. `heard` is called now and then, in this thread. A file that takes more than the limits
-    is a bad one. Raises OSError."""
+def check_apart(path: Path, **how: Any) -> DataReport:
+    """`checked`, in a process. A file that takes more than the limits is a bad one. Raises OSError."""
     job = {"path": path, **how}
     request = {"job": {name: str(value) if isinstance(value, Path) else value for name, value in job.items()}}
-    output = ""
-    with subprocess.Popen(
-        command_of(request), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as done:
-        for output in done.stdout or ():
-            if heard is not None and output.startswith("["):
-                heard(*json.loads(output))
+    done = subprocess.run(command_of(request), stdin=subprocess.DEVNULL, capture_output=True)
     try:
-        found = json.loads(output)
+        found = json.loads(done.stdout)
         return DataReport(**{**found, "errors": [(line, reason) for line, reason in found["errors"]]})
     except (ValueError, TypeError, KeyError):
         if not path.exists():
@@ -99,7 +91,7 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     try:
         if "job" in request:
-            answer = asdict(checked(**request["job"], heard=_Heard()))
+            answer = asdict(checked(**request["job"], heard=_yield_later))
         else:
             os.nice(request.get("niceness", _NICENESS))
             answer = carried_out(request)
@@ -109,18 +101,10 @@ def main() -> None:
     print(json.dumps(answer, ensure_ascii=False))
 
 
-class _Heard:
-    """Prints how far the check is, at most every TELL_EVERY_S; lowers this process's priority when it takes long."""
-
-    next_s, nice = 0.0, False
-
-    def __call__(self, examples: int, share: float) -> None:
-        if not self.nice and time.process_time() >= NICE_AFTER_S:
-            self.nice = True
-            os.nice(_NICENESS)
-        if time.monotonic() >= self.next_s:
-            self.next_s = time.monotonic() + TELL_EVERY_S
-            print(json.dumps([examples, share]), flush=True)
+def _yield_later(examples: int, share: float) -> None:
+    """Lower this process's priority when its check takes long."""
+    if time.process_time() >= NICE_AFTER_S:
+        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
 
 
 def checked(

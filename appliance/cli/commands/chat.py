@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PATH = "/v1/chat/completions"
 # A held request may wait for an engine to wake; the box itself answers 503 when it gives up.
-_TIMEOUT_S = 900.0
+TIMEOUT_S = 900.0
 
 
 @command(
@@ -41,7 +41,7 @@ def chat(session: Session, args: Namespace) -> None:
         raise BadUsage("-o json needs a PROMPT, or one on stdin")
     body = picked(args, "model max_tokens temperature")
     messages = body["messages"] = [{"role": "system", "content": args.system}] if args.system else []
-    gateway = _gateway(session)
+    gateway = endpoint(session)
     if interactive:
         output.say(f"talking to {args.model}; an empty line or Ctrl-D ends it")
         while text := _typed():
@@ -53,7 +53,7 @@ def chat(session: Session, args: Namespace) -> None:
         raise BadUsage("the prompt is empty")
     messages.append({"role": "user", "content": text})
     if session.as_json:
-        output.print_json(gateway.send("POST", PATH, body=body, timeout_s=_TIMEOUT_S))
+        output.print_json(gateway.send("POST", PATH, body=body, timeout_s=TIMEOUT_S))
     else:
         _answer(gateway, body)
 
@@ -70,7 +70,7 @@ def _answer(gateway: Client, body: dict[str, Any]) -> str:
     """Print the answer as it comes, and say why there is none or why it ends early; returns it whole."""
     pieces, ended = [], None
     try:
-        for event in gateway.stream_events(PATH, {**body, "stream": True}, _TIMEOUT_S):
+        for event in gateway.stream_events(PATH, {**body, "stream": True}, TIMEOUT_S):
             for choice in event.get("choices", ()):
                 piece = (choice.get("delta") or {}).get("content") or ""
                 ended = choice.get("finish_reason") or ended
@@ -86,7 +86,7 @@ def _answer(gateway: Client, body: dict[str, Any]) -> str:
     return answer
 
 
-def _gateway(session: Session) -> Client:
+def endpoint(session: Session) -> Client:
     """The box's endpoint. A command on the box itself needs no key: it asks as the box does."""
     from appliance.cli.client import Client  # late, see appliance.cli.command
 

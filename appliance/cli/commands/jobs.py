@@ -94,14 +94,9 @@ def hyperparameters(args: Namespace) -> dict[str, Any]:
     return values
 
 
-def _sizes(text: str) -> list[int]:
-    return [number(int, 1)(one) for one in text.split(",")]
-
-
 _DEVICES = (
     opt("--min-devices N", "Never on fewer.", type=number(int, 1)),
     opt("--max-devices N", "Never on more.", type=number(int, 1)),
-    opt("--sizes N,N,…|none", "Only on these numbers of devices.", dest="allowed_sizes", type=or_null(_sizes)),
     opt("--priority N", "Higher goes first. Default: 0.", type=int),
     opt("--deadline TIME|none", "8h, or a date: near it the job goes first.", dest="deadline_s", type=or_null(future)),
     *either("--preemptible", "--no-preemptible", "May it be suspended for others? Default: yes."),

@@ -90,7 +90,11 @@ def _send_test(session: Session, settings: BoxConfig) -> None:
     receivers = [*filter(None, [settings.alerts.webhook]), *settings.alerts.email]
     message = Message("test", "test", "This is a test. Nothing is wrong.")
     try:
-        send(settings.alerts, message, settings.box.public_url or f"{settings.scheme}://{settings.box.host}")
+        send(
+            settings.alerts,
+            message,
+            settings.box.public_url or f"{settings.scheme}://{settings.box.host}:{settings.box.port}",
+        )
     except Undelivered as error:
         raise CommandFailed(f"not delivered: {error}") from error
     session.show({"sent_to": receivers}, lambda _: f"sent to {', '.join(receivers)}")

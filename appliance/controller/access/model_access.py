@@ -14,9 +14,6 @@ from appliance.store.objects import jobs, models
 from appliance.store.records import keys, model_settings
 from appliance.store.rows import JobRow, ModelRow, VersionRow
 
-_NAMED = 20
-"""Versions of a model that an error names."""
-
 
 def unknown_model(name: str, param: str = "model") -> NotFound:
     return NotFound(
@@ -30,13 +27,8 @@ def stored_version(db: Database, model: str, version: str) -> VersionRow:
     """For callers who may see the model. Raises NotFound."""
     if (row := models.find_version(db, model, version)) is not None:
         return row
-    have = models.names_of_versions(db, model, _NAMED + 1)
-    more = " and older ones" if len(have) > _NAMED else ""
-    raise NotFound(
-        f"{model} has no version {shown(version)}; it has {', '.join(have[:_NAMED])}{more}.",
-        param="version",
-        code="version_not_found",
-    )
+    message = f"{model} has no version {shown(version)}; `appliance model show {model}` lists them."
+    raise NotFound(message, param="version", code="version_not_found")
 
 
 def known_model(db: Database, name: str) -> Resolved:
@@ -99,14 +91,15 @@ def check_may_ask(db: Database, caller: Principal, name: str, *, chats: bool = T
     may not use, and BadRequest for one that does not chat."""
     if not caller.may(INFERENCE):
         raise Forbidden(INFERENCE)
-    if not caller_may_use(db, caller, name) or not _has_version(db, name):
+    lacks_version = "@" in name and models.find(db, name) is None and resolve(db, name) is None
+    if lacks_version or not caller_may_use(db, caller, name):
         raise unknown_model(name, param)
     if chats and (why := why_no_chat(db, name)):
         raise BadRequest(f"{why}.", param=param, code="model_not_supported")
 
 
 def why_not_asked(db: Database, key_id: str | None, name: str) -> str:
-    """`check_may_ask` for work that outlives its request: why this key may not ask the model, "" if it may."""
+    """Why this key may not ask the model, for work that outlives its request; "" if it may."""
     try:
         check_may_ask(db, caller_of(db, key_id), name, chats=False)
     except ApiError as error:
@@ -139,8 +132,3 @@ def base_of(db: Database, job: JobRow) -> Resolved | None:
     Asked at each step of a job: it may wait for weeks between its creation and its run.
     """
     return resolve(db, job.model) if may_use(db, job.key_id, job.model) else None
-
-
-def _has_version(db: Database, name: str) -> bool:
-    """False if a name contains a version that does not exist."""
-    return "@" not in name or models.find(db, name) is not None or resolve(db, name) is not None

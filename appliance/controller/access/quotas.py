@@ -10,27 +10,23 @@ from appliance.controller.access.disk import Disk
 from appliance.controller.interfaces.config import ControllerConfig, OwnerBounds
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, LimitReached
 from appliance.controller.interfaces.principal import Principal
-from appliance.store.database import Database, sql_list
+from appliance.store.database import Database
 from appliance.store.records import keys
-from appliance.store.rows import UNFINISHED_BATCH, UNFINISHED_EVAL_RUN, UNFINISHED_PHASES, UNFINISHED_RESPONSE
+from appliance.store.rows import UNFINISHED
 
 ANSWERS_PER_INPUT = 3
 """Answers of a batch are longer than its lines: an error is three times as long as a short one."""
 # A key that is not in the table (the box of a test) is an owner of its own.
 _OF = "key_id IN (SELECT ?1 UNION SELECT id FROM keys WHERE owner = (SELECT owner FROM keys WHERE id = ?1))"
 _TUNED = "models WHERE kind = 'fine-tuned' AND owner IN (SELECT owner FROM keys WHERE id = ?1)"
-_BATCHES = f"batches WHERE status IN ({sql_list(UNFINISHED_BATCH)}) AND {_OF}"
-_JOBS = f"jobs WHERE phase IN ({sql_list(UNFINISHED_PHASES)}) AND {_OF}"
-_UPLOADS = f"uploads WHERE status = 'pending' AND {_OF}"
-_RESPONSES = f"responses WHERE status IN ({sql_list(UNFINISHED_RESPONSE)}) AND {_OF}"
-_RUNS = f"eval_runs WHERE status IN ({sql_list(UNFINISHED_EVAL_RUN)}) AND {_OF}"
+_UNFINISHED = {table: f"{table} WHERE {where} AND {_OF}" for table, where in UNFINISHED.items()}
 # An upload in progress counts twice what it announced (the disk holds its parts and the file), an unfinished batch with
 # its answers.
 _STORED = (
     *((1, f"{table} WHERE {_OF}") for table in ("files", "evals", "eval_runs")),
     (1, f"versions WHERE model IN (SELECT id FROM {_TUNED})"),
-    (2, _UPLOADS),
-    (ANSWERS_PER_INPUT, f"files JOIN (SELECT input_file_id FROM {_BATCHES}) ON input_file_id = files.id"),
+    (2, _UNFINISHED["uploads"]),
+    (ANSWERS_PER_INPUT, f"files JOIN (SELECT input_file_id FROM {_UNFINISHED['batches']}) ON input_file_id = files.id"),
 )
 
 
@@ -57,7 +53,7 @@ class Quotas:
             return
         bounds, count, ask = self.bounds(caller.key_id), "count(*)", "An admin can give a key a higher bound `{}`."
         if begins:
-            number = self._sum(caller.key_id, count, _JOBS, _BATCHES, _UPLOADS, _RESPONSES, _RUNS)
+            number = self._sum(caller.key_id, count, *_UNFINISHED.values())
             if number >= bounds.unfinished:
                 raise LimitReached(
                     f"Your keys have {number} jobs, batches, runs of evals, responses in background and uploads under "
@@ -67,7 +63,7 @@ class Quotas:
                     retry=True,
                 )
         # With the models that unfinished jobs are going to make.
-        if makes_model and (number := self._sum(caller.key_id, count, _TUNED, _JOBS)) >= bounds.models:
+        if makes_model and (number := self._sum(caller.key_id, count, _TUNED, _UNFINISHED["jobs"])) >= bounds.models:
             text = f"Your keys have {number} fine-tuned models of at most {bounds.models}. Delete some first."
             raise LimitReached(f"{text} {ask.format('models')}", param="models")
         size = sum(times * self._sum(caller.key_id, "sum(bytes)", where) for times, where in _STORED)

@@ -34,7 +34,7 @@ class Spending:
     def __init__(self, db: Database, bus: Bus):
         self._db, self._bus = db, bus
         self._unwritten: dict[tuple[str, ...], Counter[str]] = {}
-        bus.on_usage.append(self.take)
+        bus.on_usage = self.take
 
     def publish_keys(self) -> None:
         """Permissions or quotas of keys changed: the gateways get the keys of now."""
@@ -106,11 +106,7 @@ def ending_soon(db: Database, now_s: float) -> list[str]:
 
 
 def _key(
-    db: Database,
-    row: KeyRow,
-    now_s: float,
-    sessions: dict[str, Any] | None,
-    made: Callable[[str], list[str]],
+    db: Database, row: KeyRow, now_s: float, sessions: dict[str, Any] | None, made: Callable[[str], list[str]]
 ) -> dict[str, Any]:
     """made: names of what an owner's jobs made."""
     (spent_until_s, spent), owner = spent_quota(db, row, now_s), row.owner or row.id

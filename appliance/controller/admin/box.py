@@ -11,24 +11,23 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse
 
 from appliance.controller.access.spending import ending_soon
-from appliance.controller.admin import handover_views, views
 from appliance.controller.admin.metrics import ControllerCollector, read_engines
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import lost_nodes
+from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import floor_notes, mode_in_force
 from appliance.controller.http.paging import RECENT, list_object, part
 from appliance.controller.http.reading import Status, answer
 from appliance.controller.http.routers import needs
-from appliance.controller.http.views import job_object
+from appliance.controller.http.views import handover_by_id, handover_object, job_object
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.principal import ADMIN, METRICS, READ, Caller
 from appliance.store.database import Part
 from appliance.store.objects import jobs
 from appliance.store.records import audit, handovers, keys
+from appliance.store.rows import AuditRow, columns
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
-    """Add the routes to the admin router."""
     db = context.db
 
     @router.get("/status", response_model=dict[str, Any])
@@ -60,13 +59,13 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             return {
                 **of_loop,
                 "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
-                "devices": lost_nodes.metered(lost_nodes.in_view(db, now["devices"]), readings),
+                "devices": cordons.metered(cordons.in_view(db, now["devices"]), readings),
                 "jobs": [job_object(row, context.config.organization) for row in jobs.list_unfinished(db)],
-                "handover": handover_views.by_id(db, now["handover"]),
+                "handover": handover_by_id(db, now["handover"]),
                 "notes": [*now["notes"], *floor_notes(holds, len(now["devices"])), *load.notes, *expiring],
             }
 
-        return await answer(db, of_store)
+        return await answer(of_store)
 
     # Not by `response_class`: the OpenAPI document would then say that errors are plain text too.
     @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
@@ -78,12 +77,12 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         def scraped() -> Response:
             return PlainTextResponse(generate_latest(collector), media_type=CONTENT_TYPE_LATEST)
 
-        return await answer(db, scraped)
+        return await answer(scraped)
 
     @router.get("/tiers", response_model=dict[str, Any])
     async def tiers(caller: Caller) -> Response:
         listed = context.tiers.status()
-        return await answer(db, lambda: {"object": "list", "data": listed()})
+        return await answer(lambda: {"object": "list", "data": listed()})
 
     @router.get("/doctor")
     async def doctor(caller: Caller) -> dict[str, Any]:
@@ -100,16 +99,21 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @needs(ADMIN)
     def list_audit(part: Annotated[Part, RECENT]) -> dict[str, Any]:
         names = {row.id: row.name for row in keys.list_all(db)}
-        page = audit.page(db, **part)
-        return list_object(page, lambda row: views.audit(row, names.get(row.key_id, row.key_id or "box")))
+
+        def view(row: AuditRow) -> dict[str, Any]:
+            """`by`: the key's name, "box" for actions that needed none."""
+            by = names.get(row.key_id or "", row.key_id or "box")
+            return {"by": by, **columns(row, "id key_id action target outcome detail request_id created_s")}
+
+        return list_object(audit.page(db, **part), view)
 
     @router.get("/handovers")
     def list_handovers(part: Annotated[Part, part(20, most=1000)]) -> dict[str, Any]:
-        return list_object(handovers.page(db, **part), lambda row: handover_views.handover(db, row))
+        return list_object(handovers.page(db, **part), lambda row: handover_object(db, row))
 
     @router.get("/handovers/{handover_id}")
     def show_handover(handover_id: str) -> dict[str, Any]:
-        found = handover_views.by_id(db, handover_id)
+        found = handover_by_id(db, handover_id)
         if found is None:
             raise NotFound(
                 f"No hand-over {shown(handover_id)}; `appliance mode history` lists the newest.",

@@ -11,8 +11,8 @@ from pydantic import StringConstraints
 
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import cordons, lost_nodes
-from appliance.controller.devices.energy import of_job
+from appliance.controller.devices import cordons
+from appliance.controller.devices.power import of_job
 from appliance.controller.http.reading import Readings, Status
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import NotFound, shown
@@ -26,12 +26,11 @@ class Drain(StrictBody):
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
-    """Add the routes to the admin router."""
     db = context.db
 
     @router.get("/devices")
     def devices(now: Status, readings: Readings) -> dict[str, Any]:
-        return {"object": "list", "data": lost_nodes.metered(lost_nodes.in_view(db, now["devices"]), readings)}
+        return {"object": "list", "data": cordons.metered(cordons.in_view(db, now["devices"]), readings)}
 
     @router.post("/devices/{device_id:path}/drain")
     async def drain(device_id: str, caller: Caller, body: Drain | None = None) -> dict[str, Any]:
@@ -62,8 +61,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/power")
     def power(
-        readings: Readings,
-        since_s: Annotated[float, Query(ge=0, le=1e11, description="Unix time")] = 0.0,
+        readings: Readings, since_s: Annotated[float, Query(ge=0, le=1e11, description="Unix time")] = 0.0
     ) -> dict[str, Any]:
         """The power limit in force, and the energy of each job that had not ended by `since_s`, in all its time.
         `meters`: how many devices count energy at all."""
@@ -89,7 +87,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def forget_node(name: str, caller: Caller) -> dict[str, Any]:
         """Remove a lost node's devices from the list. The node may still join again."""
         with db.transaction():
-            devices = lost_nodes.forget(db, name)
+            devices = cordons.forget(db, name)
             if devices is None:
                 raise NotFound(
                     f"The box has lost no node {shown(name)}; `appliance gpu list` shows those of "
@@ -103,7 +101,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
 def _known(context: ControllerContext, device_id: str) -> dict[str, Any]:
     """Raises NotFound."""
-    for device in lost_nodes.in_view(context.db, context.scheduler.status()["devices"]):
+    for device in cordons.in_view(context.db, context.scheduler.status()["devices"]):
         if device["id"] == device_id:
             return device
     raise NotFound(

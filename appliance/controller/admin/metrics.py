@@ -6,12 +6,13 @@ Nothing is counted here: the store keeps the counters, so they survive restarts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, get_args
 
 import httpx
 from prometheus_client import ProcessCollector
@@ -19,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import lost_nodes
+from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_in_force
 from appliance.controller.http.views import job_phase
 from appliance.controller.interfaces.records import TRAINING_FAILED, SchedulerStatus
@@ -40,34 +41,28 @@ Samples = Iterable[tuple[Sequence[str], float | None]]
 """Values of labels, and the measured value; None is left out."""
 
 
-class EngineReading(NamedTuple):
-    """figures: vLLM's own, by its names, each summed up over its labels."""
-
-    replica: str
-    model: str
-    figures: Mapping[str, float]
+Engines = Mapping[tuple[str, str], Mapping[str, float]]
+"""By replica and model: vLLM's own figures, by its names, each summed up over its labels."""
 
 
-async def read_engines(engines: Mapping[str, tuple[str, str]]) -> list[EngineReading]:
-    """What engines say of themselves; all that answer in time, side by side. engines: (model, address) by replica."""
-    found = await asyncio.gather(*(_read(replica, *engine) for replica, engine in engines.items()))
-    return [reading for reading in found if reading is not None]
+async def read_engines(engines: Mapping[str, tuple[str, str]]) -> Engines:
+    """What engines say of themselves, those that answer in time. engines: (model, address) by replica."""
+    found = await asyncio.gather(*(_figures(address) for _, address in engines.values()))
+    return {(replica, model): figures for (replica, (model, _)), figures in zip(engines.items(), found, strict=True)}
 
 
-async def _read(replica: str, model: str, address: str) -> EngineReading | None:
+async def _figures(address: str) -> Counter[str]:
     base_url, options = http_options(address)
-    try:
+    figures = Counter[str]()
+    with contextlib.suppress(TimeoutError, httpx.TransportError):
         async with (
             asyncio.timeout(ENGINE_WAIT_S),
             httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(**options), base_url=base_url) as client,
         ):
             answer = await client.get("/metrics")
-    except (TimeoutError, httpx.TransportError):
-        return None
-    figures = Counter[str]()
-    for name, value in re.findall(r"^(vllm:\w+)(?:\{.*\})? (\S+)$", answer.text, re.MULTILINE):
-        figures[name] += float(value)
-    return EngineReading(replica, model, figures)
+        for name, value in re.findall(r"^(vllm:\w+)(?:\{.*\})? (\S+)$", answer.text, re.MULTILINE):
+            figures[name] += float(value)
+    return figures
 
 
 _ENGINE_METERS: tuple[tuple[str, str, str], ...] = (
@@ -131,7 +126,7 @@ class ControllerCollector(Collector):
     """All series, with the process's memory, CPU time and descriptors. Made on the loop, whose state it takes, for one
     scrape that reads the store on a thread."""
 
-    def __init__(self, context: ControllerContext, now: SchedulerStatus, engines: list[EngineReading]):
+    def __init__(self, context: ControllerContext, now: SchedulerStatus, engines: Engines):
         self._db, self._data, self._now, self._engines = context.db, context.files_dir, now, engines
         self._tiers, self._last_backup = context.tiers.status(), context.last_backup()
         self._readings = context.health.newest()
@@ -155,12 +150,11 @@ class ControllerCollector(Collector):
         holds = mode_in_force(self._db, now["serving_floor"], time.time()).policy.kind
         yield _gauge("mode", "1 for the mode in force.", "policy", [([one], float(one == holds)) for one in POLICIES])
         ended = SummaryMetricFamily("appliance_handover_seconds", "Ended hand-overs, by outcome.", labels=["outcome"])
-        totals = {total.state: total for total in handovers.totals(self._db)}
+        totals = handovers.totals(self._db)
         for state in get_args(HandoverState):
             # A series that begins with its first failure has had no increase for Prometheus.
             if state != "running":
-                total = totals.get(state)
-                ended.add_metric([state], total.count if total else 0, total.seconds if total else 0.0)
+                ended.add_metric([state], *totals.get(state, (0, 0.0)))
         yield ended
         yield _gauge("handovers_running", "Hand-overs in progress.", "", [((), len(handovers.list_open(self._db)))])
         yield _gauge("scheduler_plan_seconds", "How long the last plan took.", "", [((), now["plan_s"])])
@@ -173,18 +167,18 @@ class ControllerCollector(Collector):
 
     def _of_engines(self) -> Iterator[Metric]:
         for name, text, figure in _ENGINE_METERS:
-            samples = [((one.replica, one.model), one.figures.get(figure)) for one in self._engines]
+            samples = [(engine, figures.get(figure)) for engine, figures in self._engines.items()]
             yield (_counter if figure.endswith("_total") else _gauge)(name, text, "replica model", samples)
         queue = [
-            ((one.replica, one.model, state), one.figures.get(figure))
-            for one in self._engines
+            ((*engine, state), figures.get(figure))
+            for engine, figures in self._engines.items()
             for state, figure in _REQUESTS
         ]
         text = "Requests that an engine computes, and those in its queue."
         yield _gauge("engine_requests", text, "replica model state", queue)
 
     def _devices(self) -> Iterator[Metric]:
-        devices = lost_nodes.in_view(self._db, self._now["devices"])
+        devices = cordons.in_view(self._db, self._now["devices"])
         held = _counts((one["holder"]["kind"] if one["holder"] else "none", one["health"]) for one in devices)
         yield _gauge("devices", "Devices by who holds them (job, replica, none) and health.", "holder health", held)
         labels = [(one["id"], one["kind"]) for one in devices]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query
 from pydantic import Field, StringConstraints
 
-from appliance.controller.admin import handover_views
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices.mode import (
@@ -23,9 +21,9 @@ from appliance.controller.devices.mode import (
     window_of,
     write_mode,
 )
-from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.routers import unaudited
 from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.views import handover_by_id
 from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.interfaces.records import Mode
@@ -57,7 +55,6 @@ class WindowCreate(ModeSet):
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
-    """Add the routes to the admin router."""
     db = context.db
 
     @router.get("/mode")
@@ -66,10 +63,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.put("/mode")
     async def set_mode(
-        body: ModeSet,
-        caller: Caller,
-        wait: bool = False,
-        timeout_s: Annotated[float | None, Query(gt=0)] = None,
+        body: ModeSet, caller: Caller, wait: bool = False, timeout_s: Annotated[float | None, Query(gt=0)] = None
     ) -> dict[str, Any]:
         _check(context, body)
         by = name_of(context, caller)
@@ -89,7 +83,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 code="wait_timeout",
                 headers={"x-should-retry": "false"},
             ) from error
-        return _mode_view(context) | {"handover": handover_views.by_id(db, handover_id)}
+        return _mode_view(context) | {"handover": handover_by_id(db, handover_id)}
 
     @router.post("/mode/plan")
     @unaudited  # a preview
@@ -105,7 +99,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return {"object": "list", "data": [_row(context, row) for row in windows.list_all(db)]}
 
     @router.post("/mode/schedule")
-    async def add_window(body: WindowCreate, request: Request, caller: Caller) -> dict[str, Any]:
+    async def add_window(body: WindowCreate, caller: Caller) -> dict[str, Any]:
         _check(context, body)
         row = WindowRow(id=new_id("win_", 8), created_s=time.time(), **body.model_dump())
         try:
@@ -113,16 +107,11 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         except InvalidSchedule as error:
             raise BadRequest(f"{error}.", param=error.param, code="invalid_schedule") from error
 
-        def make() -> WindowRow:
+        with db.transaction():
             windows.insert(db, row)
             record(context, caller, "mode.schedule.add", row.id, **body.model_dump())
-            return row
-
-        attempt = Attempt(request, caller, "windows", body.model_dump(mode="json"), partial(windows.find, db))
-        made, new = attempt.once(make)
-        if new:
-            context.scheduler.nudge(f"window {made.id} was added", name_of(context, caller))
-        return _row(context, made)
+        context.scheduler.nudge(f"window {row.id} was added", name_of(context, caller))
+        return _row(context, row)
 
     @router.get("/mode/schedule/preview")
     async def show_preview(hours: Annotated[float, Query(gt=0, le=24 * 31)] = 24.0) -> dict[str, Any]:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter
+from pydantic import Field
 
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.reading import Status
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.http.views import job_object, job_phase
-from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue
+from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, OperationFailed
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs.events import add_message
-from appliance.controller.jobs.requests import Devices, Moment, Priority, Sizes
-from appliance.controller.jobs.settings import Wish
+from appliance.controller.jobs.requests import Devices, Moment, Priority
+from appliance.controller.jobs.settings import Wish, nodes_of
 from appliance.controller.jobs.wanted import JOBS, pause_reason
-from appliance.controller.models import node_sizes
 from appliance.store.objects import jobs
 from appliance.store.rows import JobRow, columns
+from runtime.profile_shares import MOST_STEPS
 
 # Slurm's reason codes (https://slurm.schedmd.com/job_reason_codes.html), each with a sentence of the box's own.
 VALIDATING = ("Dependency", "Its training file is being checked.")
@@ -27,18 +28,20 @@ SUBMITTED = ("Priority", "The scheduler has not looked at it yet.")
 
 
 class JobUpdate(StrictBody):
-    """Only the given fields change; null removes a bound, the sizes or the deadline."""
+    """Only the given fields change; null removes a bound or the deadline."""
 
     priority: Priority | None = None
     deadline_s: Moment | None = None
     preemptible: bool | None = None
     min_devices: Devices | None = None
     max_devices: Devices | None = None
-    allowed_sizes: Sizes | None = None
+
+
+class ProfileRequest(StrictBody):
+    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 3
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
-    """Add the routes to the admin router."""
     db = context.db
 
     @router.get("/queue")
@@ -72,6 +75,19 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.post("/jobs/{job_id}/release")
     async def release(job_id: str, caller: Caller) -> dict[str, Any]:
         return _set_held(context, caller, job_id, False, "release", "Released by an operator.")
+
+    @router.post("/jobs/{job_id}/profile")
+    async def profile(job_id: str, body: ProfileRequest, caller: Caller) -> dict[str, Any]:
+        """Measure where the time of the next steps goes; an event of the job with `data.profile` says it."""
+        row = JOBS.known(db, job_id, caller)
+        try:
+            await context.scheduler.profile_job(row.id, body.steps)
+        except OperationFailed as error:
+            raise Conflict(
+                f"The fine-tuning job {row.id} cannot be profiled: {error}", param="fine_tune_id", code=error.code
+            ) from error
+        record(context, caller, "job.profile", row.id, steps=body.steps)
+        return {"id": row.id, "steps": body.steps}
 
 
 def _set_held(
@@ -110,15 +126,10 @@ def _changes(context: ControllerContext, row: JobRow, body: JobUpdate) -> dict[s
             raise InvalidValue(f"{name} cannot be null.", name)
     if "preemptible" in given:
         changes["preemptible"] = int(changes["preemptible"])
-    if "allowed_sizes" in given:
-        asked = changes.pop("allowed_sizes")
-        changes["asked_sizes"] = sorted(set(asked)) if asked else None
-    if not given.isdisjoint(("min_devices", "max_devices", "allowed_sizes")):
-        wish = Wish(*(changes.get(name, getattr(row, name)) for name in ("min_devices", "max_devices", "asked_sizes")))
-        nodes = node_sizes.known(context)
-        wish.check(nodes)
-        if row.resolved:
-            changes["allowed_sizes"] = wish.check_divided(row.resolved, nodes)
+    if not given.isdisjoint(("min_devices", "max_devices")):
+        wish = Wish(*(changes.get(name, getattr(row, name)) for name in ("min_devices", "max_devices")))
+        sizes = wish.check(row.resolved, nodes_of(context))
+        changes |= {"allowed_sizes": sizes} if row.resolved else {}
     return changes
 
 

@@ -14,16 +14,20 @@ from typing import Any
 
 import orjson
 
+_TOKENS = ("input_tokens", "output_tokens", "total_tokens", "cached_tokens", "reasoning_tokens")
+_RENAMED = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
+"""Counters of chat completions."""
+
 
 class Answers:
     """Create it and call `append` on a thread; after an OSError open them anew. custom_ids: of the answered lines.
-    paths: of "output" and "error". Raises OSError."""
+    tokens: of those that succeeded. paths: of "output" and "error". Raises OSError."""
 
     def __init__(self, folder: Path, batch_id: str):
         self.paths = {name: folder / f"{batch_id}.{name}.jsonl" for name in ("output", "error")}
         self.custom_ids: set[str] = set()
         self.completed = self.failed = 0
-        self._usage = Counter[str]()
+        self.tokens = Counter[str]()
         self._lock = threading.Lock()
         self._handles = {name: self._opened(path) for name, path in self.paths.items()}  # empty once it is closed
 
@@ -52,17 +56,6 @@ class Answers:
         for path in self.paths.values():
             path.unlink(missing_ok=True)
 
-    def usage_object(self) -> dict[str, Any]:
-        """The usage object of the API, over the lines that succeeded."""
-        used = self._usage
-        return {
-            "input_tokens": used["input_tokens"],
-            "input_tokens_details": {"cached_tokens": used["cached_tokens"]},
-            "output_tokens": used["output_tokens"],
-            "output_tokens_details": {"reasoning_tokens": used["reasoning_tokens"]},
-            "total_tokens": used["total_tokens"],
-        }
-
     def _opened(self, path: Path) -> int:
         """Count the answers that exist already, and cut off a torn one."""
         handle, whole = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), 0
@@ -80,25 +73,17 @@ class Answers:
             self.failed += 1
             return
         self.completed += 1
-        self._usage.update(_tokens_of(line["response"]["body"]))
+        self.tokens.update(_usage_of(line["response"]["body"]))
 
 
-_COUNTED = {
-    "prompt_tokens": "input_tokens",
-    "completion_tokens": "output_tokens",
-    **{name: name for name in ("input_tokens", "output_tokens", "total_tokens", "cached_tokens", "reasoning_tokens")},
-}
-"""Names of counters, as chat completions and responses have them."""
-
-
-def _tokens_of(body: Any) -> dict[str, int]:
-    """The token usage that an answer reports, whichever endpoint it came from."""
+def _usage_of(body: Any) -> dict[str, int]:
+    """The tokens that an answer reports, by the names of /v1/responses."""
     usage = body.get("usage") if isinstance(body, dict) else None
     if not isinstance(usage, dict):
         return {}
     details = [usage.get(f"{name}_tokens_details") or {} for name in ("prompt", "completion", "input", "output")]
-    counters = {name: tokens for part in (usage, *details) for name, tokens in part.items()}
-    return {ours: counters[name] for name, ours in _COUNTED.items() if isinstance(counters.get(name), int)}
+    counted = {_RENAMED.get(name, name): tokens for part in (usage, *details) for name, tokens in part.items()}
+    return {name: counted.get(name) or 0 for name in _TOKENS}
 
 
 def _is_good(line: dict[str, Any]) -> bool:

@@ -25,10 +25,6 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/em
 CONVERSING = ("/v1/chat/completions", "/v1/responses")
 """Those that need the model's chat template."""
 _MAX_CUSTOM_ID = 512
-_EMBEDDINGS = "/v1/embeddings"
-_MOST_INPUTS = 128
-"""All vectors come in one answer, which is parsed and written in one go on the controller's loop: 2,048 vectors of
-4,096 numbers are 170 MB."""
 _MAX_ERRORS = 100
 
 
@@ -117,11 +113,6 @@ def _checked(raw: bytes, endpoint: str, before: Lines) -> tuple[str, str]:
     for name in ("stream", "background"):
         if body.get(name):
             raise TaskFailed("unsupported_parameter", f"Requests of a batch have no `{name}`.", f"body.{name}")
-    inputs = body.get("input")
-    if endpoint == _EMBEDDINGS and isinstance(inputs, list) and len(inputs) > _MOST_INPUTS:
-        if not isinstance(inputs[0], int):  # one input, as tokens
-            message = f"The line has {len(inputs)} inputs; at most {_MOST_INPUTS} are taken in one. Write more lines."
-            raise TaskFailed("too_many_inputs", message, "body.input")
     if custom_id in before.requests:
         raise TaskFailed("duplicate_custom_id", f"The custom_id {shown(custom_id)} is used twice.", "custom_id")
     if before.model not in (None, body["model"]):

@@ -31,7 +31,7 @@ from appliance.store.ids import new_id
 from appliance.store.objects import batches, models
 from appliance.store.objects import files as file_rows
 from appliance.store.records import canaries
-from appliance.store.rows import BatchRow, FileRow, TaskRow
+from appliance.store.rows import BatchRow, BatchStatus, FileRow, TaskRow
 
 log = logging.getLogger("appliance.controller")
 
@@ -71,7 +71,7 @@ def kind(context: ControllerContext) -> Kind:
             if is_full(second):
                 raise
             log.error("the answers of %s cannot be read or kept: %s", task.id, second)
-            batches.update(context.db, task.id, status="failed", failed_s=time.time(), errors=errors)
+            batches.set_status(context.db, task.id, "failed", errors=errors)
 
     return Kind(BATCHES, run, fail, "batch")
 
@@ -126,8 +126,8 @@ class Batch:
             await self.end("cancelled")
             return
         if row.status == "validating":
-            batches.update(self._db, row.id, status="in_progress", in_progress_s=time.time(), model=lines.model)
-        end = "completed"
+            batches.set_status(self._db, row.id, "in_progress", model=lines.model)
+        end: BatchStatus = "completed"
         with open(path, "rb") as source:
             have = self._answers.custom_ids
             left = (line for line in lines.requests.values() if line.custom_id not in have)
@@ -189,7 +189,7 @@ class Batch:
         self._answers.append(lines)
         batches.update(self._db, self._row.id, completed=self._answers.completed, failed=self._answers.failed)
 
-    async def end(self, status: str, **changes: Any) -> None:
+    async def end(self, status: BatchStatus, **changes: Any) -> None:
         """Make files of the answers and end the batch, unless it has ended. Raises OSError."""
         row = batches.find(self._db, self._row.id, viewer=None)
         answers = self._answers
@@ -199,7 +199,7 @@ class Batch:
         if status == "completed" and row.status == "cancelling":
             status = "cancelled"  # cancellation arrived together with the last answer
         if status == "completed":
-            batches.update(self._db, row.id, status="finalizing", finalizing_s=row.finalizing_s or time.time())
+            batches.set_status(self._db, row.id, "finalizing")
         answers.close()
         files = {
             name: await to_thread.run_sync(_file_row, path, f"{row.id}_{name}.jsonl", row)
@@ -212,14 +212,13 @@ class Batch:
             with self._db.transaction():
                 for file, place in zip(files.values(), places, strict=True):
                     storage.keep(self._context, file, place)
-                batches.update(
+                batches.set_status(
                     self._db,
                     row.id,
-                    status=status,
+                    status,
                     completed=answers.completed,
                     failed=answers.failed,
-                    usage=answers.usage_object(),
-                    **{f"{status}_s": time.time()},
+                    usage=answers.tokens,
                     **{f"{name}_file_id": file.id for name, file in files.items()},
                     **changes,
                 )

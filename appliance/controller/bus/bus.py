@@ -72,17 +72,12 @@ class Bus:
     """
 
     def __init__(
-        self,
-        path: Path,
-        config: ControllerConfig,
-        *,
-        first_generation: int,
-        background: BackgroundTasks | None = None,
+        self, path: Path, config: ControllerConfig, *, first_generation: int, background: BackgroundTasks | None = None
     ):
         self._path, self._config, self._background = path, config, background or BackgroundTasks()
-        self.on_load: list[Callable[[], Any]] = []
-        self.on_table: list[Callable[[], Any]] = []
-        self.on_usage: list[Callable[[list[dict[str, Any]]], Any]] = []
+        self.on_load: Callable[[], Any] = lambda: None
+        self.on_table: Callable[[], Any] = lambda: None
+        self.on_usage: Callable[[list[dict[str, Any]]], Any] = lambda rows: None
         self.generation = first_generation
         self.models: dict[str, Any] = {}
         self.keys: dict[str, Any] = {}
@@ -121,8 +116,7 @@ class Bus:
         if models != self.models:
             self.models = models
             self._next_generation()
-            for told in self.on_table:
-                told()
+            self.on_table()
         return self.generation
 
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
@@ -234,9 +228,8 @@ class Bus:
         are recorded, and the connection stays."""
         report = MESSAGE.decode(line)
         if isinstance(report, Usage):
-            for take in self.on_usage:
-                with self._background.guard("usage"):
-                    take(report.rows)
+            with self._background.guard("usage"):
+                self.on_usage(report.rows)
             gateway.writer.write(b'{"type":"counted"}\n')  # also invalid rows, or they would come without end
             return
         if gateway.report is None:
@@ -247,9 +240,8 @@ class Bus:
         gateway.report, self._total = report, None
         self._ever_reported = True
         self._changed.set()
-        for act in self.on_load:
-            with self._background.guard("what load reports set off"):
-                act()
+        with self._background.guard("what load reports set off"):
+            self.on_load()
 
     def _lost(self, gateway: _Gateway) -> None:
         if gateway.report is None:

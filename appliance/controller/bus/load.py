@@ -68,16 +68,12 @@ class CanaryLoad(Struct, frozen=True):
     versions: dict[str, VersionLoad]
 
 
-class ReplicaLoad(Struct, frozen=True):
-    inflight: int
-
-
 class Report(Struct, frozen=True, tag_field="type", tag="load"):
     """generation: of the table that the gateway has applied. started_s: Unix time at which its process began."""
 
     gateway: str
     generation: int
-    replicas: dict[str, ReplicaLoad] = {}
+    replicas: dict[str, dict[str, int]] = {}
     models: dict[str, ModelLoad] = {}
     canaries: dict[str, CanaryLoad] = {}
     started_s: float = 0.0
@@ -85,8 +81,7 @@ class Report(Struct, frozen=True, tag_field="type", tag="load"):
     certificate_expires_s: float | None = None
 
     def inflight(self, replica_id: str) -> int:
-        replica = self.replicas.get(replica_id)
-        return 0 if replica is None else replica.inflight
+        return self.replicas.get(replica_id, {}).get("inflight", 0)
 
 
 class Usage(Struct, frozen=True, tag_field="type", tag="usage"):
@@ -113,7 +108,7 @@ def total(reports: Sequence[Report]) -> Load:
     rows: dict[str, list[ModelLoad]] = {}
     canaries: dict[tuple[str, float], dict[str, VersionLoad]] = {}
     for report in reports:
-        replicas.update({name: replica.inflight for name, replica in report.replicas.items()})
+        replicas.update({name: report.inflight(name) for name in report.replicas})
         for name, row in report.models.items():
             rows.setdefault(name, []).append(row)
         for name, canary in report.canaries.items():

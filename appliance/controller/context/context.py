@@ -40,9 +40,9 @@ FILE_THREADS = 4
 class ControllerContext:
     """files_dir: bytes of files by id. jobs_dir: one folder per job. batches_dir: answers of unfinished batches.
     uploads_dir: parts by upload. box: {"id", "version", "url", "data_dir"} as `/admin/v1/status` shows it.
-    background: tasks of this process. main_troubles: troubles of the
-    processes that the main process supervises, in the form of `BackgroundTasks.degraded`. file_threads: for work on
-    whole files, which may take minutes, so that the threads of requests stay free. wandb_mode: as [tracking] has it."""
+    background: tasks of this process. main_troubles: troubles of the processes that the main process supervises, in the
+    form of `BackgroundTasks.degraded`. file_threads: for work on whole files, which may take minutes, so that the
+    threads of requests stay free. wandb_mode: as [tracking] has it."""
 
     db: Database
     config: ControllerConfig

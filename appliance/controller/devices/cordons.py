@@ -1,4 +1,5 @@
-"""Cordons: devices that their holders must leave and that get no new holders, kept in the store until lifted.
+"""Cordons: devices that their holders must leave and that get no new holders, kept in the store until lifted. And lost
+nodes, whose devices users see until the nodes return or an admin forgets them; the scheduler never does.
 
 A row goes by the device's UUID, where it has one: when a GPU drops off the bus, the driver numbers those behind it
 again. Here rows are by device id, "<node>/<index>"; that of a device which is not there is by its UUID.
@@ -7,11 +8,13 @@ again. Here rows are by device id, "<node>/<index>"; that of a device which is n
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypedDict
 
 from appliance.store.database import Database
 from appliance.store.records import box
+from appliance.store.rows import columns
+from runtime.devices.kind import Reading
 from scheduler.core.inventory import CORDONED as LOOP_SAYS
 
 CORDONS = "device_cordons"
@@ -73,17 +76,14 @@ def undrain(db: Database, device_id: str) -> None:
         write(db, rows)
 
 
-def follow(db: Database, node: str, present: Mapping[str, str]) -> dict[str, str]:
+def follow(db: Database, node: str, present: Mapping[str, str]) -> None:
     """Keep the UUIDs of a node's devices. present: UUID by id, of those that have one or are silent (""), which are
-    taken for those that had their ids. Returns the UUIDs of devices that were there the last time and are not now, by
-    the id they had."""
+    taken for those that had their ids."""
     with db.transaction():
         known = box.get(db, IDENTITIES, {})
-        mine = {device_id: uuid for device_id, uuid in known.items() if device_id.startswith(f"{node}/")}
-        now = {device_id: uuid or mine.get(device_id, "") for device_id, uuid in present.items()}
-        others = {device_id: uuid for device_id, uuid in known.items() if device_id not in mine}
+        now = {device_id: uuid or known.get(device_id, "") for device_id, uuid in present.items()}
+        others = {device_id: uuid for device_id, uuid in known.items() if not device_id.startswith(f"{node}/")}
         box.put(db, IDENTITIES, others | {device_id: uuid for device_id, uuid in now.items() if uuid})
-    return {device_id: uuid for device_id, uuid in mine.items() if uuid not in now.values()}
 
 
 def shown(rows: Mapping[str, Cordon], device: dict[str, Any]) -> dict[str, Any]:
@@ -107,3 +107,79 @@ def shown(rows: Mapping[str, Cordon], device: dict[str, Any]) -> dict[str, Any]:
         "drain": by_person,
         "cordon": "person" if by_person else "box",
     }
+
+
+# --- nodes
+
+NODES = "joined_nodes"
+_SHOWN = ("id", "node", "index", "kind", "name", "memory_bytes")
+_METERS = (
+    "temperature_c slowdown_c power_w power_limit_w energy_j busy memory_used_bytes clock_hz throttled "
+    "ecc_uncorrected at_s"
+)
+
+
+def joined(db: Database, node: str, devices: Sequence[dict[str, Any]]) -> bool:
+    """The node is present. False when that was known: a new controller meets the nodes of its predecessor.
+
+    devices: as `Scheduler.status` has them.
+    """
+    with db.transaction():
+        known = box.get(db, NODES, {})
+        row = {"devices": [{name: device[name] for name in _SHOWN} for device in devices], "lost": None}
+        box.put(db, NODES, {**known, node: row})
+        return node not in known or known[node]["lost"] is not None
+
+
+def left(db: Database, node: str) -> None:
+    """The node left in order and is not expected back."""
+    with db.transaction():
+        box.put(db, NODES, {name: row for name, row in box.get(db, NODES, {}).items() if name != node})
+
+
+def lost(db: Database, node: str, reason: str, now_s: float) -> None:
+    """The node is gone without notice. Unix time."""
+    with db.transaction():
+        known = box.get(db, NODES, {})
+        if node in known:
+            box.put(db, NODES, {**known, node: {**known[node], "lost": {"since_s": now_s, "reason": reason}}})
+
+
+def missed(db: Database, present: Collection[str]) -> list[str]:
+    """Expected nodes that are not among `present` and not already recorded as lost."""
+    return [name for name, row in box.get(db, NODES, {}).items() if row["lost"] is None and name not in present]
+
+
+def forget(db: Database, node: str) -> list[str] | None:
+    """Hide a lost node's devices and delete their cordons. Returns their ids; None when the node is not lost."""
+    with db.transaction():
+        row = box.get(db, NODES, {}).get(node)
+        if row is None or row["lost"] is None:
+            return None
+        ids = [device["id"] for device in row["devices"]]
+        for device_id in ids:
+            undrain(db, device_id)
+        left(db, node)
+        return ids
+
+
+def in_view(db: Database, there: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All devices shown to users: present ones with their cordons, then those of lost nodes.
+
+    `lost`: {"reason", "since_s"} or None; `health` is "lost" where it is not None.
+    """
+    away = {name: row for name, row in box.get(db, NODES, {}).items() if row["lost"] is not None}
+    rows = read(db)
+    found = [{**shown(rows, device), "lost": None} for device in there if device["node"] not in away]
+    for _, node in sorted(away.items()):
+        since = {"health": "lost", "health_reason": node["lost"]["reason"], "holder": None, "lost": node["lost"]}
+        for device in node["devices"]:
+            drain = rows.get(device["id"], NONE)["drain"]
+            found.append({**device, **since, "drain": drain, "cordon": None})
+    return found
+
+
+def metered(devices: Sequence[dict[str, Any]], readings: Mapping[str, Reading]) -> list[dict[str, Any]]:
+    """Each device with `meters`, by the names of `runtime.devices.kind.Reading`; None of one that tells nothing."""
+    meters = {name: columns(reading, _METERS) for name, reading in readings.items()}
+    return [{**device, "meters": meters.get(device["id"])} for device in devices]

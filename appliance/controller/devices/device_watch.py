@@ -9,13 +9,14 @@ Every cordon, and every node that joins or leaves, is a row of the audit log und
 from __future__ import annotations
 
 import logging
+import sqlite3
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import asdict
 from typing import Any
 
-from appliance.controller.devices import cordons, lost_nodes
+from appliance.controller.devices import cordons
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.records import audit
@@ -71,40 +72,39 @@ class DeviceWatch:
         self._deaths.extend(Death(device_id, holder, now_s, reason) for device_id in device_ids)
         try:
             self.judge()
-        except Exception as error:  # noqa: BLE001 - the caller has more to do than to count a death against a device
+        except sqlite3.Error as error:  # the caller has more to do than to count a death against a device
             log.exception("a device cannot be cordoned now (%s); the next check tries again", error)
 
     def node_changed(self, node: str, what: NodeChange, devices: tuple[Device, ...]) -> None:
         """A node with these devices joined or left."""
         if what == "joined":
-            if lost_nodes.joined(self._db, node, [asdict(device) for device in devices]):
+            if cordons.joined(self._db, node, [asdict(device) for device in devices]):
                 self._tell("node.joined", node)
             self.found(devices)
             return
         for device_id in [name for name in self._readings if name.startswith(f"{node}/")]:
             del self._readings[device_id]
         if what == "left":
-            lost_nodes.left(self._db, node)
+            cordons.left(self._db, node)
             self._tell("node.left", node)
         else:
             self._lost(node, "its node does not answer any more")
 
     def began(self, present: Collection[str]) -> None:
         """These nodes were present when the controller started: mark other expected nodes as lost."""
-        for node in lost_nodes.missed(self._db, present):
+        for node in cordons.missed(self._db, present):
             self._lost(node, "its node was not there when the box's controller began")
 
     def _lost(self, node: str, reason: str) -> None:
-        lost_nodes.lost(self._db, node, reason, self._clock())
+        cordons.lost(self._db, node, reason, self._clock())
         self._tell("node.lost", node, reason)
 
     def found(self, devices: Collection[Device]) -> None:
         """These devices are there, as their nodes found them: cordons follow them by UUID, and those that cannot be
         used are cordoned before anything is placed on them."""
         for node in {device.node for device in devices}:
-            present = {d.id: d.uuid for d in devices if d.node == node and (d.uuid or d.unfit)}
-            for device_id, uuid in cordons.follow(self._db, node, present).items() if present else ():
-                self._tell("device.absent", uuid, f"it was {device_id} the last time, and is not there now")
+            if present := {d.id: d.uuid for d in devices if d.node == node and (d.uuid or d.unfit)}:
+                cordons.follow(self._db, node, present)
         self._ours = cordons.faulty(cordons.read(self._db))
         for device in devices:
             if device.unfit:

@@ -13,9 +13,11 @@ from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
-from appliance.tiers.tiers import Tiers
+from appliance.store.objects import models
+from appliance.tiers.tiers import Tiers, name_of
 from runtime.devices.kinds import kind_of
 from scheduler.core.inventory import Device
+from serve.core.adapter_source import AdapterServer
 from weights.checkpoint.folder import may_open
 from weights.format.errors import WeightsError
 from weights.memory.store import Lease, WeightStore
@@ -23,6 +25,10 @@ from weights.tiers.record import Name
 
 GPU_ENGINE_BYTES = 4 * 2**30
 """Host memory of an engine whose tensors are on a GPU: Python, torch, the CUDA context, vLLM's buffers."""
+
+
+AT_ONCE = 4
+"""A tier elsewhere takes seconds for each, on threads that requests use too."""
 
 
 class VersionProvider:
@@ -126,3 +132,20 @@ class VersionProvider:
             return shared + GPU_ENGINE_BYTES
         devices = self._sizes.devices(row.id)
         return shared + devices * self._sizes.size(row, version, devices).memory.device_bytes
+
+
+class AdapterSource(AdapterServer):
+    """Loads adapters that an engine misses from the nearest tier into shared memory: for engines on the home node, and
+    the nodes of engines elsewhere."""
+
+    def __init__(self, path: Path, db: Database, store: WeightStore, tiers: Tiers) -> None:
+        super().__init__(path, self._bring_in, (LookupError, WeightsError, OSError))
+        self._db, self._store, self._tiers = db, store, tiers
+        self._places = asyncio.Semaphore(AT_ONCE)
+
+    async def _bring_in(self, model: str, version: str) -> Lease:
+        row = models.find_version(self._db, model, version)
+        if row is None or not row.meta.get("adapter"):
+            raise LookupError(f"{model} {version} is not an adapter of this box")
+        async with self._places:
+            return self._store.lease(await asyncio.to_thread(self._tiers.bring_in, name_of(row)))

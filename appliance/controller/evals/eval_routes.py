@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -25,7 +26,7 @@ from appliance.controller.evals.shapes import (
     fields_of,
 )
 from appliance.controller.files.storage import FILES
-from appliance.controller.grading.given import check_asked, check_code, check_form, check_schema, grader_of
+from appliance.controller.grading.given import check_code, check_completion, check_form, check_schema, grader_of
 from appliance.controller.http.paging import list_object, part
 from appliance.controller.http.resource import Resource
 from appliance.controller.http.routers import make_router
@@ -40,13 +41,7 @@ from train.graders.graders import judge_models
 
 RunStatus = Annotated[Literal["queued", "in_progress", "completed", "canceled", "failed"] | None, Query()]
 ItemStatus = Annotated[Literal["pass", "fail", "error"] | None, Query()]
-EVALS = Resource(
-    "eval",
-    "/v1/evals",
-    (FINE_TUNING,),
-    evals.find,
-    fields=("name",),
-)
+EVALS = Resource("eval", "/v1/evals", (FINE_TUNING,), evals.find, fields=("name",))
 RUNS = Resource(
     "eval_run",
     "/v1/evals/{eval_id}/runs",
@@ -56,10 +51,6 @@ RUNS = Resource(
     missing="No eval run found with id {}.",
     fields=("eval_id", "model", "status"),
 )
-
-
-def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
-    return [_evals(context, runner), _runs(context, runner), _items(context)]
 
 
 def _known_run(eval_id: str, run_id: str, request: Request, caller: Caller) -> EvalRunRow:
@@ -76,10 +67,11 @@ def _order(order_by: Annotated[Literal["created_at", "updated_at"], Query()] = "
     return {"order_by": "updated_s" if order_by == "updated_at" else ""}
 
 
-def _evals(context: ControllerContext, runner: EvalRunner) -> APIRouter:
-    router, db = EVALS.serve(context, shapes.eval_object, evals.page, part(20, order="asc"), _order), context.db
+def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
+    db = context.db
+    of_evals = EVALS.serve(context, shapes.eval_object, evals.page, part(20, order="asc"), _order)
 
-    @router.post("", status_code=201)
+    @of_evals.post("", status_code=201)
     async def create(body: EvalCreate, request: Request, caller: Caller) -> dict[str, Any]:
         attempt = EVALS.attempt(request, caller, await request.body())
         if (earlier := attempt.earlier()) is not None:
@@ -107,10 +99,9 @@ def _evals(context: ControllerContext, runner: EvalRunner) -> APIRouter:
             evals.insert(db, row)
             return row
 
-        row, _ = attempt.once(make)
-        return shapes.eval_object(row)
+        return shapes.eval_object(attempt.once(make))
 
-    @router.post("/{eval_id}")
+    @of_evals.post("/{eval_id}")
     async def update(eval_id: str, body: EvalUpdate, caller: Caller) -> dict[str, Any]:
         EVALS.known(db, eval_id, caller)
         changes = {name: getattr(body, name) for name in body.model_fields_set}
@@ -119,24 +110,20 @@ def _evals(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         evals.update(db, eval_id, **changes, updated_s=time.time())
         return shapes.eval_object(EVALS.known(db, eval_id, caller))
 
-    @router.delete("/{eval_id}")
+    @of_evals.delete("/{eval_id}")
     async def delete(eval_id: str, caller: Caller) -> dict[str, Any]:
         EVALS.known(db, eval_id, caller)
         await runner.delete(eval_id)
         return {"object": "eval.deleted", "deleted": True, "eval_id": eval_id}
 
-    return router
-
-
-def _runs(context: ControllerContext, runner: EvalRunner) -> APIRouter:
     # The address that browsers see, if the box knows it: behind a proxy, or at 0.0.0.0, its own address is of no use to
     # them.
-    router, db, url = RUNS.router(), context.db, context.box.get("public_url", "")
+    of_runs, url = RUNS.router(), context.box.get("public_url", "")
 
     def view(row: EvalRunRow) -> dict[str, Any]:
         return shapes.run_object(row, url, runner.waits_for(row))
 
-    @router.post("", status_code=201)
+    @of_runs.post("", status_code=201)
     async def create_run(eval_id: str, body: RunCreate, request: Request, caller: Caller) -> dict[str, Any]:
         of = EVALS.known(db, eval_id, caller)
         attempt = RUNS.attempt(request, caller, of.id.encode() + await request.body())
@@ -144,47 +131,41 @@ def _runs(context: ControllerContext, runner: EvalRunner) -> APIRouter:
             return view(earlier)
         await _check_run(context, of, body.data_source, caller)
         source = body.data_source.model_dump(mode="json", exclude_unset=True)
-        row, _ = attempt.once(
-            lambda: insert_run(context, of, caller, source, name=body.name or "", metadata=body.metadata)
-        )
-        return view(row)
+        insert = partial(insert_run, context, of, caller, source, name=body.name or "", metadata=body.metadata)
+        return view(attempt.once(insert))
 
-    @router.get("")
+    @of_runs.get("")
     def list_runs(
         eval_id: str, caller: Caller, part: Annotated[Part, part(20, order="asc")], status: RunStatus = None
     ) -> dict[str, Any]:
         EVALS.known(db, eval_id, caller)
         return list_object(evals.page_runs(db, eval_id, viewer=caller.viewer, status=status, **part), view)
 
-    @router.get("/{run_id}")
+    @of_runs.get("/{run_id}")
     def retrieve_run(run: Run) -> dict[str, Any]:
         return view(run)
 
     # The SDK has the first URL, OpenAI's specification the second.
-    @router.post("/{run_id}/cancel")
-    @router.post("/{run_id}")
+    @of_runs.post("/{run_id}/cancel")
+    @of_runs.post("/{run_id}")
     async def cancel_run(run: Run, caller: Caller) -> dict[str, Any]:
         runner.cancel(run.id)
         return view(RUNS.known(db, run.id, caller))
 
-    @router.delete("/{run_id}")
+    @of_runs.delete("/{run_id}")
     async def delete_run(run: Run) -> dict[str, Any]:
         await runner.delete(run.id)
         return {"object": "eval.run.deleted", "deleted": True, "run_id": run.id}
 
-    return router
+    of_items = make_router(f"{RUNS.prefix}/{{run_id}}/output_items", *RUNS.scopes)
 
-
-def _items(context: ControllerContext) -> APIRouter:
-    router, db = make_router(f"{RUNS.prefix}/{{run_id}}/output_items", *RUNS.scopes), context.db
-
-    @router.get("")
+    @of_items.get("")
     def list_items(run: Run, part: Annotated[Part, part(20, order="asc")], status: ItemStatus = None) -> dict[str, Any]:
         return list_object(
             evals.page_items(db, run.id, status=status, **part), lambda row: shapes.item_object(row, run)
         )
 
-    @router.get("/{item_id}")
+    @of_items.get("/{item_id}")
     def retrieve_item(run: Run, item_id: str) -> dict[str, Any]:
         if (row := evals.find_item(db, run.id, item_id)) is None:
             raise NotFound(
@@ -192,7 +173,7 @@ def _items(context: ControllerContext) -> APIRouter:
             )
         return shapes.item_object(row, run)
 
-    return router
+    return [of_evals, of_runs, of_items]
 
 
 async def _check_run(context: ControllerContext, of: EvalRow, given: Jsonl | Sampled, caller: Principal) -> None:
@@ -211,7 +192,7 @@ async def _check_run(context: ControllerContext, of: EvalRow, given: Jsonl | Sam
         where = f"{param}.{error.param}"
         raise InvalidValue(f"Invalid '{where}': {error.message}.", where) from None
     # On a thread: the schema of its answers may have 25,000 parts.
-    await asyncio.to_thread(check_asked, fields_of(given), f"{param}.sampling_params")
+    await asyncio.to_thread(check_completion, fields_of(given), f"{param}.sampling_params")
     if (sampling := given.sampling_params) is not None:
         await check_form(hosts, sampling.response_format, caller, f"{param}.sampling_params.response_format")
         if sampling.text is not None:

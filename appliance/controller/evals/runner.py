@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from anyio import to_thread
@@ -37,10 +37,11 @@ from appliance.store.objects import files as file_rows
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, TaskRow, columns
 from train.data.lines import MARK
 from train.graders.errors import GradingFailed, InvalidGrader
-from train.graders.graders import Grader, parse
+from train.graders.graders import Grader, parse, sources
 from train.graders.grading import Graded, ModelAnswer
 from train.graders.hosts import ForkBroke, WorkerBroke
 from train.graders.templates import Sample
+from train.graders.worker import MOST_TIMEOUTS
 from weights.format.foreign_json import is_deeper
 
 EVAL_RUNS = "eval_runs"
@@ -55,6 +56,19 @@ _ERROR_CHARACTERS = 2000
 _SOURCE: TypeAdapter[Jsonl | Sampled] = TypeAdapter(Jsonl | Sampled)
 Judgement = tuple[EvalItemRow, list[ModelAnswer]]
 """An item with its sample and results, and what models answered for it."""
+
+
+class Answered(NamedTuple):
+    """An item before it is graded. error: empty, or the reason for a missing sample. answers: of the model. judged: of
+    each grader."""
+
+    place: int
+    item: dict[str, Any]
+    sample: Sample
+    sample_shown: dict[str, Any]
+    error: str
+    answers: list[ModelAnswer]
+    judged: list[Judged]
 
 
 def insert_run(
@@ -120,7 +134,8 @@ class EvalRunner:
                 if row.status == "queued":
                     await self._check_data(row, of, source)
                 async with aclosing(finished(self._left(row, source, graders), AT_ONCE)) as groups:
-                    async for judged in groups:
+                    async for answered in groups:
+                        judged = await self._graded(row, graders, answered)
                         row = _counted(row, judged)
                         await to_thread.run_sync(self._store, row, judged)
         except InvalidGrader as error:  # the box may have become stricter since the eval was made
@@ -161,7 +176,7 @@ class EvalRunner:
         if not total:
             raise TaskFailed("invalid_data", "The data has no items.")
         with self._db.transaction():
-            if evals.is_unfinished(self._db, row.id):
+            if evals.unfinished_ids(self._db, row.id):
                 evals.update_run(self._db, row.id, status="in_progress", total=total)
 
     async def _check_items(self, row: EvalRunRow, of: EvalRow, place: int, items: list[dict[str, Any]]) -> None:
@@ -191,18 +206,18 @@ class EvalRunner:
 
     def _left(
         self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader]
-    ) -> Iterator[Coroutine[Any, Any, Judgement]]:
-        """Judges each item that has no row. Raises TaskFailed."""
+    ) -> Iterator[Coroutine[Any, Any, Answered]]:
+        """Asks models about each item that has no row. Raises TaskFailed."""
         have = evals.passed(self._db, row.id)
         for place, (entry, _) in enumerate(self._entries(row, source.source)):
             if place % AT_ONCE == 0:
                 self._check_bytes(row)
             if place not in have:
-                yield self._judged(row, source, graders, place, entry)
+                yield self._answered(row, source, graders, place, entry)
 
-    async def _judged(
+    async def _answered(
         self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader], place: int, entry: Entry
-    ) -> Judgement:
+    ) -> Answered:
         item = entry.item
         body: dict[str, Any] = {"messages": []}
         if isinstance(source, Sampled):
@@ -216,24 +231,30 @@ class EvalRunner:
         else:
             sample, answers = sample_of(entry.sample), []
             answer = ModelAnswer(sample.output_text, row.model)
-        results = list[dict[str, Any]]()
-        for number, grader in enumerate(() if answer.error else graders):
-            group = f"{row.id}/{number}"
-            graded, judged = await self._grading.grade(row.key_id, grader, sample, item, group=group)
-            results.append(_result(grader, graded, judged))
-            answers += [one for _, one in judged]
-        status = "pass" if all(one["passed"] for one in results) else "fail"
-        if answer.error or any("error" in one for one in results):
-            status = "error"
-        sample_shown = sample_object(body, [answer])
-        return EvalItemRow(
-            new_id("outputitem_"), row.id, place, time.time(), status, item, sample_shown, results
-        ), answers
+        judged = [
+            await self._grading.ask_judges(row.key_id, grader, sample, item)
+            for grader in (() if answer.error else graders)
+        ]
+        return Answered(place, item, sample, sample_object(body, [answer]), answer.error, answers, judged)
+
+    async def _graded(self, row: EvalRunRow, graders: list[Grader], items: list[Answered]) -> list[Judgement]:
+        results = [list[dict[str, Any]]() for _ in items]
+        with_sample = [(of, one) for of, one in zip(results, items, strict=True) if not one.error]
+        for number, grader in enumerate(graders):
+            # Code may take minutes for a sample: jobs grade in between, and no call gives up the rest of it.
+            each = MOST_TIMEOUTS if sources(grader) else AT_ONCE
+            for together in (with_sample[first : first + each] for first in range(0, len(with_sample), each)):
+                samples = [(one.sample, one.item) for _, one in together]
+                judged = [one.judged[number] for _, one in together]
+                graded = await self._grading.grade(row.key_id, grader, samples, judged)
+                for (of, _), result, answers in zip(together, graded, judged, strict=True):
+                    of.append(_result(grader, result, list(answers.values())))
+        return [_judgement(row, one, of) for one, of in zip(items, results, strict=True)]
 
     def _store(self, row: EvalRunRow, judged: list[Judgement]) -> None:
         """Store judged items together with the run's counters, unless it was cancelled meanwhile."""
         with self._db.transaction():
-            if evals.is_unfinished(self._db, row.id):
+            if evals.unfinished_ids(self._db, row.id):
                 evals.insert_items(self._db, [item for item, _ in judged])
                 evals.update_run(self._db, row.id, **columns(row, "results usage counts bytes"))
 
@@ -262,7 +283,16 @@ def _counted(row: EvalRunRow, judged: list[Judgement]) -> EvalRunRow:
     return replace(row, results=results, usage=usage, counts=counts, bytes=size)
 
 
-def _result(grader: Grader, graded: Graded, judged: Judged) -> dict[str, Any]:
+def _judgement(row: EvalRunRow, item: Answered, results: list[dict[str, Any]]) -> Judgement:
+    status = "pass" if all(one["passed"] for one in results) else "fail"
+    if item.error or any("error" in one for one in results):
+        status = "error"
+    answers = [*item.answers, *(answer for judged in item.judged for _, answer in judged.values())]
+    shown, at_s = item.sample_shown, time.time()
+    return EvalItemRow(new_id("outputitem_"), row.id, item.place, at_s, status, item.item, shown, results), answers
+
+
+def _result(grader: Grader, graded: Graded, judged: list[tuple[dict[str, Any], ModelAnswer]]) -> dict[str, Any]:
     result = {"name": grader.name, "type": grader.type, "passed": graded.passed, "score": graded.reward}
     if judged:
         result["sample"] = sample_object(judged[0][0], [answer for _, answer in judged])

@@ -103,8 +103,7 @@ async def _received(context: ControllerContext, request: Request, caller: Princi
             return row
 
         attempt = FILES.attempt(request, caller, [upload.sha256, upload.filename, row.purpose, upload.fields])
-        kept, _ = attempt.once(make)
-    return kept
+        return attempt.once(make)
 
 
 def _said(fields: dict[str, str]) -> _Form:

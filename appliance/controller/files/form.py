@@ -101,14 +101,11 @@ async def receive(request: Request, target: Path, limit_bytes: int, part: str = 
 
 def checked_filename(name: str, param: str = "file") -> str:
     """The name is shown and sent back, never used as a path; names that look like a path are still rejected."""
-    if not name or name in (".", ".."):
-        problem = "is empty" if not name else "is a directory"
-    elif len(name.encode("utf-8", "replace")) > MAX_FILENAME_BYTES:
-        problem = f"has more than {MAX_FILENAME_BYTES} bytes"
-    elif "/" in name or "\\" in name:
-        problem = "contains a path; send the bare name"
-    elif not name.isprintable():
-        problem = "contains control characters"
-    else:
-        return name
-    raise BadRequest(f"The filename {shown(name, 60)} {problem}.", param=param, code="invalid_filename")
+    too_long = len(name.encode("utf-8", "replace")) > MAX_FILENAME_BYTES
+    if name in ("", ".", "..") or too_long or "/" in name or "\\" in name or not name.isprintable():
+        raise BadRequest(
+            f"The filename is {shown(name, 60)}; expected a bare name of 1 to {MAX_FILENAME_BYTES} printable bytes.",
+            param=param,
+            code="invalid_filename",
+        )
+    return name

@@ -26,7 +26,8 @@ from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import batches, files, uploads
 from appliance.store.rows import FileRow
-from train.data.check import DataReport, Heard
+from runtime.replace_file import replace_file
+from train.data.check import DataReport
 from train.data_checks.process import check_apart
 from train.data_checks.process import checked as check_here
 from train.methods.method import Method
@@ -130,10 +131,7 @@ def make_result(db: Database, files_dir: Path, content: bytes, filename: str, ow
         owner=owner,
     )
     with growing(files_dir, row.id) as (incoming,):
-        with os.fdopen(os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
+        replace_file(incoming, content, durable=True)
         with db.transaction():
             os.rename(incoming, files_dir / row.id)
             files.insert(db, row)
@@ -152,7 +150,6 @@ async def checked(
     method: Method | None = None,
     tokenizer: Path | None = None,
     cut_at: int | None = None,
-    heard: Heard | None = None,
 ) -> DataReport:
     """Check a training file, in a process of its own if it is large or its tokens are counted. One of a shape that the
     method does not take has an error in its first line. Raises OSError.
@@ -162,12 +159,10 @@ async def checked(
         method: of the job that names it; None before one does.
         tokenizer: the directory of a model whose tokens are counted.
         cut_at: the number of tokens within which the method must have something left of an example.
-        heard: called on a thread with the progress.
     """
     check = check_apart if tokenizer is not None or path.stat().st_size >= APART_FROM_BYTES else check_here
     name = method.name if method else None
-    how = {"chat_path": chat_path, "method": name, "tokenizer": tokenizer, "cut_at": cut_at}
-    work = partial(check, path, heard=heard, **how)
+    work = partial(check, path, chat_path=chat_path, method=name, tokenizer=tokenizer, cut_at=cut_at)
     return await to_thread.run_sync(work, limiter=context.file_threads)
 
 

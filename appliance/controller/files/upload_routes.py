@@ -90,8 +90,7 @@ def routes(context: ControllerContext) -> APIRouter:
             upload_rows.insert(db, row)
             return row
 
-        row, _ = UPLOADS.attempt(request, caller, body.model_dump(mode="json")).once(make)
-        return _view(context, row)
+        return _view(context, UPLOADS.attempt(request, caller, body.model_dump(mode="json")).once(make))
 
     @router.post("/{upload_id}/parts")
     @takes(lambda config: config.upload_part_bytes + FORM_BYTES)
@@ -99,8 +98,9 @@ def routes(context: ControllerContext) -> APIRouter:
     async def add_part(upload_id: str, request: Request, caller: Caller) -> dict[str, Any]:
         row, part_id = _pending(context, upload_id, caller), new_id("part_")
         context.quotas.disk.check(int(request.headers.get("content-length", 0)))
-        _folder(context, row.id).mkdir(mode=0o700, exist_ok=True)
-        incoming = _folder(context, row.id) / f"{form.INCOMING_PREFIX}{part_id}"
+        folder = context.uploads_dir / row.id
+        folder.mkdir(mode=0o700, exist_ok=True)
+        incoming = folder / f"{form.INCOMING_PREFIX}{part_id}"
         try:
             size = (await form.receive(request, incoming, config.upload_part_bytes, "data")).size
             with db.transaction():
@@ -141,8 +141,7 @@ async def _complete(context: ControllerContext, row: UploadRow, body: UploadComp
     context.quotas.disk.check(row.bytes)
     with files.growing(context.files_dir, file_id) as (incoming,):
         try:
-            await to_thread.run_sync(_check_chosen, row, body, _folder(context, row.id))
-            join = partial(_join, _folder(context, row.id), body.part_ids, incoming)
+            join = partial(_join, row, context.uploads_dir / row.id, body.part_ids, incoming)
             sha256, md5 = await to_thread.run_sync(join, limiter=context.file_threads)
         except FileNotFoundError:
             _pending(context, row.id, caller)  # it has ended meanwhile, and its parts went
@@ -192,24 +191,14 @@ def _pending(context: ControllerContext, upload_id: str, caller: Principal) -> U
     return row
 
 
-def _check_chosen(row: UploadRow, body: UploadComplete, folder: Path) -> None:
-    """Raises BadRequest."""
+def _join(row: UploadRow, folder: Path, part_ids: list[str], target: Path) -> tuple[str, str]:
+    """SHA-256 and MD5 in hex of the parts' bytes, which are synced at `target` on return. Raises BadRequest."""
     known = {part.name: part.stat().st_size for part in folder.glob("[!.]*")} if folder.is_dir() else {}
-    unknown = next((part_id for part_id in body.part_ids if part_id not in known), None)
-    size = sum(known.get(part_id, 0) for part_id in body.part_ids)
-    if unknown is not None:
-        why, code = f"{shown(unknown)} is not a part of {row.id}.", "part_not_found"
-    elif len(set(body.part_ids)) != len(body.part_ids):
-        why, code = "A part is named twice in 'part_ids'.", "duplicate_part"
-    elif size != row.bytes:
-        why, code = f"The parts named hold {size} bytes together; {row.bytes} were announced.", "upload_size_mismatch"
-    else:
-        return
-    raise BadRequest(why, param="part_ids", code=code)
-
-
-def _join(folder: Path, part_ids: list[str], target: Path) -> tuple[str, str]:
-    """SHA-256 and MD5 in hex of the parts' bytes, which are synced at `target` on return."""
+    if unknown := [part_id for part_id in part_ids if part_id not in known]:
+        raise BadRequest(f"{shown(unknown[0])} is not a part of {row.id}.", param="part_ids", code="part_not_found")
+    if (size := sum(map(known.__getitem__, part_ids))) != row.bytes:
+        why = f"The parts named hold {size} bytes together; {row.bytes} were announced."
+        raise BadRequest(why, param="part_ids", code="upload_size_mismatch")
     sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
     handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with disk_may_be_full(), os.fdopen(handle, "wb", buffering=0) as out:
@@ -223,12 +212,8 @@ def _join(folder: Path, part_ids: list[str], target: Path) -> tuple[str, str]:
     return sha256.hexdigest(), md5.hexdigest()
 
 
-def _folder(context: ControllerContext, upload_id: str) -> Path:
-    return context.uploads_dir / upload_id
-
-
 def _remove_bytes(context: ControllerContext, upload_id: str) -> None:
-    shutil.rmtree(_folder(context, upload_id), ignore_errors=True)
+    shutil.rmtree(context.uploads_dir / upload_id, ignore_errors=True)
 
 
 def _view(context: ControllerContext, row: UploadRow) -> dict[str, Any]:

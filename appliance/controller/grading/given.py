@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -15,7 +14,6 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading import in_tokens
 from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import Principal
-from appliance.controller.jobs.settings import tokenizer_of
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
@@ -53,7 +51,7 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
             if (form := orjson.dumps(leaf.answers_by)) not in forms:
                 field = "labels" if isinstance(leaf, LabelModel) else "range"
                 path = f"{param}.graders.{name}.{field}" if isinstance(grader, Multi) else f"{param}.{field}"
-                check_asked({"structured_outputs": leaf.answers_by}, path, as_said={"structured_outputs": field})
+                check_completion({"structured_outputs": leaf.answers_by}, path)
                 forms.add(form)
     return grader
 
@@ -103,7 +101,7 @@ def form_of(given: Any, param: str) -> dict[str, Any] | None:
     named = given.get("json_schema")
     if kind == "json_schema" and not (isinstance(named, dict) and isinstance(named.get("schema"), dict)):
         raise _missing(f"{param}.json_schema.schema")
-    check_asked({"response_format": given}, param)
+    check_completion({"response_format": given}, param)
     if kind == "json_schema" and (place := next(unenforced_in_tools(given["json_schema"]["schema"]), "")):
         why = f"ranks do not enforce `{place}` of its schema; use a simpler form, or let the grader reward it"
         raise _invalid(param, why, "unsupported_value")
@@ -125,14 +123,14 @@ def teacher_of(
     teacher = resolve_model(context.db, name)
     if teacher is None:
         raise unknown_model(name, param)
-    if why := _why_not(context, teacher, student, longest):
+    if why := _why_not(context, teacher, longest):
         raise BadRequest(
             f"{shown(name)} cannot teach {shown(student.name)}: {why}.", param=param, code="invalid_teacher"
         )
     return name
 
 
-def _why_not(context: ControllerContext, teacher: Resolved, student: Resolved, longest: int) -> str:
+def _why_not(context: ControllerContext, teacher: Resolved, longest: int) -> str:
     if teacher.model.task != "generate":
         return "it makes embeddings, and a teacher says how likely a text is"
     longest_text = in_tokens.LONGEST
@@ -142,12 +140,6 @@ def _why_not(context: ControllerContext, teacher: Resolved, student: Resolved, l
             f"its engines say how likely texts of at most {room:,} tokens are, and max_length, a prompt with its "
             f"answer, is {longest:,}; choose a smaller one, or a teacher with a longer context"
         )
-    for one in (student, teacher):
-        if tokenizer_of(context, one) is None:
-            return (
-                f"whether both have the same tokens cannot be seen while the files of {one.name} are neither on disk "
-                "nor in shared memory; ask it something, which brings them back"
-            )
     return ""
 
 
@@ -164,14 +156,11 @@ def _not_checked(what: str, error: WorkerBroke) -> ApiError:
     return ApiError(503, f"{what} was not checked: {error}. Please retry.", kind="server_error", code="grader_not_run")
 
 
-def check_asked(fields: dict[str, Any], param: str, as_said: Mapping[str, str] = MappingProxyType({})) -> None:
+def check_completion(fields: dict[str, Any], param: str) -> None:
     """Checks whether an engine takes a chat completion with these fields: once, and not for each of 10,000 items,
-    because a check takes up to 50 ms. as_said: what a client calls a field that it did not write. Raises BadRequest."""
+    because a check takes up to 50 ms. Raises BadRequest."""
     body = {"model": "m", "messages": [{"role": "user", "content": ""}], **fields}
     try:
         check_body(_CHAT, orjson.dumps(body), _LIMITS)
     except gateway_errors.HttpError as error:
-        message = str(error.message)
-        for ours, theirs in as_said.items():
-            message = message.replace(f"`{ours}`", f"`{theirs}`")
-        raise BadRequest(f"Invalid '{param}': {message}", param=param, code=error.code) from None
+        raise BadRequest(f"Invalid '{param}': {error.message}", param=param, code=error.code) from None

@@ -13,12 +13,11 @@ from pydantic import Field
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.given import MAX_DEPTH, check_code, grader_of
 from appliance.controller.grading.grading import Grading
-from appliance.controller.http.presence import while_present
+from appliance.controller.http.reading import while_present
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, InvalidValue
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller
-from appliance.store.ids import new_id
 from train.graders.graders import Grader, judges
 from train.graders.grading import Graded
 from train.graders.templates import MAX_TEXT, Sample
@@ -52,8 +51,9 @@ def routes(context: ControllerContext, grading: Grading) -> APIRouter:
         if is_deeper(body.item, MAX_DEPTH):
             raise InvalidValue(f"'item' is nested deeper than {MAX_DEPTH} levels.", "item")
         sample, began_s = Sample(body.model_sample), time.perf_counter()
-        work = grading.grade(caller.key_id, grader, sample, body.item, group=new_id("grade_"), within_s=ANSWER_WITHIN_S)
-        graded, _ = await while_present(request, work)
+        asking = grading.ask_judges(caller.key_id, grader, sample, body.item, ANSWER_WITHIN_S)
+        judged = await while_present(request, asking)
+        (graded,) = await while_present(request, grading.grade(caller.key_id, grader, [(sample, body.item)], [judged]))
         if not graded.was_run:
             message = f"The grader was not run: {'; '.join(graded.messages)}. Please retry."
             raise ApiError(503, message, kind="server_error", code="grader_not_run")

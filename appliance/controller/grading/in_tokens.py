@@ -15,8 +15,7 @@ URL = "/v1/completions"
 MOST_ANSWERS = 8
 """As many as one request has at most; no engine of the box has fewer places unless it was told so."""
 MOST_TOKENS = 8192
-"""The tokens of the answers of one request together, where it has several. The controller reads an answer in one go:
-eight answers of 4,096 tokens held its loop for 0.2 s."""
+"""The tokens of the answers of one request together, where it has several: the controller reads them in one go."""
 LONGEST = 1 << 16
 """Tokens of a text at most, if a client asks for its log-probabilities."""
 MADE = 1

@@ -48,7 +48,7 @@ becomes NaN."""
 class Rollouts:
     def __init__(self, db: Database, routing: BusRouting, asking: Asking, grading: Grading):
         self._db, self._routing, self._asking, self._grading = db, routing, asking, grading
-        self._said: dict[tuple[Any, ...], float] = {}  # when a job last said something, by the job and what it was
+        self._said: dict[tuple[str, str], float] = {}  # when a job last said something, by the job and what it was
 
     async def sample(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
         """{"ids", "log_probs", "verdict"} of the answers to one prompt, a question of train.rollouts.engine_samples;
@@ -95,7 +95,7 @@ class Rollouts:
         if how := keys.how_ended(self._db, row.key_id):
             return {"failed": f"the API key of the job {how}, and its answers are judged on behalf of it"}
         if question["judge"] == "teach":
-            return await self._teach(row, found.judge["teacher"], found.taught_by, question)
+            return await self._teach(row, found.judge["teacher"], question)
         grader = await asyncio.to_thread(parse, found.judge["grader"])  # one of 2 MB takes seconds
         return {"verdict": await self._grade(row, grader, question)}
 
@@ -103,23 +103,20 @@ class Rollouts:
         """The reward is None for an answer that the box could not grade or whose reward is beyond MOST_REWARD, and 0
         where the grader failed. It is no error if an answer is not JSON although JSON is expected, or lacks an expected
         field: the model has to learn that."""
-        grade = partial(self._grading.grade, row.key_id, grader, item=question["item"], group=row.id, waited_for=True)
         read = [calls_in(text) if question["tools"] else {"text": text} for text in question["texts"]]
-        samples = [Sample(one["text"], one.get("tools", [])) for one in read]
+        samples = [(Sample(one["text"], one.get("tools", [])), question["item"]) for one in read]
         with self._waiting(row, "judge", {one.model for one in judges(grader)}):
-            grading = (grade(sample=sample, within_s=ANSWER_WITHIN_S) for sample in samples)
-            graded = [one for one, _ in await asyncio.gather(*grading)]
+            ask = partial(self._grading.ask_judges, row.key_id, grader, within_s=ANSWER_WITHIN_S)
+            judged = await asyncio.gather(*(ask(sample, item) for sample, item in samples))
+            graded = await self._grading.grade(row.key_id, grader, samples, judged, waited_for=True)
         rewards, errors = [_reward(one) for one in graded], [_error(one) for one in graded]
         if (first := next((place for place, why in enumerate(errors) if why), None)) is not None:
             counts = "counts for nothing" if rewards[first] is None else "has the reward 0"
-            flags = tuple(name for name, value in asdict(graded[first].errors).items() if value is True)
             failed = f"{sum(map(bool, errors))} of {len(errors)} answers to a prompt, of which the first {counts}"
-            self._say(row, f"the grader failed at {failed}: {errors[first]}", "grader", flags, rewards[first] is None)
+            self._say(row, f"the grader failed at {failed}: {errors[first]}", asdict(graded[first].errors))
         return {"rewards": rewards, "errors": errors}
 
-    async def _teach(
-        self, row: JobRow, teacher: str, taught_by: Collection[str], question: dict[str, Any]
-    ) -> dict[str, Any]:
+    async def _teach(self, row: JobRow, teacher: str, question: dict[str, Any]) -> dict[str, Any]:
         """The teacher's log-probability of each token of an answer; None with the reason in "errors"."""
         texts = [[*question["tokens"], *ids] for ids in question["ids"]]
         bodies = [in_tokens.scoring_request(teacher, tokens) for tokens in texts]
@@ -131,19 +128,16 @@ class Rollouts:
         if fatal := next((one for one in answers if one.code == ENGINES_DIED), None):
             # The same sample would make an engine die again in each step, and others would lose their requests with it.
             return {"failed": f"an answer of the student cannot be shown to its teacher {teacher}: {fatal.error}"}
-        log_probs, errors, versions = list[list[float] | None](), list[str](), set[str]()
+        log_probs, errors = list[list[float] | None](), list[str]()
         for answer, tokens, ids in zip(answers, texts, question["ids"], strict=True):
             why, scores = answer.error, None
             if not why:
                 try:
                     scores = in_tokens.scores_of(answer.body, tokens, len(ids))
-                    versions |= {answer.version} - {""}
                 except ValueError as error:
                     why = f"the teacher gave {error}"
             log_probs.append(scores)
             errors.append(why)
-        if versions.difference(taught_by):
-            job_records.taught(self._db, row.id, versions)
         if counted := Counter(filter(None, errors)):
             ((why, _),) = counted.most_common(1)
             self._say(row, f"nothing is learnt of some answers, of which the teacher {teacher} told nothing: {why}")
@@ -163,9 +157,10 @@ class Rollouts:
         finally:
             timer.cancel()
 
-    def _say(self, row: JobRow, text: str, *kind: Any) -> None:
-        """kind: what it is, where it is told in many words."""
-        what, now_s = (row.id, *(kind or (text,))), time.monotonic()
+    def _say(self, row: JobRow, text: str, flags: dict[str, Any] | None = None) -> None:
+        """flags: what it is, where it is told in many words."""
+        kind = text if flags is None else str([name for name, value in flags.items() if value is True])
+        what, now_s = (row.id, kind), time.monotonic()
         self._said = {one: at_s for one, at_s in self._said.items() if now_s - at_s < SAY_AGAIN_S}
         if what not in self._said:
             self._said[what] = now_s

@@ -61,12 +61,8 @@ class Attempt(Generic[Row]):
     def earlier(self) -> Row | None:
         """What an earlier attempt made. Ask before what the request names is looked at: it may be gone by now. Raises
         Conflict if the idempotency key was used with another body."""
-        row = self._found()
-        return None if row is None else self._known(row.resource_id)
-
-    def _found(self) -> IdempotencyRow | None:
-        made = "SELECT * FROM idempotency WHERE key_id = ? AND route = ?"
-        where = [self._key_id, self._route]
+        made, where = "SELECT * FROM idempotency WHERE key_id = ? AND route = ?", [self._key_id, self._route]
+        row: IdempotencyRow | None = None
         if self._key is not None:
             row = self._db.one(IdempotencyRow, f"{made} AND idempotency_key = ?", [*where, self._key])
             if row is not None and row.body_sha256 != self._body_sha256:
@@ -75,22 +71,20 @@ class Attempt(Generic[Row]):
                     "request.",
                     code="idempotency_key_reused",
                 )
-            return row
-        if not self._is_retry:
-            return None
-        newest = f"{made} AND body_sha256 = ? ORDER BY seq DESC LIMIT 1"
-        row = self._db.one(IdempotencyRow, newest, [*where, self._body_sha256])
-        return row if row is not None and row.created_s >= self._since_s else None
+        elif self._is_retry:
+            newest = f"{made} AND body_sha256 = ? AND created_s >= ? ORDER BY seq DESC LIMIT 1"
+            row = self._db.one(IdempotencyRow, newest, [*where, self._body_sha256, self._since_s])
+        return None if row is None else self._known(row.resource_id)
 
-    def once(self, make: Callable[[], Row]) -> tuple[Row, bool]:
-        """What the request makes, and whether it was made now. make: checks bounds and inserts the row.
+    def once(self, make: Callable[[], Row]) -> Row:
+        """What the request makes, or an earlier attempt has made. make: checks bounds and inserts the row.
 
         One transaction without an await: of two copies of a request one makes it and the other finds it. Raises
         Conflict for a key that was used with another body, and KeyRevoked for an API key that has ended since.
         """
         with self._db.transaction():
             if (row := self.earlier()) is not None:
-                return row, False
+                return row
             if how := keys.how_ended(self._db, self._key_id):
                 raise KeyRevoked(how)
             row = make()
@@ -102,7 +96,7 @@ class Attempt(Generic[Row]):
             IDEMPOTENCY.insert(
                 self._db, IdempotencyRow(self._key_id, self._route, self._key, self._body_sha256, row.id, now_s)
             )
-        return row, True
+        return row
 
 
 def is_retry(request: Request) -> bool:

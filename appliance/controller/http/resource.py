@@ -22,10 +22,6 @@ from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.store.database import Database, Page, Part
 
 
-def no_filters() -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Resource(Generic[Row]):
     """noun: "file" of the audit's "file.create". scopes: any one of them, or admin, may call its routes; `reads` too
@@ -72,7 +68,7 @@ class Resource(Generic[Row]):
         view: Callable[[Row], dict[str, Any]],
         page: Callable[..., Page[Row]],
         part: Any = RECENT,
-        filters: Callable[..., dict[str, Any]] = no_filters,
+        filters: Callable[..., dict[str, Any]] = lambda: {},
     ) -> APIRouter:
         """A router with the routes of the list and of one.
 

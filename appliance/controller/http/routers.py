@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass
 from inspect import iscoroutinefunction
 from typing import Any, ClassVar, TypeVar
 
@@ -21,7 +20,7 @@ from starlette.types import Receive, Scope
 
 from appliance.controller.context import audit
 from appliance.controller.http.error_handlers import RESPONSES
-from appliance.controller.http.reading import DATABASE, of_one_moment
+from appliance.controller.http.reading import on_a_thread
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, Forbidden
 from appliance.controller.interfaces.principal import Principal, allow, identity_of, read_principal
@@ -33,21 +32,8 @@ FORM_BYTES = 64 << 10
 """Of a form that has a file, apart from the file."""
 MAX_DEPTH = 160
 """Levels: orjson reads 1,024 and writes 254."""
-_PARSED_HERE = 64 << 10
-"""A body of this size takes less time than a change of threads."""
 _VERBS = {"POST": "update", "PATCH": "update", "PUT": "set", "DELETE": "delete"}
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class Group:
-    """What the routes of one router have in common, as `make_router` takes it."""
-
-    prefix: str
-    scopes: tuple[str, ...]
-    reads: tuple[str, ...]
-    noun: str
-    fields: tuple[str, ...]
 
 
 def make_router(
@@ -56,11 +42,12 @@ def make_router(
     """A router whose routes require one of `scopes`, or admin; a GET admits `reads` too. `needs` declares those of a
     single route. noun: "file" of the audit's "file.create". fields: of answers, kept in the audit log."""
 
-    class Route(StrictRoute):
-        group = Group(prefix, scopes, reads, noun, fields)
-
+    group = {"prefix": prefix, "admitted": (scopes, reads), "noun": noun, "fields": fields}
+    route_class = type("Route", (StrictRoute,), group)
     # After the body has arrived: the key may have ended meanwhile.
-    return APIRouter(prefix=prefix, route_class=Route, responses=RESPONSES, dependencies=[Depends(read_principal)])
+    return APIRouter(
+        prefix=prefix, route_class=route_class, responses=RESPONSES, dependencies=[Depends(read_principal)]
+    )
 
 
 def needs(*scopes: str) -> Callable[[Endpoint], Endpoint]:
@@ -109,8 +96,7 @@ class StrictRequest(Request):
 
     async def json(self) -> Any:
         """Raises BadRequest."""
-        body = await self.body()
-        return parsed(body) if len(body) <= _PARSED_HERE else await asyncio.to_thread(parsed, body)
+        return await asyncio.to_thread(parsed, await self.body())
 
 
 def parsed(text: bytes) -> Any:
@@ -132,17 +118,21 @@ class StrictRoute(APIRoute):
     thread. A change is answered once the gateways know it, and leaves an audit row: the handler's own, or else this
     one's."""
 
-    group: ClassVar[Group]
+    prefix: ClassVar[str]
+    admitted: ClassVar[tuple[tuple[str, ...], tuple[str, ...]]]
+    noun: ClassVar[str]
+    fields: ClassVar[tuple[str, ...]]
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any):
         """options: of APIRoute, as APIRouter gives them. Raises TypeError for a route without scopes."""
         (self.verb,) = options["methods"]
-        declared = self.group.scopes + (self.group.reads if self.verb == "GET" else ())
+        scopes, reads = self.admitted
+        declared = scopes + (reads if self.verb == "GET" else ())
         self.scopes: tuple[str, ...] = getattr(endpoint, "scopes", declared)
         if not self.scopes:
             raise TypeError(f"{self.verb} {path} declares no scope: give its router one, or the route `@needs(...)`")
         self.max_bytes: Callable[[ControllerConfig], int] = getattr(endpoint, "max_bytes", lambda _: MAX_BYTES)
-        super().__init__(path, endpoint if iscoroutinefunction(endpoint) else of_one_moment(endpoint), **options)
+        super().__init__(path, endpoint if iscoroutinefunction(endpoint) else on_a_thread(endpoint), **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -151,7 +141,6 @@ class StrictRoute(APIRoute):
             context = request.app.state.context
             if not allow(identity_of(request).scopes, *self.scopes):
                 raise Forbidden(" or ".join(self.scopes))
-            DATABASE.set(context.db)
             strict = StrictRequest(request.scope, request.receive, self.max_bytes(context.config))
             response = await handle(strict)
             if self.verb != "GET" and response.status_code < 400:
@@ -166,9 +155,9 @@ class StrictRoute(APIRoute):
 
     def _record(self, request: Request, caller: Principal, response: Response) -> None:
         """ "noun.verb": the verb is the last part of the path, or follows from the method."""
-        last = self.path.removeprefix(self.group.prefix).rpartition("/")[2]
+        last = self.path.removeprefix(self.prefix).rpartition("/")[2]
         verb = "create" if not last else _VERBS[self.verb] if last.startswith("{") else last
-        action = f"{self.group.noun}.{verb}" if self.group.noun else f"{self.verb.lower()} {self.path}"
+        action = f"{self.noun}.{verb}" if self.noun else f"{self.verb.lower()} {self.path}"
         is_json = response.headers.get("content-type") == "application/json"
         given = orjson.loads(response.body) if is_json and not isinstance(response, StreamingResponse) else None
         answer = given if isinstance(given, dict) else {}
@@ -178,5 +167,5 @@ class StrictRoute(APIRoute):
             caller,
             action,
             target or str(answer.get("id") or answer.get("name") or ""),
-            **{name: answer[name] for name in self.group.fields if answer.get(name) is not None},
+            **{name: answer[name] for name in self.fields if answer.get(name) is not None},
         )

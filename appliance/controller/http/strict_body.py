@@ -58,21 +58,12 @@ def meant(found: Sequence[Any]) -> dict[str, Any]:
     return max((one for one in found if one["loc"][: len(union)] == union), key=lambda one: len(one["loc"]))
 
 
-_LONG = {"string_too_long": "string_above_max_length", "too_long": "object_above_max_properties"}
-_BOUNDS = {"greater_than_equal": ("ge", "below_min"), "less_than_equal": ("le", "above_max")}
-
-
 def said_of(param: str, first: dict[str, Any]) -> tuple[str, str]:
-    """What is said of this mistake, and OpenAI's code for it."""
+    """Message and code of this mistake: the gateway has the same codes."""
     kind = first["type"]
     if kind == "extra_forbidden":
         return f"Unrecognized request argument supplied: {param}.", "unknown_parameter"
     if kind == "missing":
         return f"Missing required parameter: '{param}'.", "missing_required_parameter"
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
-    if kind in _LONG and not isinstance(first.get("input"), list):
-        code = _LONG[kind]
-    if kind in _BOUNDS:
-        name, side = _BOUNDS[kind]
-        code = f"{'integer' if isinstance(first['ctx'][name], int) else 'decimal'}_{side}_value"
     return f"Invalid value for '{param}': {first['msg']}; {shown(first.get('input'))} was given.", code

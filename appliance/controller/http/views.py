@@ -1,16 +1,24 @@
-"""Converts rows to OpenAI's objects. Times become whole seconds, internal phases OpenAI's six statuses."""
+"""Converts rows to objects of the API. OpenAI's have times in whole seconds, and its six statuses for our phases."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from typing import Any
 
 from appliance.controller.access.naming import Resolved
-from appliance.controller.interfaces.model_states import ModelStates
+from appliance.controller.interfaces.records import ModelStates
 from appliance.store.database import Database
-from appliance.store.objects import job_records
-from appliance.store.rows import CheckpointRow, FileRow, JobEventRow, JobJudgeRow, JobRow, columns
+from appliance.store.records import handovers
+from appliance.store.rows import (
+    CheckpointRow,
+    FileRow,
+    HandoverRow,
+    HandoverStepRow,
+    JobEventRow,
+    JobJudgeRow,
+    JobRow,
+    columns,
+)
 from train.methods.methods import DEFAULT, METHODS
 
 # OpenAI has no "paused" or "suspended"; the events say which it is and why.
@@ -79,9 +87,8 @@ _JOB_COLUMNS = (
 
 def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None) -> dict[str, Any]:
     """OpenAI's object, and what the box knows of the job; times that end in `_s` are Unix times with fractions. judge:
-    of a job that has one. A job with a teacher also shows the teacher's versions that it has learnt from."""
+    of a job that has one."""
     said = judge.judge if judge is not None else {}
-    taught_by = {"teacher_versions": judge.taught_by} if judge is not None and "teacher" in said else {}
     status, succeeded, trained_with = job_status(row), row.phase == "succeeded", hyperparameters(row)
     return {
         "id": row.id,
@@ -104,7 +111,6 @@ def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None)
         "owner": row.owner or None,
         **{name: bool(getattr(row, name)) for name in ("activate", "preemptible", "held")},
         **columns(row, _JOB_COLUMNS),
-        **taught_by,
     }
 
 
@@ -116,12 +122,6 @@ def event_object(row: JobEventRow) -> dict[str, Any]:
         **columns(row, "level message type"),
         "data": row.data if row.data is not None else {},
     }
-
-
-def metrics_object(db: Database, job_id: str, after_step: int, limit: int) -> dict[str, Any]:
-    """Steps behind `after_step`, oldest first."""
-    rows = job_records.list_metrics(db, job_id, after_step=after_step, limit=limit + 1)
-    return {"object": "list", "data": [asdict(row) for row in rows[:limit]], "has_more": len(rows) > limit}
 
 
 def checkpoint_object(row: CheckpointRow) -> dict[str, Any]:
@@ -149,3 +149,57 @@ def model_object(resolved: Resolved, states: ModelStates, context: int | None) -
         "state": states.word(resolved.name),
         "state_details": states.message(resolved.name),
     }
+
+
+# --- hand-overs; the CLI and scripts rely on these keys
+
+
+def handover_object(db: Database, row: HandoverRow) -> dict[str, Any]:
+    """`bytes` of all steps together; `asked_by` a key's name, "box" (a command on it), "window ID" or "scheduler"."""
+    steps = [step_view(found) for found in handovers.steps(db, row.id)]
+    return {
+        **columns(row, "id reason state started_s ended_s"),
+        "seconds": None if row.ended_s is None else row.ended_s - row.started_s,
+        "bytes": sum(s["bytes"] or 0 for s in steps),
+        "asked_by": row.detail.get("asked_by"),
+        "asked_for": row.detail.get("asked_for"),
+        "error": row.detail.get("error"),
+        "detail": row.detail,
+        "steps": steps,
+    }
+
+
+def handover_by_id(db: Database, handover_id: str | None) -> dict[str, Any] | None:
+    """None where there is none, or no more."""
+    row = handovers.find(db, handover_id) if handover_id else None
+    return handover_object(db, row) if row else None
+
+
+def step_view(row: HandoverStepRow) -> dict[str, Any]:
+    """`seconds` of the whole step; `bytes` that it moved in `moved_s` of them; `path` how weights were loaded ("in
+    place", "layerwise"), or that they or a snapshot are in shared memory. None for a step that moves nothing."""
+    count, moved_s, path = _moved(row.verb, row.detail)
+    return {
+        **columns(row, "verb target state started_s ended_s"),
+        "seconds": None if row.started_s is None or row.ended_s is None else row.ended_s - row.started_s,
+        "bytes": count,
+        "moved_s": moved_s,
+        "bytes_per_s": count / moved_s if count and moved_s else None,
+        "path": path,
+        "undoes": row.arguments.get("undoes"),
+        "detail": row.detail,
+    }
+
+
+def _moved(verb: str, detail: dict[str, Any]) -> tuple[int | None, float | None, str | None]:
+    """(bytes, seconds in which they moved, path)."""
+    if verb in ("swap_replica", "wake_replica"):
+        read = detail.get("bytes_read") or []
+        seconds, how = detail.get("load_s"), detail.get("how")
+        return (sum(read) if read else detail.get("bytes")), seconds, how and how.replace("-", " ")
+    if verb == "suspend_group" and detail.get("bytes"):
+        return detail["bytes"], (detail.get("seconds") or {}).get("snapshot"), "shared memory"
+    if verb in ("start_group", "start_replica"):
+        # Read while processes start: most of the step is not copying, so no rate is computed.
+        return detail.get("bytes"), None, "shared memory" if detail.get("bytes") else None
+    return None, None, None

@@ -3,55 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
-from scheduler.core.workload import PolicyKind
+from appliance.store.database import Database
+from appliance.store.objects import adapters
+from scheduler.core.workload import AWAKE, PolicyKind
 
 TRAINING_FAILED = "training_failed"
 """The code of a job that failed once it ran."""
 
 
-class DeviceStatus(TypedDict):
-    """One device; `holder` is {"kind": "job" | "replica", "id"} or None."""
+SchedulerStatus = dict[str, Any]
+"""As `Scheduler.status` makes it.
 
-    id: str
-    node: str
-    index: int
-    kind: str
-    name: str
-    memory_bytes: int
-    health: str
-    holder: dict[str, str] | None
-
-
-class ReplicaStatus(TypedDict):
-    id: str
-    model: str
-    version: str
-    state: str
-    devices: list[str]
-    inflight: int
-    rss_bytes: int
-
-
-class SchedulerStatus(TypedDict):
-    """`memory` is {"budget_bytes", "used_bytes", "room_bytes"} of the weight store, the last what a reservation could
-    get now, "host_bytes", the host's total, "reserve_bytes", what is kept of it for others, and "asleep_per_device",
-    the engines that may sleep on one; `handover` the id of the one in progress; `notes` for users (why something waits
-    or was abandoned); `serving_floor` devices that serving keeps if a mode sets no number; `queue` jobs in order, each
-    {"id", "position", "phase", "devices", "reason" (a Slurm reason code or None), "message" (a sentence)}; `plan_s`
-    duration of the last plan; `troubles` the models whose engines fail, each {"model", "version", "reason", "message"
-    (a sentence), "not_before_s" (of the next try), "tries", "lasting"}."""
-
-    devices: list[DeviceStatus]
-    replicas: list[ReplicaStatus]
-    memory: dict[str, int | None]
-    handover: str | None
-    serving_floor: int
-    queue: list[dict[str, Any]]
-    troubles: list[dict[str, Any]]
-    notes: list[str]
-    plan_s: float
+devices: each with its `holder`, {"kind": "job" | "replica", "id"} or None. memory: "room_bytes" is what a reservation
+in the weight store could get now. handover: the id of the one in progress. queue: jobs in order, each {"id",
+"position", "phase", "devices", "reason" (a Slurm reason code or None), "message"}. troubles: models whose engines fail,
+each {"model", "version", "reason", "message", "not_before_s" (of the next try), "tries", "lasting"}. notes: why
+something waits or was abandoned, for users.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +40,10 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """body: the answer's JSON. version: of the replica that gave it, empty if none did."""
+    """body: the answer's JSON."""
 
     status: int
     body: Any
-    version: str = ""
 
     @property
     def error(self) -> str:
@@ -90,3 +59,34 @@ class EngineAnswer:
     @property
     def _error(self) -> dict[str, Any]:
         return (self.body.get("error") if isinstance(self.body, dict) else None) or {}
+
+
+class ModelStates:
+    """What each model does now, in a word, and why its engines fail; from one read of the scheduler's status."""
+
+    def __init__(self, db: Database, status: SchedulerStatus):
+        self._hosts = {row.name: row.host for row in adapters.list_callable(db)}
+        self._replicas: dict[str, set[str]] = {}
+        for replica in status["replicas"]:
+            self._replicas.setdefault(replica["model"], set()).add(replica["state"])
+        self._troubles = {trouble["model"]: trouble["message"] for trouble in status["troubles"]}
+
+    def word(self, name: str) -> str:
+        """serving (an engine is awake), failed (its engines do not start and are retried: `message` says why and when),
+        asleep (a process waits with its memory released) or cold (no process)."""
+        states = self._replicas.get(self._host(name), set())
+        if "open" in states:
+            return "serving"
+        if self.message(name):
+            return "failed"
+        if not states.isdisjoint(AWAKE):
+            return "serving"
+        return "asleep" if "asleep" in states else "cold"
+
+    def message(self, name: str) -> str | None:
+        """Why its engines fail and when the next try is; None if they do not fail."""
+        return self._troubles.get(self._host(name))
+
+    def _host(self, name: str) -> str:
+        """The model on whose engines it is served."""
+        return self._hosts.get(name, name)

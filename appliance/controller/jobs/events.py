@@ -37,7 +37,6 @@ _COLUMNS = {
     "mean_reward": ("train_reward_mean", "valid_reward_mean"),
 }
 """OpenAI's columns of a result file, where they are others than "train_" and "valid_" before the name."""
-SNAPSHOT_EVENT_EVERY_S = 60
 EQUAL_STEPS = 8
 """Steps in a row without a difference in rewards, after which an event says so."""
 
@@ -130,9 +129,7 @@ class JobEvents:
         # Not the row's step: the handler of the end has already reset it to the snapshot's.
         reached = job_records.last_step(self._db, job_id)
         if (lost := reached - step) > 0:
-            where = f"The job resumed from step {step}" if step else "There was no snapshot yet, the job starts over"
-            span = f"steps {step + 1} to {reached} are" if lost > 1 else f"step {reached} is"
-            text = f"{where}: {span} repeated ({lost} in all)"
+            text = f"The job resumed from step {step}: {lost} steps up to step {reached} are repeated"
             add_message(self._db, job_id, text, data={"step": step, "steps_anew": lost})
 
     def suspended(self, job_id: str, step: int, reason: str) -> None:
@@ -285,9 +282,6 @@ class JobEvents:
             meta["of_epoch"] = True  # until it is the job's result
         if event.get("adapter"):
             meta["adapter"] = event["adapter"]
-        # Not of every job: a grader may have megabytes.
-        if METHODS[row.method].judged_by == "teacher" and (judge := job_records.find_judge(db, row.id)) is not None:
-            meta["teacher"] = {"model": judge.judge["teacher"], "versions": judge.taught_by}
         if models.find_version(db, row.output_model, version) is None:
             source, size, path = f"job {row.id}", int(event["bytes"]), str(event["path"])
             new = VersionRow(row.output_model, version, source, size, time.time(), shm_path=path, meta=meta)
@@ -343,16 +337,11 @@ class JobEvents:
         )
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
-        """Events tell of the first, and then of one a minute: small models on a CPU write one at nearly every step."""
-        step, before, now_s = int(event["step"]), row.snapshot or {}, time.time()
-        told_s = before.get("told_s", 0.0)
-        # A restart reports the newest one again.
-        tells = step > before.get("step", -1) and not 0 <= now_s - told_s < SNAPSHOT_EVENT_EVERY_S
-        snapshot = {"step": step, "path": str(event["path"]), "told_s": now_s if tells else told_s}
-        jobs.update(self._db, row.id, snapshot=snapshot)
-        if tells:
+        """An event tells of the first: small models on a CPU write one at nearly every step."""
+        jobs.update(self._db, row.id, snapshot={"step": int(event["step"]), "path": str(event["path"])})
+        if row.snapshot is None:
             data = {key: event.get(key) for key in ("step", "bytes", "seconds")}
-            add_message(self._db, row.id, f"Snapshot of step {step}{_written(event)}", data=data)
+            add_message(self._db, row.id, f"Snapshot of step {event['step']}{_written(event)}", data=data)
 
     def _message(self, row: JobRow, event: dict[str, Any]) -> None:
         add_message(self._db, row.id, str(event["text"]), level=event.get("level", "info"))

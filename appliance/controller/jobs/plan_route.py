@@ -13,7 +13,6 @@ from pydantic import Field
 from appliance.controller.access.model_access import unknown_model, usable_model
 from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import energy
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES
 from appliance.controller.http.routers import needs, unaudited
@@ -23,6 +22,7 @@ from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, Caller
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.requests import Hyperparameters, Name, refused
 from appliance.controller.models import capacity
+from appliance.store.database import Database
 from appliance.store.objects import job_records
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
@@ -118,7 +118,7 @@ async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> 
             "steps": auto.steps(method.rows(dataset), fields),
         },
         **answer,
-        **await asyncio.to_thread(_cost, context, base, method, fields, dataset),
+        "device_hours": await asyncio.to_thread(_device_hours, context.db, base, method, fields, dataset),
     }
 
 
@@ -137,14 +137,10 @@ async def _counted(
     return settings.dataset_of(report)
 
 
-def _cost(
-    context: ControllerContext, base: Resolved, method: Method, fields: dict[str, Any], dataset: auto.DatasetStats
-) -> dict[str, Any]:
-    """Device-hours and energy at the speed that this box has had with jobs like it; None each if there were none, or if
-    the data does not say how many tokens there will be."""
-    db, like = context.db, (base.name, method.name, fields["full"])
-    speeds = [] if method.rolls_out else job_records.device_speeds(db, *like)
-    if not speeds:
-        return {"device_hours": None, "energy": None}
-    hours = dataset.n_tokens * fields["n_epochs"] / median(speeds) / 3600
-    return {"device_hours": hours, "energy": energy.estimate(db, context.health.newest(), *like, hours)}
+def _device_hours(
+    db: Database, base: Resolved, method: Method, fields: dict[str, Any], dataset: auto.DatasetStats
+) -> float | None:
+    """Hours at the speed that this box has had with jobs like it; None if there were none, or if the data does not say
+    how many tokens there will be."""
+    speeds = [] if method.rolls_out else job_records.device_speeds(db, base.name, method.name, fields["full"])
+    return dataset.n_tokens * fields["n_epochs"] / median(speeds) / 3600 if speeds else None

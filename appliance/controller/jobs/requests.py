@@ -16,7 +16,6 @@ from train.plan.errors import InvalidHyperparameter
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 Devices = Annotated[int, Field(ge=1, le=65536)]
-Sizes = Annotated[list[Devices], Field(min_length=1, max_length=64)]
 Priority = Annotated[int, Field(ge=-1000, le=1000)]
 Moment = Annotated[float, Field(gt=0, lt=1e11)]
 MOST_BYTES = 16_384
@@ -65,7 +64,7 @@ class JobCreate(StrictBody):
 
     publish_as: the model that the job makes a version of, new or the owner's; None: a model of its own. activate: the
     version answers at once. gate: it answers once an evaluation lets it. deadline_s: seconds since 1970.
-    allowed_sizes: numbers of devices. held: stays in the queue until it is released.
+    held: stays in the queue until it is released.
     """
 
     model: Name
@@ -79,7 +78,6 @@ class JobCreate(StrictBody):
     integrations: Annotated[list[Integration], Field(max_length=5)] | None = None
     min_devices: Devices | None = None
     max_devices: Devices | None = None
-    allowed_sizes: Sizes | None = None
     priority: Priority = 0
     deadline_s: Moment | None = None
     preemptible: bool = True
@@ -105,8 +103,8 @@ class Asked:
 
 
 def asked(request: JobCreate) -> Asked:
-    """The deprecated top-level hyperparameters and those of the method may both be present; where they disagree, the
-    intent is unknown. Raises BadRequest."""
+    """Where both are present, the method's hyperparameters come before the deprecated top-level ones. Raises
+    BadRequest."""
     method = METHODS.get(request.method.type) if request.method else DEFAULT
     if method is None:
         assert request.method is not None
@@ -121,14 +119,8 @@ def asked(request: JobCreate) -> Asked:
     new = {} if new is None else new
     if not isinstance(new, dict):
         raise InvalidValue(f"Invalid value for '{where}': {shown(new)} was given, expected an object.", where)
-    for name in sorted(old.keys() & new.keys()):
-        if old[name] != new[name]:
-            raise InvalidValue(
-                f"hyperparameters.{name} is {shown(old[name])} and {where}.{name} is {shown(new[name])}; give it once.",
-                f"hyperparameters.{name}",
-            )
     found = Asked(method, old | new, where if request.method else "hyperparameters", block)
-    # The scheduler reads the job's row in each of its rounds: 8 MB of hyperparameters each took it seconds.
+    # The scheduler reads the job's row in each of its rounds.
     if (size := len(orjson.dumps(found.hyperparameters, default=str))) > MOST_BYTES:
         raise BadRequest(
             f"The hyperparameters are {size} bytes long, at most {MOST_BYTES} are allowed.",

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from appliance.controller.access.naming import Resolved
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue
-from appliance.controller.models import capacity, node_sizes
+from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Verdict
-from appliance.controller.models.node_sizes import NodeSizes
 from appliance.store.objects import models
 from appliance.store.rows import JobRow, VersionRow
 from runtime.devices.kinds import HOST, kind_of
@@ -39,12 +41,69 @@ _NEED_NO_VALIDATION = {
 
 
 @dataclass(frozen=True, slots=True)
+class NodeSizes:
+    """Devices per node: the most that a job, or an engine with tensor parallelism, can have, since neither spans nodes.
+    Lost nodes count, which the box waits for; one that has yet to join does not.
+
+    counts: devices of each node, of the box's own kind. Empty before the first observation: then nothing is
+    refused. cores: of a node whose devices are logical ones, which share them; None for others."""
+
+    counts: tuple[int, ...]
+    cores: int | None = None
+
+    @property
+    def largest(self) -> int:
+        return max(self.counts, default=0)
+
+    @property
+    def unasked(self) -> int:
+        """The most devices of a job that asks for no number: ranks that share a core take longer than fewer ranks."""
+        return max(1, self.largest if self.cores is None else min(self.largest, self.cores))
+
+    def refuse_more(self, name: str, given: int, asked: str = "") -> None:
+        """Raises BadRequest if no node has `given` devices. name: the field at fault, with value `asked`."""
+        if self.counts and given > self.largest:
+            node = "the box" if len(self.counts) == 1 else "the largest node of the box"
+            raise BadRequest(
+                f"{name} is {asked or given}; expected at most {self.largest}, which is all that {node} has. "
+                "Ask for less, or join a node with more devices first (`appliance join`).",
+                param=name,
+                code="insufficient_devices",
+            )
+
+    def refuse_more_replicas(self, name: str, given: int, tensor_parallel: int) -> None:
+        """Raises BadRequest if the nodes cannot hold `given` engines with this many devices each."""
+        most = sum(count // tensor_parallel for count in self.counts)
+        if self.counts and given > most:
+            each = "one device" if tensor_parallel == 1 else f"{tensor_parallel} devices side by side"
+            raise BadRequest(
+                f"{name} is {given}; expected at most {most}: each replica takes {each}, and the box has "
+                f"{sum(self.counts)}. Ask for fewer, or join a node first (`appliance join`).",
+                param=name,
+                code="insufficient_devices",
+            )
+
+
+def nodes_of(context: ControllerContext) -> NodeSizes:
+    devices = cordons.in_view(context.db, context.scheduler.status()["devices"])
+    if not devices:
+        return NodeSizes(())
+    # Home's devices come first: other nodes run what home prepared, for its kind of devices.
+    kind = devices[0]["kind"]
+    counts = Counter(d["node"] for d in devices if d["kind"] == kind)
+    return NodeSizes(tuple(counts.values()), host_cores() if kind_of(kind).on_host else None)
+
+
+def host_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, slots=True)
 class Wish:
     """The devices that a request asks for, as a JobRow has them."""
 
     min_devices: int | None = None
     max_devices: int | None = None
-    asked_sizes: list[int] | None = None
 
     @property
     def least(self) -> int:
@@ -52,47 +111,36 @@ class Wish:
 
     def most(self, nodes: NodeSizes, tensor_parallel: int = 1) -> int:
         """The most devices that the job may take; it need not be there. tensor_parallel: as requested."""
-        return self.max_devices or max(nodes.unasked, self.least, tensor_parallel, *(self.asked_sizes or ()))
-
-    def check(self, nodes: NodeSizes) -> None:
-        """It must leave at least one size, of which the smallest must fit on a node; a larger `max_devices` only
-        limits. Raises BadRequest."""
-        least, asked = self.least, self.asked_sizes or []
-        most = self.max_devices or max([least, *asked])
-        if least > most:
-            raise InvalidValue(f"min_devices is {least} and max_devices {most}; expected min <= max.", "min_devices")
-        sizes = [size for size in asked if least <= size <= most]
-        if asked and not sizes:
-            raise InvalidValue(
-                f"allowed_sizes is {asked}; expected at least one size from {least} to {most}.", "allowed_sizes"
-            )
-        nodes.refuse_more("min_devices", least)
-        if sizes:
-            nodes.refuse_more("allowed_sizes", min(sizes), str(asked))
+        return self.max_devices or max(nodes.unasked, self.least, tensor_parallel)
 
     def divided(self, resolved: dict[str, Any], nodes: NodeSizes) -> tuple[list[int], list[int]]:
         """Sizes that divide the work of a step, and the requested ones among them."""
         shards = resolved.get("tensor_parallel", 1)
         most = self.most(nodes, shards)
         by_batch = auto.allowed_sizes(resolved["batch_size"], most, resolved["micro_batch"], shards)
-        asked = self.asked_sizes
-        return by_batch, [size for size in by_batch if size >= self.least and (asked is None or size in asked)]
+        return by_batch, [size for size in by_batch if size >= self.least]
 
-    def check_divided(self, resolved: dict[str, Any], nodes: NodeSizes) -> list[int]:
-        """The requested ones of `divided`, including those that only a node yet to join could provide. Raises
-        BadRequest when there is none, or none for the known nodes."""
+    def check(self, resolved: dict[str, Any] | None, nodes: NodeSizes) -> list[int]:
+        """The requested ones of `divided`, including those that only a node yet to join could provide; none before the
+        job is resolved. A `max_devices` that no node has only limits. Raises BadRequest when there is none, or none for
+        the known nodes."""
+        least, most = self.least, self.max_devices
+        if most is not None and least > most:
+            raise InvalidValue(f"min_devices is {least} and max_devices {most}; expected min <= max.", "min_devices")
+        nodes.refuse_more("min_devices", least)
+        if resolved is None:
+            return []
         by_batch, fitting = self.divided(resolved, nodes)
-        param = "allowed_sizes" if self.asked_sizes else "min_devices"
         if not fitting:
-            raise InvalidValue(no_size(resolved, by_batch), param)
+            raise InvalidValue(no_size(resolved, by_batch), "min_devices")
         sizes = ", ".join(map(str, fitting))
         reason = f"such that a step of {resolved['batch_size']} sequences divides into {sizes} devices only"
-        nodes.refuse_more(param, fitting[0], reason)
+        nodes.refuse_more("min_devices", fitting[0], reason)
         return fitting
 
 
 def wish_of(row: JobRow) -> Wish:
-    return Wish(row.min_devices, row.max_devices, row.asked_sizes)
+    return Wish(row.min_devices, row.max_devices)
 
 
 def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
@@ -101,8 +149,8 @@ def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
     grouped = f", each over {shards} devices (tensor_parallel)," if shards > 1 else ""
     return (
         f"A step of {resolved['batch_size']} sequences in micro-batches of {resolved['micro_batch']}{grouped} divides "
-        f"into {', '.join(map(str, by_batch)) or 'no allowed number of'} devices; min_devices, max_devices and "
-        "allowed_sizes leave none of them."
+        f"into {', '.join(map(str, by_batch)) or 'no allowed number of'} devices; min_devices and max_devices leave "
+        "none of them."
     )
 
 
@@ -138,15 +186,14 @@ def choose(
     wish: Wish,
 ) -> Settings:
     """given: the requested hyperparameters. Raises InvalidHyperparameter."""
-    nodes, model = node_sizes.known(context), model_stats(context, base)
+    nodes, model = nodes_of(context), model_stats(context, base)
     shards = given.get("tensor_parallel")
     most = max(1, min(wish.most(nodes, shards if isinstance(shards, int) else 1), nodes.largest))
     resolved = method.resolve(given, dataset, model, most)
     by_batch, sizes = wish.divided(resolved, nodes)
-    least = next((size for size in sorted(wish.asked_sizes or ()) if size >= wish.least), wish.min_devices)
-    if not sizes and least and given.get("batch_size", "auto") == "auto":
+    if not sizes and wish.min_devices and given.get("batch_size", "auto") == "auto":
         # An automatic batch follows the requested devices, not the other way round.
-        rows = math.ceil(resolved["batch_size"] / least) * least
+        rows = math.ceil(resolved["batch_size"] / wish.min_devices) * wish.min_devices
         resolved = method.resolve({**given, "batch_size": rows}, dataset, model, most)
         by_batch, sizes = wish.divided(resolved, nodes)
     return Settings(resolved, by_batch, sizes)
@@ -195,7 +242,7 @@ def box_facts(context: ControllerContext) -> BoxFacts:
     budget, room = now["memory"]["budget_bytes"], now["memory"].get("room_bytes")
     return BoxFacts(
         devices=max(1, len(devices)),
-        node_devices=max(1, node_sizes.known(context).largest),
+        node_devices=max(1, nodes_of(context).largest),
         device_kind=devices[0]["kind"] if devices else HOST.name,
         device_memory_bytes=min((d["memory_bytes"] for d in devices), default=0),
         store_budget_bytes=budget,

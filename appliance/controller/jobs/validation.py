@@ -8,13 +8,10 @@ phase stays "validating" until everything is on disk.
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterable, Iterator
+import filecmp
+from collections.abc import Iterable
 from functools import partial
-from hashlib import blake2b
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from anyio import to_thread
 
@@ -33,13 +30,8 @@ from train.data.same_tokens import differ
 from train.methods.methods import method_of
 from train.plan.errors import InvalidHyperparameter
 
-TELL_EVERY_S = 30.0
 VALIDATIONS = "validations"
 _COPIES = {"training_file": "train.jsonl", "validation_file": "valid.jsonl"}
-MOST_ROWS = 1_000_000
-"""Rows of a file that are compared, the first ones: their hashes take some 100 MB."""
-SHARED_SHARE = 0.1
-"""The share of validation rows that are training rows too, from which a warning is given."""
 
 
 class InvalidData(TaskFailed):
@@ -122,15 +114,20 @@ class JobValidation:
         paths = {param: folder / name for param, name in _COPIES.items() if getattr(row, param) is not None}
         for param, path in paths.items():
             file = self._file(getattr(row, param))
-            report = await self._check(row, file, chat_path=path, method=method, tokenizer=tokenizer)
+            source = context.files_dir / file.id
+            report = await storage.checked(context, source, chat_path=path, method=method, tokenizer=tokenizer)
             if not report.ok:
                 raise InvalidData(param, file.id, report, row.id)
             reports[param] = report
             for level, texts in (("warn", report.warnings), ("info", report.notes)):
                 messages += [(level, f"{file.filename}: {text}") for text in texts]
-        if "validation_file" in paths:
-            compare = partial(_compare_rows, *paths.values())
-            messages += await to_thread.run_sync(compare, limiter=context.file_threads)
+        if "validation_file" in paths and await asyncio.to_thread(filecmp.cmp, *paths.values(), shallow=False):
+            raise TaskFailed(
+                "invalid_validation_file",
+                "The validation file has the same examples as the training file, so its loss would only repeat the "
+                "training loss. Give examples that are not trained on, or no validation_file.",
+                "validation_file",
+            )
         dataset = settings.dataset_of(reports["training_file"])
         choose = partial(settings.choose, context, base, method, row.hyperparameters, dataset)
         if tokenizer is not None and method.cut_refuses:
@@ -142,8 +139,7 @@ class JobValidation:
         # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
         resolved = {**chosen.resolved, "base_version": base.version.version}
         if not chosen.sizes:
-            param = "allowed_sizes" if now.asked_sizes else "min_devices"
-            raise TaskFailed("invalid_devices", settings.no_size(resolved, chosen.by_batch), param)
+            raise TaskFailed("invalid_devices", settings.no_size(resolved, chosen.by_batch), "min_devices")
         verdict = settings.verdict(context, base, chosen, method)
         if not verdict.fits:
             instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
@@ -181,10 +177,11 @@ class JobValidation:
         for param, report in reports.items():
             if report.longest_example_tokens <= most and report.n_examples <= COUNTED_EXAMPLES:
                 continue
-            file = self._file(getattr(row, param))
-            cut = await self._check(row, file, method=method_of(row.method), tokenizer=tokenizer, cut_at=most)
+            context, file_id = self._context, self._file(getattr(row, param)).id
+            how = {"method": method_of(row.method), "tokenizer": tokenizer, "cut_at": most}
+            cut = await storage.checked(context, context.files_dir / file_id, **how)
             if not cut.ok:
-                raise InvalidData(param, file.id, cut, row.id)
+                raise InvalidData(param, file_id, cut, row.id)
 
     def _file(self, file_id: str) -> FileRow:
         # Ignores the expiry: a file that was valid when the job was created stays valid while its bytes are here.
@@ -192,53 +189,6 @@ class JobValidation:
         if row is None:
             raise _unreadable(f"the file {file_id} was deleted")
         return row
-
-    async def _check(self, row: JobRow, file: FileRow, **how: Any) -> DataReport:
-        """`storage.checked`, which meanwhile reports its progress in the job's events."""
-        far, abandoned = "", threading.Event()
-
-        def heard(examples: int, share: float) -> None:
-            nonlocal far
-            if abandoned.is_set():  # nothing else ends the thread
-                raise InterruptedError
-            far = f": {examples:,} examples so far, {100 * share:.0f} % of the file"
-
-        source = self._context.files_dir / file.id
-        checking = asyncio.ensure_future(storage.checked(self._context, source, heard=heard, **how))
-        try:
-            while not (await asyncio.wait([checking], timeout=TELL_EVERY_S))[0]:
-                if self._validating(row.id) is not None:
-                    add_message(self._db, row.id, f"{file.filename} is being checked{far}")
-            return checking.result()
-        finally:
-            abandoned.set()
-            checking.cancel()
-
-
-def _compare_rows(training: Path, validation: Path) -> list[tuple[str, str]]:
-    """A warning if both files share many rows. Raises TaskFailed if they have the same, OSError."""
-    trained, held_out = set(_hashes(training)), set(_hashes(validation))
-    if held_out == trained:
-        raise TaskFailed(
-            "invalid_validation_file",
-            "The validation file has the same examples as the training file, so its loss would only repeat the "
-            "training loss. Give examples that are not trained on, or no validation_file.",
-            "validation_file",
-        )
-    shared = len(held_out & trained)
-    if not shared or shared < SHARED_SHARE * len(held_out):
-        return []
-    text = (
-        f"{shared:,} of the {len(held_out):,} validation examples are training examples too: the validation loss looks "
-        "better than it is. Keep them in one of the files."
-    )
-    return [("warn", text)]
-
-
-def _hashes(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        for line in islice(file, MOST_ROWS):
-            yield blake2b(line, digest_size=8).digest()
 
 
 def _unreadable(why: object) -> TaskFailed:

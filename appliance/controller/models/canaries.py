@@ -65,7 +65,7 @@ class Canaries:
                 if row is None:
                     return
                 model, caller = stored_model(self._db, name), caller_of(self._db, None)
-                decision = self._decision(row, model, now_s)
+                decision = await asyncio.to_thread(self._decision, row, model, now_s)
                 if model.active_version == row.version:
                     # Published by another caller, or the process ended between the swap and this.
                     self._end(row, "promoted", caller, f"{row.version} answers all requests")
@@ -253,19 +253,9 @@ def p95_s(counts: Mapping[int, int]) -> float | None:
 
 def chance_of_errors(new: VersionLoad, old: VersionLoad) -> float:
     """The chance of at least as many errors of `new`, if all errors fell on requests at random: Fisher's exact test."""
-    errors = new.errors + old.errors
     if not new.errors or not old.requests:
         return 1.0
+    from scipy.stats import hypergeom  # takes a second, of boxes with failing canaries alone
 
-    def log_ways(total: int, chosen: int) -> float:
-        return math.lgamma(total + 1) - math.lgamma(chosen + 1) - math.lgamma(total - chosen + 1)
-
-    log_all = log_ways(new.requests + old.requests, errors)
-    chance = 0.0
-    for count in range(max(new.errors, errors - old.requests), min(errors, new.requests) + 1):
-        term = math.exp(log_ways(new.requests, count) + log_ways(old.requests, errors - count) - log_all)
-        chance += term
-        # What follows falls ever faster; of a million requests it would be most of the time.
-        if count * (new.requests + old.requests) > errors * new.requests and term <= chance * 1e-9:
-            break
-    return chance
+    requests, errors = new.requests + old.requests, new.errors + old.errors
+    return float(hypergeom.sf(new.errors - 1, requests, errors, new.requests))

@@ -162,8 +162,6 @@ def _too_large(memory: Mapping[int, estimate.RankMemory], box: BoxFacts) -> str:
     )
     if rank.offloaded_bytes:
         parts += f", less {gb(rank.offloaded_bytes)} in host memory"
-        if box.on_host:
-            parts += f", which is the same memory here and takes {gb(rank.host_bytes)}"
     return (
         f"Training needs {gb(box.takes(rank))} on each of {_devices(best)} ({parts}); there are "
         f"{gb(box.room_per_rank(best))}."
@@ -187,21 +185,17 @@ def _milder(
 ) -> list[str]:
     """The three mildest changes that make a job fit: of its memory, LoRA instead of full training, shorter rows."""
     cut = fields.get("tensor_parallel", 1) > 1  # not with ZeRO-3, offloading or LoRA
-    saving = {"activation_checkpointing": True} if cut else {"activation_checkpointing": True, "zero_stage": 3}
-    changes: list[dict[str, Any]] = [{"activation_checkpointing": True}, {"zero_stage": 2}, {"zero_stage": 3}, saving]
-    if fields["offload"] == "parameters":
-        changes.append({"offload": "optimizer"})
+    less = {"activation_checkpointing": True}
+    saving: dict[str, Any] = less if cut else {**less, "zero_stage": 3}
+    changes = [less, {"zero_stage": 2}, {"zero_stage": 3}, saving]
     if fields["offload"] != "none":
-        changes.append({"offload": "none"})
+        changes += [{"offload": "optimizer"}, {"offload": "none"}]
     elif not box.on_host:
         changes.append({**saving, "offload": "optimizer"})
     if fields["full"]:
-        lora = {"full": False, "activation_checkpointing": True}
-        changes += [lora, {**lora, "zero_stage": 3}]
-    tokens = fields["max_length"] // 2
-    while tokens >= _LEAST_TOKENS:
-        changes.append({**saving, "max_length": tokens})
-        tokens //= 2
+        changes += [{**less, "full": False}, {**less, "full": False, "zero_stage": 3}]
+    lengths = (fields["max_length"] >> halvings for halvings in range(1, 32))
+    changes += [{**saving, "max_length": tokens} for tokens in lengths if tokens >= _LEAST_TOKENS]
 
     def fits(change: Mapping[str, Any]) -> str:
         changed = {**fields, **change}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NoReturn
 
 from appliance.controller.access.model_access import base_of, known_model, why_not_asked
 from appliance.controller.context.context import ControllerContext
@@ -133,20 +134,13 @@ def refuse_if_in_use(
         else:
             may_start = not all(why_not_asked(db, job.key_id, name) for name in names)
         if job.phase == "running" or may_start:
-            raise Conflict(
-                f"{found.name} is used by the fine-tuning job {job.id}; cancel the job or wait for its end."
-                if caller.viewer in (None, job.owner)
-                else f"{found.name} is used by a fine-tuning job of another owner; wait for its end.",
-                param="model",
-                code="model_in_use",
-            )
+            user = job.id if caller.viewer in (None, job.owner) else "of another owner"
+            _in_use(f"{found.name} is used by the fine-tuning job {user}; cancel the job or wait for its end.")
     for adapter in adapters.list_on(db, model):
         if one in (None, adapter.base_version) and adapter.model not in leaving:
-            on = f"an adapter on {adapter.base} {adapter.base_version} and cannot answer without it"
-            raise Conflict(
-                f"{adapter.model} is {on}; delete the adapter first."
-                if models.is_visible(db, adapter.model, caller.viewer)
-                else f"Another owner has {on}; it can be deleted once that is, by them or by an administrator.",
-                param="model",
-                code="model_in_use",
-            )
+            name = adapter.model if models.is_visible(db, adapter.model, caller.viewer) else "of another owner"
+            _in_use(f"The adapter {name} is served on {adapter.base} {adapter.base_version}; delete the adapter first.")
+
+
+def _in_use(why: str) -> NoReturn:
+    raise Conflict(why, param="model", code="model_in_use")

@@ -25,14 +25,8 @@ from appliance.store.objects import batches
 from appliance.store.rows import BatchRow, columns
 
 WINDOW_S = 24 * 3600.0
-_MOMENTS = ("in_progress", "expires", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
-BATCHES = Resource(
-    "batch",
-    "/v1/batches",
-    (INFERENCE,),
-    batches.find,
-    fields=("endpoint", "input_file_id", "status"),
-)
+_MOMENTS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+BATCHES = Resource("batch", "/v1/batches", (INFERENCE,), batches.find, fields=("endpoint", "input_file_id", "status"))
 
 
 class BatchCreate(StrictBody):
@@ -78,14 +72,13 @@ def routes(context: ControllerContext) -> APIRouter:
             context.tasks.start(KIND, row.id, row.key_id)
             return row
 
-        row, _ = attempt.once(make)
-        return view(row)
+        return view(attempt.once(make))
 
     @router.post("/{batch_id}/cancel")
     async def cancel(batch_id: str, caller: Caller) -> dict[str, Any]:
         row = BATCHES.known(db, batch_id, caller)
         if row.status in ("validating", "in_progress"):
-            batches.update(db, row.id, status="cancelling", cancelling_s=time.time())
+            batches.set_status(db, row.id, "cancelling")
             context.tasks.restart(KIND, row.id)
         elif row.status not in ("cancelling", "cancelled"):
             raise Conflict(
@@ -98,16 +91,25 @@ def routes(context: ControllerContext) -> APIRouter:
 
 def _view(context: ControllerContext, row: BatchRow) -> dict[str, Any]:
     """OpenAI's object, and `waiting_for`: why an unfinished batch makes no progress now, None if it does."""
-    moments = {name: getattr(row, f"{name}_s") for name in _MOMENTS}
     return {
         "id": row.id,
         "object": "batch",
-        **columns(row, "endpoint model input_file_id status output_file_id error_file_id usage metadata"),
+        **columns(row, "endpoint model input_file_id status output_file_id error_file_id metadata"),
+        "usage": None if row.usage is None else _usage(row.usage),
         "errors": None if row.errors is None else {"object": "list", "data": row.errors},
         "completion_window": "24h",
         "created_at": int(row.created_s),
-        **{f"{name}_at": None if at_s is None else int(at_s) for name, at_s in moments.items()},
+        "expires_at": int(row.expires_s),
+        **{f"{name}_at": int(row.moments[name]) if name in row.moments else None for name in _MOMENTS},
         "request_counts": {"total": row.total, "completed": row.completed, "failed": row.failed},
         "waiting_for": waiting_for(context, row),
         "owner": row.owner or None,
+    }
+
+
+def _usage(tokens: dict[str, int]) -> dict[str, Any]:
+    return {
+        **{name: tokens.get(name, 0) for name in ("input_tokens", "output_tokens", "total_tokens")},
+        "input_tokens_details": {"cached_tokens": tokens.get("cached_tokens", 0)},
+        "output_tokens_details": {"reasoning_tokens": tokens.get("reasoning_tokens", 0)},
     }

@@ -13,11 +13,11 @@ import orjson
 from fastapi import APIRouter, Query, Request
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import energy
+from appliance.controller.devices import power
 from appliance.controller.files import storage
 from appliance.controller.http import views
 from appliance.controller.http.paging import MOST, list_object, listed, metadata_of, part
-from appliance.controller.http.routers import make_router
+from appliance.controller.http.routers import make_router, needs
 from appliance.controller.interfaces.errors import InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
 from appliance.controller.jobs.requests import JobCreate, asked
@@ -28,23 +28,23 @@ from appliance.store import database
 from appliance.store.database import Database, Part
 from appliance.store.objects import job_records, jobs
 from appliance.store.rows import JobJudgeRow, JobRow
-from train.graders.hosts import GraderHosts
 from train.methods.methods import METHODS
 
 # A job whose data is refused ends there: its last events are the lines, at most as many as a report lists, and its end.
 _ERROR_EVENTS = 200
 _JUDGED = frozenset(name for name, method in METHODS.items() if method.judged_by)
+_reads = needs(FINE_TUNING, READ)
 
 
-def reading_routes(context: ControllerContext) -> APIRouter:
-    """The list and the view of jobs. A key of the scope `read` sees that every job exists, and its progress."""
-    router = make_router(JOBS.prefix, FINE_TUNING, READ)
-    db = context.db
+def routes(context: ControllerContext) -> APIRouter:
+    """A key of the scope `read` sees that every job exists, and its progress."""
+    router, db = JOBS.router(), context.db
 
     def known(job_id: str, caller: Principal) -> JobRow:
         return JOBS.known(db, job_id, caller.seeing_all() if caller.may(READ) else caller)
 
     @router.get("")
+    @_reads
     def list_jobs(request: Request, caller: Caller, part: Annotated[Part, part(20)]) -> dict[str, Any]:
         viewer = None if caller.may(READ) else caller.viewer
         page = jobs.page(db, viewer=viewer, **_metadata_filter(request), **part)
@@ -58,11 +58,13 @@ def reading_routes(context: ControllerContext) -> APIRouter:
         return listed(objects, page.has_more)
 
     @router.get("/{job_id}")
+    @_reads
     def retrieve(job_id: str, caller: Caller) -> dict[str, Any]:
         row = known(job_id, caller)
-        return _view(context, row, caller) | {"energy": energy.of_job(db, row, time.time())}
+        return _view(context, row, caller) | {"energy": power.of_job(db, row, time.time())}
 
     @router.get("/{job_id}/metrics")
+    @_reads
     def metrics(
         job_id: str,
         caller: Caller,
@@ -71,27 +73,22 @@ def reading_routes(context: ControllerContext) -> APIRouter:
     ) -> dict[str, Any]:
         """Steps behind `after_step`, oldest first."""
         known(job_id, caller)
-        return views.metrics_object(db, job_id, after_step, limit)
-
-    return router
-
-
-def routes(context: ControllerContext, hosts: GraderHosts) -> APIRouter:
-    router, db = JOBS.router(), context.db
+        rows = job_records.list_metrics(db, job_id, after_step=after_step, limit=limit + 1)
+        return {"object": "list", "data": [asdict(row) for row in rows[:limit]], "has_more": len(rows) > limit}
 
     @router.post("")
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
         attempt = JOBS.attempt(request, caller, body.model_dump(mode="json"))
         if (row := attempt.earlier()) is None:
             training = asked(body)
-            await check_judges(hosts, training, caller)
+            await check_judges(context.graders, training, caller)
 
             def make() -> JobRow:
                 row = insert_job(context, body, training, caller)
                 context.tasks.start(VALIDATIONS, row.id, row.key_id)
                 return row
 
-            row, _ = attempt.once(make)
+            row = attempt.once(make)
         return _view(context, row, caller)
 
     @router.post("/{job_id}/cancel")

@@ -19,8 +19,8 @@ from appliance.controller.http.reading import Status
 from appliance.controller.http.routers import make_router, needs
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidden, InvalidValue, shown
-from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
+from appliance.controller.interfaces.records import ModelStates
 from appliance.controller.jobs.wanted import pause_jobs_without_model
 from appliance.controller.models import archive
 from appliance.controller.models.archive import Archive

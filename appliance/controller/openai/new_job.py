@@ -25,7 +25,6 @@ from appliance.controller.jobs import requests, settings
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import Asked, Gate, JobCreate
 from appliance.controller.jobs.wanted import max_priority
-from appliance.controller.models import node_sizes
 from appliance.store.ids import new_id
 from appliance.store.objects import evals, files, job_records, jobs, models
 from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns
@@ -66,9 +65,7 @@ def insert_job(context: ControllerContext, body: JobCreate, asked: Asked, caller
     data = {"training_file": _data_file(context, body.training_file, "training_file", caller)}
     if body.validation_file is not None:
         data["validation_file"] = _data_file(context, body.validation_file, "validation_file", caller)
-    sizes = sorted(set(body.allowed_sizes)) if body.allowed_sizes else None
-    wish, nodes = settings.Wish(body.min_devices, body.max_devices, sizes), node_sizes.known(context)
-    wish.check(nodes)
+    wish, nodes = settings.Wish(body.min_devices, body.max_devices), settings.nodes_of(context)
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
         seen = _seen(data["training_file"])
@@ -77,7 +74,7 @@ def insert_job(context: ControllerContext, body: JobCreate, asked: Asked, caller
             settings.refuse_without_validation(resolved)
     except InvalidHyperparameter as error:
         raise requests.refused(error, asked.where) from error
-    wish.check_divided(resolved, nodes)
+    wish.check(resolved, nodes)
     row = JobRow(
         id=new_id("ftjob-"),
         key_id=caller.key_id,
@@ -87,7 +84,6 @@ def insert_job(context: ControllerContext, body: JobCreate, asked: Asked, caller
         seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
         integrations=[item.model_dump(exclude_none=True) for item in body.integrations or []] or None,
         hyperparameters=asked.hyperparameters,
-        asked_sizes=sizes,
         preemptible=int(body.preemptible),
         held=int(body.held),
         owner=caller.owner,
@@ -165,11 +161,6 @@ def _output_model(
                 f"'{param}' is for a name that goes on whatever comes of the job: give 'publish_as' with it.", param
             )
         return naming.fine_tuned_name(root_base(db, base.model), context.config.organization, suffix)
-    if suffix is not None:
-        raise InvalidValue(
-            "'suffix' is a part of a name that the box makes up, and 'publish_as' is the whole name: give one of them.",
-            "suffix",
-        )
     others, existing = jobs.unfinished_making(db, name), models.find(db, name)
     if existing is None and not naming.is_stable_name(name):
         raise InvalidValue(

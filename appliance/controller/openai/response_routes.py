@@ -7,26 +7,26 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from appliance.controller.access.model_access import check_may_ask
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.paging import list_object, metadata_of, part, sliced
-from appliance.controller.http.reading import answer
+from appliance.controller.http.reading import as_json
 from appliance.controller.http.routers import make_router, needs, takes, unaudited
 from appliance.controller.http.strict_body import Metadata, StrictBody
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller, Principal
 from appliance.controller.responses import objects
-from appliance.controller.responses.background import RESPONSES, BackgroundResponses
 from appliance.controller.responses.objects import asked_messages, completion_object, items_of, listed, stored_messages
-from appliance.controller.responses.stored import StoredResponses, not_found
+from appliance.controller.responses.stored import RESPONSES, StoredResponses
 from appliance.store.database import Part
 from appliance.store.objects import responses
 from appliance.store.objects.responses import COMPLETION
@@ -40,7 +40,21 @@ class CompletionUpdate(StrictBody):
     metadata: Metadata | None
 
 
-def routes(context: ControllerContext, stored: StoredResponses, background: BackgroundResponses) -> APIRouter:
+async def _stored(response_id: str, request: Request, caller: Caller) -> ResponseRow:
+    return await request.app.state.responses.find(response_id, caller.viewer)
+
+
+async def _completion(completion_id: str, request: Request, caller: Caller) -> ResponseRow:
+    return await request.app.state.responses.find(completion_id, caller.viewer, COMPLETION)
+
+
+# What the URL names, which may be on its way from a gateway.
+Stored = Annotated[ResponseRow, Depends(_stored)]
+Completion = Annotated[ResponseRow, Depends(_completion)]
+
+
+def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRouter]:
+    db = context.db
     router = make_router("/v1/responses", INFERENCE, noun="response", fields=("status",))
 
     @router.post("", include_in_schema=False)
@@ -57,91 +71,69 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
                 param="background",
                 code="unsupported_parameter",
             )
-        attempt = Attempt(request, caller, "/v1/responses", body, partial(responses.find, context.db))
+        attempt = Attempt(request, caller, "/v1/responses", body, partial(responses.find, db))
         if (row := attempt.earlier()) is None:
             previous = body.get("previous_response_id")
             if previous is not None:
                 await stored.conversation(previous, caller.viewer)
-            check_may_ask(context.db, caller, str(body.get("model")))
+            check_may_ask(db, caller, str(body.get("model")))
 
             def make() -> ResponseRow:
                 row = _queued(body, caller)
                 context.quotas.check(caller, row.bytes, begins=True)
-                responses.insert(context.db, row)
+                responses.insert(db, row)
                 context.tasks.start(RESPONSES, row.id, row.key_id or None)
                 return row
 
-            row, _ = attempt.once(make)
-        return _stream(background.follow(row.id, -1)) if body.get("stream") else _json(row.response.encode())
+            row = attempt.once(make)
+        return _stream(stored.follow(row.id, -1)) if body.get("stream") else _json(row.response.encode())
 
     @router.get("/{response_id}")
-    async def retrieve(
-        response_id: str,
-        caller: Caller,
-        stream: bool = False,
-        starting_after: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
+    def retrieve(
+        row: Stored, stream: bool = False, starting_after: Annotated[int | None, Query(ge=0, lt=2**31)] = None
     ) -> Response:
-        row = await stored.find(response_id, caller.viewer)
         if not stream:
             return _json(row.response.encode())
         if not row.background:
             raise BadRequest("Only a response created in background can be streamed later.", param="stream")
-        return _stream(background.follow(row.id, -1 if starting_after is None else starting_after))
+        return _stream(stored.follow(row.id, -1 if starting_after is None else starting_after))
 
     @router.delete("/{response_id}")
-    async def delete(response_id: str, caller: Caller) -> dict[str, Any]:
-        row = await stored.find(response_id, caller.viewer)
-        if not responses.delete(context.db, row.id):  # another request was faster
-            raise not_found(response_id, "response")
+    async def delete(row: Stored) -> dict[str, Any]:
+        responses.delete(db, row.id)
         context.tasks.restart(RESPONSES, row.id)
         return {"id": row.id, "object": "response", "deleted": True}
 
     @router.post("/{response_id}/cancel")
-    async def cancel(response_id: str, caller: Caller) -> Response:
-        row = await stored.find(response_id, caller.viewer)
+    async def cancel(row: Stored) -> Response:
         if not row.background:
             raise BadRequest("Cannot cancel a synchronous response.", param="response_id")
-        background.cancel(row.id)
-        return _json((responses.find(context.db, row.id) or row).response.encode())
+        stored.cancel(row.id)
+        return _json((responses.find(db, row.id) or row).response.encode())
 
-    @router.get("/{response_id}/input_items", response_model=dict[str, Any])
-    async def input_items(response_id: str, caller: Caller, part: Annotated[Part, part(20, most=100)]) -> Response:
-        await stored.find(response_id, caller.viewer)  # it may be on its way
+    @router.get("/{response_id}/input_items")
+    def input_items(row: Stored, caller: Caller, part: Annotated[Part, part(20, most=100)]) -> dict[str, Any]:
+        turns = [listed(turn, answered=turn.id != row.id) for turn in stored.turns(row.id, caller.viewer)]
+        return sliced([item for turn in reversed(turns) for item in turn], "input item", **part)
 
-        def found() -> dict[str, Any]:
-            turns = [listed(row, answered=row.id != response_id) for row in stored.turns(response_id, caller.viewer)]
-            return sliced([item for turn in reversed(turns) for item in turn], "input item", **part)
+    # For gateways; none of them forwards a client's request here.
+    internal = make_router("/internal/responses", GATEWAY)
 
-        return await answer(context.db, found)
-
-    return router
-
-
-def internal_routes(stored: StoredResponses) -> APIRouter:
-    """For gateways; none of them forwards a client's request here."""
-    router = make_router("/internal/responses", GATEWAY)
-
-    @router.post("", include_in_schema=False)
+    @internal.post("", include_in_schema=False)
     @takes(lambda _: MAX_COPIES_BYTES)
     @unaudited  # copies of answers to requests of inference
     async def take(request: Request) -> dict[str, int]:
-        copies = await request.json()
-        return {"stored": await stored.take(copies if isinstance(copies, list) else [])}
+        return {"stored": await stored.take(await request.json())}
 
-    @router.get("/context", include_in_schema=False)
+    @internal.get("/context", include_in_schema=False)
     @needs(INFERENCE)
-    async def context(id: Annotated[str, Query(max_length=256)], caller: Caller) -> Response:
+    async def conversation(id: Annotated[str, Query(max_length=256)], caller: Caller) -> Response:
         """The items of the conversation up to this response, a JSON array."""
-        return _json(orjson.dumps(await stored.conversation(id, caller.viewer)))
+        return as_json(await stored.conversation(id, caller.viewer))
 
-    return router
+    completions = make_router("/v1/chat/completions", INFERENCE, noun="completion")
 
-
-def completion_routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
-    router = make_router("/v1/chat/completions", INFERENCE, noun="completion")
-    db = context.db
-
-    @router.get("")
+    @completions.get("")
     def list_completions(
         request: Request,
         caller: Caller,
@@ -158,33 +150,25 @@ def completion_routes(context: ControllerContext, stored: StoredResponses) -> AP
             page, lambda row: completion_object(row) | ({"messages": asked_messages(row)} if messages else {})
         )
 
-    @router.get("/{completion_id}", response_model=dict[str, Any])
-    async def retrieve(completion_id: str, caller: Caller) -> Response:
-        row = await stored.find(completion_id, caller.viewer, COMPLETION)
-        return await answer(db, lambda: completion_object(row))
+    @completions.get("/{completion_id}")
+    def retrieve_completion(row: Completion) -> dict[str, Any]:
+        return completion_object(row)
 
-    @router.post("/{completion_id}", response_model=dict[str, Any])
-    async def update(completion_id: str, body: CompletionUpdate, caller: Caller) -> Response:
-        await stored.find(completion_id, caller.viewer, COMPLETION)
-        responses.update(db, completion_id, metadata=body.metadata)
-        row = await stored.find(completion_id, caller.viewer, COMPLETION)
-        return await answer(db, lambda: completion_object(row))
+    @completions.post("/{completion_id}")
+    async def update(row: Completion, body: CompletionUpdate) -> Response:
+        responses.update(db, row.id, metadata=body.metadata)
+        return as_json(completion_object(replace(row, metadata=body.metadata)))
 
-    @router.delete("/{completion_id}")
-    async def delete(completion_id: str, caller: Caller) -> dict[str, Any]:
-        row = await stored.find(completion_id, caller.viewer, COMPLETION)
-        if not responses.delete(db, row.id):  # another request was faster
-            raise not_found(completion_id, COMPLETION)
+    @completions.delete("/{completion_id}")
+    async def delete_completion(row: Completion) -> dict[str, Any]:
+        responses.delete(db, row.id)
         return {"id": row.id, "object": "chat.completion.deleted", "deleted": True}
 
-    @router.get("/{completion_id}/messages", response_model=dict[str, Any])
-    async def list_messages(
-        completion_id: str, caller: Caller, part: Annotated[Part, part(20, most=100, order="asc")]
-    ) -> Response:
-        row = await stored.find(completion_id, caller.viewer, COMPLETION)
-        return await answer(db, lambda: sliced(stored_messages(row), "message", **part))
+    @completions.get("/{completion_id}/messages")
+    def list_messages(row: Completion, part: Annotated[Part, part(20, most=100, order="asc")]) -> dict[str, Any]:
+        return sliced(stored_messages(row), "message", **part)
 
-    return router
+    return [router, internal, completions]
 
 
 def _queued(body: dict[str, Any], caller: Principal) -> ResponseRow:

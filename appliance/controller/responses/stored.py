@@ -1,8 +1,9 @@
 """Stores answers of /v1/responses, and chat completions that are to be kept: received from the gateways, looked up by
-id, deleted when they expire.
+id, deleted when they expire; and asks for responses in background.
 
 A gateway sends the copy after the client has its answer, so a fast client may ask for a response that has not arrived:
-a request for an unknown id waits for it briefly.
+a request for an unknown id waits for it briefly. After a restart all unfinished responses in background are asked for
+again; one waits while its key's limits are used up, a day at most.
 """
 
 from __future__ import annotations
@@ -10,21 +11,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import orjson
 
+from appliance.controller.access.model_access import viewer_of
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.tasks import INTERNAL_ERROR, KEY_ENDED, Kind, TaskFailed
 from appliance.controller.interfaces.errors import ApiError, BadRequest, NotFound, shown
+from appliance.controller.responses import objects
 from appliance.controller.responses.objects import Object, completion_row, items_of, turn_items
 from appliance.store.objects import responses
 from appliance.store.objects.responses import COMPLETION
 from appliance.store.records import keys
-from appliance.store.rows import AnswerKind, ResponseRow
+from appliance.store.rows import AnswerKind, ResponseRow, TaskRow
 
 log = logging.getLogger("appliance.controller")
 
+RESPONSES = "responses"
+URL = "/v1/responses"
+COMMENT_EVERY_S, STATUS_EVERY_S = 15.0, 0.2
+_CODES = {INTERNAL_ERROR: "server_error", KEY_ENDED: "invalid_prompt"}
+"""OpenAI's responses have these codes only."""
 DAY_S = 86400.0
 ARRIVES_WITHIN_S = 1.0
 _LOOK_EVERY_S = 0.02
@@ -37,7 +47,8 @@ class StoredResponses:
     or the box."""
 
     def __init__(self, context: ControllerContext):
-        self._db, self._config, self._quotas = context.db, context.config, context.quotas
+        self._context, self._db, self._config, self._quotas = context, context.db, context.config, context.quotas
+        context.tasks.add(Kind(RESPONSES, self.run, self.fail, "response"))
 
     async def take(self, copies: list[Any]) -> int:
         """Store copies from a gateway: each {"key", "previous", "input", "response"}; of a chat completion `input` is
@@ -111,6 +122,70 @@ class StoredResponses:
         for key_id in responses.keys_of_owners(self._db):
             bounds, owner = self._quotas.bounds(key_id), keys.owner_of(self._db, key_id)
             responses.shrink(self._db, owner, number=bounds.responses, size=bounds.responses_bytes)
+
+    # --- in background: a task each; the row has the request until the response has ended
+
+    def cancel(self, response_id: str) -> None:
+        """One that has ended stays unchanged."""
+        self._change(response_id, lambda before: {**before, "status": "cancelled"})
+        self._context.tasks.restart(RESPONSES, response_id)
+
+    async def follow(self, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
+        """Events of its stream with numbers above `after`, until it has ended."""
+        while (row := responses.find(self._db, response_id)) is not None:
+            for place, event in objects.events(orjson.loads(row.response), after):
+                after = place
+                yield event
+            if row.finished:
+                return
+            comment_s = time.monotonic() + COMMENT_EVERY_S
+            while responses.status(self._db, response_id) == row.status:
+                if time.monotonic() >= comment_s:
+                    yield b": waiting\n\n"
+                    comment_s += COMMENT_EVERY_S
+                await asyncio.sleep(STATUS_EVERY_S)
+
+    async def run(self, task: TaskRow) -> None:
+        """Raises TaskFailed."""
+        row = responses.find(self._db, task.id)
+        if row is None or row.finished:
+            return
+        model, body = orjson.loads(row.request or "{}").get("model", ""), partial(self._body, task.id)
+        try:
+            answer = await self._context.asking.ask(row.key_id or None, model, URL, body, within_s=DAY_S)
+        except ApiError as error:
+            raise TaskFailed("invalid_prompt", error.message) from error
+        if answer.error:
+            raise TaskFailed("server_error" if answer.status >= 500 else "invalid_prompt", answer.error)
+        self._change(task.id, lambda before: objects.answered(before, answer.body))
+
+    async def _body(self, response_id: str) -> Object:
+        """Raises ApiError where the earlier turns are gone."""
+        row = responses.find(self._db, response_id)
+        if row is None:
+            raise ApiError(404, "The response was deleted.")
+        request = {"input": orjson.loads(row.input), **orjson.loads(row.request or "{}")}
+        items = None
+        if row.previous_id is not None:
+            viewer = viewer_of(self._db, row.key_id or None)
+            items = [*await self.conversation(row.previous_id, viewer), *items_of(request["input"])]
+        self._change(response_id, lambda before: {**before, "status": "in_progress"})
+        return objects.engine_body(request, items)
+
+    async def fail(self, task: TaskRow, error: TaskFailed) -> None:
+        code = _CODES.get(error.code, error.code)
+        self._change(task.id, lambda before: objects.failed(before, code, str(error)))
+
+    def _change(self, response_id: str, change: Callable[[Object], Object]) -> None:
+        """Change the object of a response, unless it has ended."""
+        with self._db.transaction():
+            row = responses.find(self._db, response_id)
+            if row is None or row.finished:
+                return
+            made = change(orjson.loads(row.response))
+            request, text = row.request if made["status"] == "in_progress" else None, orjson.dumps(made).decode()
+            changes: dict[str, Any] = {"status": made["status"], "response": text, "request": request}
+            responses.update(self._db, row.id, **changes, bytes=responses.bytes_of(row.input, text, request))
 
 
 def not_found(response_id: str, kind: AnswerKind) -> ApiError:

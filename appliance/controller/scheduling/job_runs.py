@@ -6,9 +6,8 @@ import asyncio
 import logging
 import shutil
 import sqlite3
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from train.plan.spec import TrainSpec
 from train.trainer.event_log import read_events
 from weights.checkpoint.folder import may_open
 from weights.format.errors import IntegrityError, NotSealed, VersionLeased, VersionNotFound, WeightsError
-from weights.format.names import policy_of, step_of
+from weights.format.names import policy_of
 from weights.memory.store import Lease, StoredVersion, WeightStore
 from weights.tiers.directory import verify
 
@@ -40,15 +39,14 @@ Unload = Callable[[list[str]], Awaitable[None]]
 Remove = Callable[[VersionRow], Awaitable[None]]
 
 TIDY_EVERY_S = 10.0
-NUDGE_EVERY_S = 30.0
 _EVENTS_AT_ONCE = 20
 
 
 class JobRuns:
     """Implements `scheduler.ray.groups.Jobs`. The tiers copy a job's results on their own once notified.
 
-    What ranks are about to read is leased here until they have read it (`taken`). Without this, versions gave way while
-    memory was short, among them the snapshot that a job had been told to resume from; the job failed.
+    What ranks are about to read is leased here until they have read it (`taken`), so that it does not give way while
+    memory is short.
     """
 
     def __init__(
@@ -70,8 +68,6 @@ class JobRuns:
         self._whole: set[Path] = set()
         self._leases: dict[str, list[Lease]] = {}
         self._gone: list[VersionRow] = []
-        self.policies = Policies(store, self._is_running)
-        self._nudged_s = -NUDGE_EVERY_S
 
     async def catch_up(self, job_id: str) -> None:
         """Ingest what was trained and asked while no controller was running. Called before ranks start again."""
@@ -88,11 +84,7 @@ class JobRuns:
 
     async def answer(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
         """Answer a job's ranks, which ask for samples and for their rewards."""
-        answer = self._answers[question["kind"]]
-        if question["kind"] != "sample":
-            return await answer(job_id, question)
-        with self.policies.sampled(job_id, question["policy"]["version"]):
-            return await answer(job_id, question)
+        return await self._answers[question["kind"]](job_id, question)
 
     def _is_running(self, job_id: str) -> bool:
         row = jobs.find(self._db, job_id)
@@ -218,17 +210,13 @@ class JobRuns:
         return None
 
     def on_event(self, job_id: str, event: dict[str, Any]) -> None:
-        """Record the event; the tiers copy snapshots and published versions in the background."""
+        """Record the event; the tiers copy published versions at once, and snapshots in their next pass."""
         if event["event"] == "started":  # the loop records this with the device names
             self._events.goes_on(job_id, int(event["step"]))
             return
         self._events.ingest(job_id, event)
         if event["event"] == "published":
             self._published(job_id, event["version"])
-        elif event["event"] == "snapshot" and self._tiers.clock() - self._nudged_s >= NUDGE_EVERY_S:
-            # Snapshots come every few seconds; the tiers' periodic pass finds those in between without a nudge.
-            self._nudged_s = self._tiers.clock()
-            self._tiers.nudge()
 
     def _published(self, job_id: str, version: str) -> None:
         row = jobs.get(self._db, job_id)
@@ -262,13 +250,34 @@ class JobRuns:
                 jobs.update(self._db, row.id, snapshot=None)
                 self._tiers.nudge()
         self._routing.keep_policies(lambda name: self._is_running(policy_of(name) or ""))
-        await self.policies.tidy(unload)
+        await self._tidy_policies(unload)
         while self._gone:
             version = self._gone.pop()
             try:
                 await remove(version)
             except OperationFailed as error:  # no row names it: the next sweep of the store takes what is left
                 log.warning("%s %s was replaced by newer checkpoints, but %s", version.model, version.version, error)
+
+    async def _tidy_policies(self, unload: Unload) -> None:
+        """Remove models in training: adapters in shared memory under a private name, which ranks write for every step
+        (train.rollouts.policy). The newest stay while the job trains, as do those in use."""
+        by_job = defaultdict[str, list[StoredVersion]](list)
+        for stored in await asyncio.to_thread(self._store.list, "adapter"):  # oldest first
+            if (job_id := policy_of(stored.model)) is not None:
+                by_job[job_id].append(stored)
+        for job_id, versions in by_job.items():
+            row, kept = jobs.find(self._db, job_id), 0
+            if row is not None and not row.finished:
+                # Those that answers may still be asked of, and the one that ranks have just written.
+                kept = int((row.resolved or {}).get("options", {}).get("staleness", 0)) + 2
+            for stored in versions[: max(0, len(versions) - kept)]:
+                try:
+                    await unload([f"{stored.model}@{stored.version}"])
+                    await asyncio.to_thread(self._store.remove, stored)
+                except VersionNotFound:
+                    continue  # its ranks removed it
+                except (OperationFailed, VersionLeased) as error:
+                    log.info("the model in training %s %s stays for now: %s", stored.model, stored.version, error)
 
     def _forget(self, job_id: str) -> bool:
         """Remove a job's snapshots from memory and its own directory; False while a rank still reads one. The tiers
@@ -282,51 +291,3 @@ class JobRuns:
             return self._forget(job_id)  # the ending job removed it itself a moment ago
         shutil.rmtree(self._jobs_dir / job_id / "snapshots", ignore_errors=True)
         return True
-
-
-class Policies:
-    """Models in training: adapters in shared memory under a private name, which ranks write for every step
-    (train.rollouts.policy) and engines of their base keep loaded. is_unfinished: whether a job may still train."""
-
-    def __init__(self, store: WeightStore, is_unfinished: Callable[[str], bool]):
-        self._store, self._is_unfinished = store, is_unfinished
-        self._newest: dict[str, str] = {}  # job -> version
-        self._sampled: Counter[tuple[str, str]] = Counter()  # questions that are being answered, by job and version
-
-    @contextmanager
-    def sampled(self, job_id: str, version: str) -> Iterator[None]:
-        """The job samples from this version now; the version is kept within this context, even if a newer one comes."""
-        self._newest[job_id] = version
-        self._sampled[job_id, version] += 1
-        try:
-            yield
-        finally:
-            self._sampled -= Counter([(job_id, version)])
-
-    async def tidy(self, unload: Unload) -> None:
-        """Remove versions older than the newest of their job, and all of a job that no longer trains. A version in use
-        is removed next time."""
-        self._newest = {job: version for job, version in self._newest.items() if self._is_unfinished(job)}
-        for stored in await asyncio.to_thread(self._store.list, "adapter"):
-            job_id = policy_of(stored.model)
-            if job_id is not None and not self._is_wanted(job_id, stored):
-                await self._remove(stored, unload)
-
-    def _is_wanted(self, job_id: str, stored: StoredVersion) -> bool:
-        # Ranks write a version before they sample from it: a newer one than the newest sampled is wanted.
-        is_new = _step(stored.version) >= _step(self._newest.get(job_id, ""))
-        return self._is_unfinished(job_id) and (is_new or (job_id, stored.version) in self._sampled)
-
-    async def _remove(self, stored: StoredVersion, unload: Unload) -> None:
-        try:
-            await unload([f"{stored.model}@{stored.version}"])
-            await asyncio.to_thread(self._store.remove, stored)
-        except (OperationFailed, VersionLeased) as error:
-            log.info("the model in training %s %s stays for now: %s", stored.model, stored.version, error)
-        except VersionNotFound:
-            return  # its ranks removed it
-
-
-def _step(version: str) -> int:
-    """The step in a version's name; -1 if it has none."""
-    return step_of(version.partition(".")[0])

@@ -35,6 +35,8 @@ from scheduler.handover.ports import Outcome
 from train.methods.methods import method_of
 from weights.memory.store import WeightStore
 
+_DIGITS = re.compile(r"[0-9]+")
+
 
 @dataclass(frozen=True, slots=True)
 class BoxSize:
@@ -101,7 +103,6 @@ class SqliteStateStore:
         self._wishes, self._learning, self._memory, self._job_memory = wishes, learning, memory, job_memory
         self._settings: dict[str, str] = {}
         self._demand: Callable[[str], Demand] = lambda model: Demand()  # until the first round
-        self._said: dict[str, set[str]] = {}  # of jobs that wait: what their events have told of that
         self._remaining_device_s: dict[str, float] = {}  # as reported by each job when it last ran
 
     def after_restart(self, adopted: Collection[str] = ()) -> None:
@@ -116,7 +117,6 @@ class SqliteStateStore:
         unfinished = self._finish_cancelled(jobs.list_unfinished(self._db))
         ids = {row.id for row in unfinished}
         self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
-        self._said = {job: said for job, said in self._said.items() if job in ids}
         mode = read_mode(self._db)
         self._settings, self._demand = model_settings.digests(self._db), self._wishes.demands(free_devices)
         active = models.active_versions(self._db)
@@ -138,7 +138,6 @@ class SqliteStateStore:
         row = self._open(job_id)
         if row is not None:
             usage.devices_held(self._db, job_id, len(devices), time.time())
-        self._said.pop(job_id, None)
         if row is not None and (row.phase != "running" or row.devices != list(devices)):
             self._events.started(job_id, list(devices), resumed=row.snapshot is not None)
 
@@ -148,9 +147,9 @@ class SqliteStateStore:
             return
         which = f"{len(devices)} device{'s' * (len(devices) > 1)} ({', '.join(devices)})"
         after = f" once the engines on {answering} of them have finished their requests" if answering else ""
-        reason = f"The job gets {which}: its ranks start{after}"
-        jobs.update(self._db, job_id, reason=f"{reason}.")
-        self._tell(row, reason)
+        reason = f"The job gets {which}: its ranks start{after}."
+        self._tell(row, reason, reason)
+        jobs.update(self._db, job_id, reason=reason)
 
     def job_waiting(self, job_id: str, reason: str) -> None:
         usage.devices_held(self._db, job_id, 0, time.time())
@@ -159,7 +158,7 @@ class SqliteStateStore:
             return
         reason = pause_reason(self._db, row) or reason
         if row.wanted == "run":
-            self._tell(row, f"The job waits: {reason}")
+            self._tell(row, reason, f"The job waits: {reason}")
         if row.snapshot is None:
             jobs.set_phase(self._db, job_id, "queued", reason=reason)
         elif row.phase == "running":
@@ -167,14 +166,10 @@ class SqliteStateStore:
         else:
             jobs.set_phase(self._db, job_id, "suspended", reason=reason)
 
-    def _tell(self, row: JobRow, text: str) -> None:
-        """An event of a job that has not begun: clients of OpenAI's see no reason elsewhere, and one that is suspended
-        has said why. Once, whatever numbers in it change."""
-        if row.phase != "queued":
-            return
-        alike = re.sub(r"[0-9]+", "0", text)
-        if alike not in (said := self._said.setdefault(row.id, set())):
-            said.add(alike)
+    def _tell(self, row: JobRow, reason: str, text: str) -> None:
+        """An event of a job that has not begun, once its reason is another one, whatever numbers in it change: clients
+        of OpenAI's see no reason elsewhere, and a suspended job has said why."""
+        if row.phase == "queued" and _DIGITS.sub("", reason) != _DIGITS.sub("", row.reason or ""):
             add_message(self._db, row.id, text)
 
     def job_ended(self, job_id: str, outcome: Outcome, error: str) -> None:

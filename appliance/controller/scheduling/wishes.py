@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 from appliance.controller.bus.asking import Asking
@@ -24,31 +24,22 @@ from appliance.controller.engines.routing_table import BusRouting
 from appliance.gateway.core.table import OPEN
 from appliance.store.database import Database
 from appliance.store.objects import job_records, jobs
-from scheduler.core.workload import Demand
+from scheduler.core.workload import Demand, Policy
 
 
-@dataclass(frozen=True, slots=True)
-class Circumstances:
-    """policy, floor (devices that serving keeps): those in force. free_devices: how many nobody holds."""
-
-    policy: str
-    jobs_want_devices: bool
-    free_devices: int
-    floor: int = 0
-
-
-def may_wake(now: Circumstances, others_have_requests: bool) -> bool:
-    """Whether a model may be woken, or kept awake. others_have_requests: another model has requests."""
-    if now.policy == "train" or (now.policy == "auto" and now.jobs_want_devices):
+def may_wake(policy: Policy, *, jobs_want_devices: bool, others_have_requests: bool, free_devices: int) -> bool:
+    """Whether a model may be woken, or kept awake. policy: the one in force. others_have_requests: another model has
+    requests. free_devices: how many nobody holds."""
+    if policy.kind == "train" or (policy.kind == "auto" and jobs_want_devices):
         return False
-    return not others_have_requests or now.free_devices > 0
+    return not others_have_requests or free_devices > 0
 
 
-def may_wake_to_sample(now: Circumstances, others_have_requests: bool) -> bool:
+def may_wake_to_sample(policy: Policy, *, others_have_requests: bool, free_devices: int) -> bool:
     """Whether a model may be woken for the rollouts of a job that trains: one asleep claims a device that serving keeps
     whatever training wants, where no other model has requests, or one that nobody holds."""
-    theirs = now.policy in ("serve", "split") or now.floor > 0
-    return now.free_devices > 0 or (theirs and not others_have_requests)
+    kept = policy.kind in ("serve", "split") or policy.serving_floor > 0
+    return free_devices > 0 or (kept and not others_have_requests)
 
 
 class Wishes:
@@ -69,19 +60,20 @@ class Wishes:
         asked = {name for name, row in self._bus.load().models.items() if row.inflight or row.held}
 
         @cache
-        def circumstances() -> Circumstances:
+        def in_force() -> tuple[Policy, bool]:
             policy = mode_in_force(self._db, self._box_floor, time.time()).policy
-            return Circumstances(policy.kind, jobs.any_wants_devices(self._db), free_devices, policy.serving_floor)
+            return policy, jobs.any_wants_devices(self._db)
 
         def demand(host: str) -> Demand:
             reported, name = routing.demand(host), lines.get(host)
             if (name is None and host not in sampled) or reported.requests:
                 return reported
-            now, others = circumstances(), bool(asked - {host, name or host})
+            policy, jobs_want = in_force()
+            now = {"others_have_requests": bool(asked - {host, name or host}), "free_devices": free_devices}
             row = self._bus.models.get(name or host, {})
             awake = any(replica["state"] == OPEN for replica in row.get("replicas", ()))
-            for_samples = host in sampled and (awake or may_wake_to_sample(now, others))
-            if not for_samples and (name is None or not may_wake(now, others)):
+            for_samples = host in sampled and (awake or may_wake_to_sample(policy, **now))
+            if not for_samples and (name is None or not may_wake(policy, jobs_want_devices=jobs_want, **now)):
                 return reported
             return replace(reported, last_request_s=time.time()) if awake else replace(reported, held=reported.held + 1)
 

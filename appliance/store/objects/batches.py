@@ -5,10 +5,12 @@ viewer: the owner who asks, and who sees only what is his; None for an admin or 
 
 from __future__ import annotations
 
-from appliance.store.database import Database, sql_list
-from appliance.store.rows import BATCHES, UNFINISHED_BATCH, BatchRow
+import time
+from typing import Any
 
-_UNFINISHED = sql_list(UNFINISHED_BATCH)
+from appliance.store.database import Database
+from appliance.store.rows import BATCHES, UNFINISHED, BatchRow, BatchStatus
+
 insert, find, update, page = BATCHES.insert, BATCHES.find_visible, BATCHES.update, BATCHES.page_visible
 
 
@@ -16,6 +18,14 @@ def using_file(db: Database, file_id: str) -> BatchRow | None:
     """An unfinished batch that reads this file."""
     return db.one(
         BatchRow,
-        f"SELECT * FROM batches WHERE input_file_id = ? AND status IN ({_UNFINISHED}) ORDER BY seq LIMIT 1",
+        f"SELECT * FROM batches WHERE input_file_id = ? AND {UNFINISHED['batches']} ORDER BY seq LIMIT 1",
         [file_id],
     )
+
+
+def set_status(db: Database, batch_id: str, status: BatchStatus, **changes: Any) -> None:
+    """Raises RowNotFound."""
+    with db.transaction():
+        row = BATCHES.find(db, batch_id)
+        moments = {status: time.time(), **(row.moments if row else {})}
+        update(db, batch_id, status=status, moments=moments, **changes)

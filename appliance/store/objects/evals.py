@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Unpack
 
-from appliance.store.database import Database, Page, Part, owned_by, sql_list
-from appliance.store.rows import EVAL_ITEMS, EVAL_RUNS, EVALS, UNFINISHED_EVAL_RUN, EvalItemRow, EvalRow, EvalRunRow
+from appliance.store.database import Database, Page, Part, owned_by
+from appliance.store.rows import EVAL_ITEMS, EVAL_RUNS, EVALS, UNFINISHED, EvalItemRow, EvalRow, EvalRunRow
 
-_UNFINISHED = sql_list(UNFINISHED_EVAL_RUN)
 insert, update, find = EVALS.insert, EVALS.update, EVALS.find_visible
 insert_run, update_run = EVAL_RUNS.insert, EVAL_RUNS.update
 
@@ -32,14 +31,10 @@ def page_runs(
     return db.page(EvalRunRow, "eval_runs", scope=scope, where=where, parameters=[status, status], **part)
 
 
-def is_unfinished(db: Database, run_id: str) -> bool:
-    return run_id in unfinished_ids(db, run_id)
-
-
 def unfinished_ids(db: Database, object_id: str) -> list[str]:
     """Ids of unfinished runs: of this eval, or this run. Their rows may hold megabytes each."""
     return db.column(
-        f"SELECT id FROM eval_runs INDEXED BY eval_runs_unfinished WHERE status IN ({_UNFINISHED})"
+        f"SELECT id FROM eval_runs INDEXED BY eval_runs_unfinished WHERE {UNFINISHED['eval_runs']}"
         " AND ?1 IN (eval_id, id) ORDER BY seq",
         [object_id],
     )

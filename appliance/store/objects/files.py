@@ -8,10 +8,8 @@ from __future__ import annotations
 import time
 from typing import Unpack
 
-from appliance.store.database import Database, Page, Part, owned_by, sql_list
-from appliance.store.rows import FILES, UNFINISHED_BATCH, FileRow
-
-_UNFINISHED_BATCH = sql_list(UNFINISHED_BATCH)
+from appliance.store.database import Database, Page, Part, owned_by
+from appliance.store.rows import FILES, UNFINISHED, FileRow
 
 insert, update, delete = FILES.insert, FILES.update, FILES.delete
 
@@ -41,5 +39,5 @@ def page(db: Database, *, viewer: str | None, purpose: str | None, **part: Unpac
 def expired(db: Database, *, now_s: float) -> list[FileRow]:
     """Files whose time has passed, but not the input of an unfinished batch: it would stay on the disk, uncounted, as
     long as the batch reads it."""
-    inputs = f"SELECT input_file_id FROM batches WHERE status IN ({_UNFINISHED_BATCH})"
+    inputs = f"SELECT input_file_id FROM batches WHERE {UNFINISHED['batches']}"
     return db.all(FileRow, f"SELECT * FROM files WHERE expires_s <= ? AND id NOT IN ({inputs})", [now_s])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part
@@ -21,17 +21,6 @@ insert_judge, find_judge, insert_event = JOB_JUDGES.insert, JOB_JUDGES.find, JOB
 insert_checkpoint, find_checkpoint = CHECKPOINTS.insert, CHECKPOINTS.find
 upsert_metric = JOB_METRICS.insert_or_merge
 """A step that ran again replaces its row, but keeps a validation loss already measured at it."""
-MOST_TEACHERS = 100
-"""Versions of one job's teacher."""
-
-
-def taught(db: Database, job_id: str, versions: Collection[str]) -> None:
-    """These versions of its teacher have told it something. The first `MOST_TEACHERS` are kept."""
-    with db.transaction():
-        row = find_judge(db, job_id)
-        new = sorted(set(versions).difference(row.taught_by)) if row is not None else []
-        if row is not None and new:
-            JOB_JUDGES.update(db, job_id, taught_by=[*row.taught_by, *new][:MOST_TEACHERS])
 
 
 def teachers_of_running(db: Database) -> list[str]:

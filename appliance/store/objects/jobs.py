@@ -6,12 +6,11 @@ import time
 from collections.abc import Collection
 from typing import Any, Unpack
 
-from appliance.store.database import Database, Page, Part, owned_by, sql_list
+from appliance.store.database import HAS_PAIR, Database, Page, Part, owned_by, sql_list
 from appliance.store.errors import IllegalTransition, RowNotFound
 from appliance.store.objects.models import CHECKPOINT_MARK, VERSION_MARK
-from appliance.store.rows import FINISHED_PHASES, JOBS, UNFINISHED_PHASES, JobPhase, JobRow, JobWanted
+from appliance.store.rows import FINISHED_PHASES, JOBS, UNFINISHED, JobPhase, JobRow, JobWanted
 
-_LIVE = sql_list(UNFINISHED_PHASES)
 insert, find, find_visible = JOBS.insert, JOBS.find, JOBS.find_visible
 
 
@@ -33,22 +32,15 @@ def page(
 ) -> Page[JobRow]:
     """Newest first. viewer: the owner who asks, None for an admin. metadata: only jobs that carry all these pairs;
     null_metadata: only jobs without metadata."""
-    conditions, parameters = ["1"], list[Any]()
-    if metadata:
-        # Keys are bound like values: a JSON path built from a key would be an injection. All pairs in one look.
-        pairs = ", ".join(["(?, ?)"] * len(metadata))
-        among = f"SELECT count(*) FROM json_each(jobs.metadata) AS m WHERE (m.key, m.value) IN (VALUES {pairs})"
-        conditions.append(f"({among}) = ?")
-        parameters += [*(part for pair in metadata.items() for part in pair), len(metadata)]
-    if null_metadata:
-        conditions.append("metadata IS NULL")
-    where = " AND ".join(conditions)
+    pairs = metadata or {}
+    where = " AND ".join(["metadata IS NULL" if null_metadata else "1", *[HAS_PAIR] * len(pairs)])
+    parameters = [part for pair in pairs.items() for part in pair]
     return db.page(JobRow, "jobs", scope=owned_by(viewer), where=where, parameters=parameters, **part)
 
 
 def list_unfinished(db: Database, also: str = "", *parameters: Any) -> list[JobRow]:
     """Oldest first, the order of the queue before priorities. also: SQL of a condition, with its parameters."""
-    return JOBS.list_all(db, f"phase IN ({_LIVE}){also}", *parameters)
+    return JOBS.list_all(db, UNFINISHED["jobs"] + also, *parameters)
 
 
 def list_unfinished_with(db: Database, trained: Collection[str], made: str) -> list[JobRow]:
@@ -81,16 +73,11 @@ def any_wants_devices(db: Database) -> bool:
     return db.value(f"SELECT 1 FROM jobs WHERE {condition} LIMIT 1") is not None
 
 
-def has_ended(db: Database, job_id: str, before_s: float) -> bool:
-    """Whether it ended before this moment."""
-    return db.value("SELECT 1 FROM jobs WHERE id = ? AND finished_s < ?", [job_id, before_s]) is not None
-
-
 # Jobs that made nothing or whose model is gone are left out: the gateways' table has these names for each key with a
 # list, and somebody who makes and cancels jobs by turns would make it longer and longer. So is what somebody else made
 # under a name that an ended job of this owner's was to have. UNION ALL: SQLite then finds one name by index.
 _MADE = f"""
-    SELECT output_model AS name FROM jobs WHERE owner = ?1 AND (phase IN ({_LIVE})
+    SELECT output_model AS name FROM jobs WHERE owner = ?1 AND ({UNFINISHED["jobs"]}
         OR EXISTS (SELECT 1 FROM models WHERE id = output_model AND models.owner = jobs.owner))
     UNION ALL SELECT c.name FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id JOIN models ON models.id = c.model
         WHERE jobs.owner = ?1
@@ -132,7 +119,7 @@ def list_left_snapshots(db: Database) -> list[JobRow]:
 
 
 def update(db: Database, job_id: str, **changes: Any) -> None:
-    """Change columns other than the phase. Raises RowNotFound, UnknownColumn."""
+    """Change columns other than the phase. Raises RowNotFound."""
     assert "phase" not in changes, "set_phase guards the phase"
     JOBS.update(db, job_id, **changes)
 
@@ -147,15 +134,6 @@ def list_metered(db: Database, since_s: float) -> list[JobRow]:
     """Jobs with counted energy that had not ended by `since_s`, those first that have drawn most."""
     recent = "joules IS NOT NULL AND coalesce(finished_s, ?1) >= ?1"
     return db.all(JobRow, f"SELECT * FROM jobs WHERE {recent} ORDER BY joules DESC LIMIT 1000", [since_s])
-
-
-def watts_of_alike(db: Database, model: str, method: str, full: bool) -> float | None:
-    """What a device has drawn on average, in watts, of the 50 newest jobs of this kind; None: nothing was counted."""
-    return db.value(
-        "SELECT sum(joules) / sum(metered_s) FROM (SELECT joules, metered_s FROM jobs WHERE model = ? AND method = ?"
-        " AND json_extract(resolved, '$.full') = ? AND metered_s > 0 ORDER BY seq DESC LIMIT 50)",
-        [model, method, int(full)],
-    )
 
 
 def gated(db: Database) -> list[str]:

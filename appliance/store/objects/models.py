@@ -108,11 +108,6 @@ def list_versions(db: Database, model: str) -> list[VersionRow]:
     return VERSIONS.list_all(db, "model = ?", model)
 
 
-def names_of_versions(db: Database, model: str, most: int) -> list[str]:
-    """The names of the newest versions, newest first."""
-    return db.column("SELECT version FROM versions WHERE model = ? ORDER BY seq DESC LIMIT ?", [model, most])
-
-
 def versions_made_by(db: Database, model: str, job_id: str) -> list[VersionRow]:
     """Those of this job, oldest first: jobs under one name have made ten thousands."""
     return VERSIONS.list_all(db, "model = ? AND meta ->> '$.job_id' = ?", model, job_id)

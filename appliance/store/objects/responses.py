@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Unpack, cast, get_args
 
-from appliance.store.database import Database, Page, Part, owned_by, sql_list
-from appliance.store.rows import RESPONSES, UNFINISHED_RESPONSE, ResponseRow, ResponseStatus
+from appliance.store.database import HAS_PAIR, Database, Page, Part, owned_by
+from appliance.store.rows import RESPONSES, UNFINISHED, UNFINISHED_RESPONSE, ResponseRow, ResponseStatus
 
 COMPLETION = "chat.completion"
-_UNFINISHED = sql_list(UNFINISHED_RESPONSE)
 _ENDED = frozenset(get_args(ResponseStatus)) - {*UNFINISHED_RESPONSE}
 find, find_visible, update, delete = RESPONSES.find, RESPONSES.find_visible, RESPONSES.update, RESPONSES.delete
 
@@ -51,10 +50,9 @@ def page_completions(
     """Chat completions of this model, with all of this metadata; the viewer's, or all for None. messages: with what
     they were asked with."""
     # As a parameter the kind would lead to no partial index, which has all that these conditions ask.
-    conditions, parameters = [f"kind = '{COMPLETION}'", "(? IS NULL OR model = ?)"], list[str | None]([model, model])
-    for name, value in metadata.items():
-        conditions.append("EXISTS (SELECT 1 FROM json_each(responses.metadata) WHERE key = ? AND value = ?)")
-        parameters += [name, value]
+    # The kind as a literal, for the partial index.
+    conditions = [f"kind = '{COMPLETION}'", "(? IS NULL OR model = ?)", *[HAS_PAIR] * len(metadata)]
+    parameters = [model, model, *(part for pair in metadata.items() for part in pair)]
     return db.page(
         ResponseRow,
         "responses",
@@ -68,7 +66,7 @@ def page_completions(
 
 def delete_before(db: Database, before_s: float) -> None:
     """Delete those made before this moment; unfinished ones stay."""
-    db.delete("responses", f"created_s < ? AND status NOT IN ({_UNFINISHED})", [before_s])
+    db.delete("responses", f"created_s < ? AND NOT {UNFINISHED['responses']}", [before_s])
 
 
 def delete_of_leavers(db: Database) -> None:
@@ -89,5 +87,5 @@ def shrink(db: Database, owner: str, *, number: int, size: int) -> None:
     """Delete an owner's oldest until at most `number` are left with at most `size` bytes. Unanswered ones stay."""
     newer = "sum(1) OVER newer > ?2 OR sum(bytes) OVER newer > ?3 AS is_over"
     held = f"SELECT seq, status, {newer} FROM responses WHERE owner = ?1 WINDOW newer AS (ORDER BY seq DESC)"
-    over = f"SELECT seq FROM ({held}) WHERE is_over AND status NOT IN ({_UNFINISHED})"
+    over = f"SELECT seq FROM ({held}) WHERE is_over AND NOT {UNFINISHED['responses']}"
     db.delete("responses", f"seq IN ({over})", [owner, number, size])

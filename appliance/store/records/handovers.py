@@ -4,7 +4,7 @@ crash."""
 from __future__ import annotations
 
 from appliance.store.database import Database
-from appliance.store.rows import HANDOVER_STEPS, HANDOVERS, HandoverRow, HandoverStepRow, HandoverTotal
+from appliance.store.rows import HANDOVER_STEPS, HANDOVERS, HandoverRow, HandoverStepRow
 
 find, update, page = HANDOVERS.find, HANDOVERS.update, HANDOVERS.page
 put_step = HANDOVER_STEPS.put  # those of an undo are not in the plan
@@ -18,15 +18,15 @@ def insert(db: Database, row: HandoverRow, steps: list[HandoverStepRow]) -> None
             HANDOVER_STEPS.insert(db, step)
 
 
-def totals(db: Database) -> list[HandoverTotal]:
-    """Hand-overs that have ended, by outcome, since the box was made, deleted ones too."""
-    return db.all(
-        HandoverTotal,
-        "SELECT state, sum(number) AS count, sum(milliseconds) / 1000.0 AS seconds FROM"
+def totals(db: Database) -> dict[str, tuple[int, float]]:
+    """How many hand-overs ended in each state, and their seconds together, since the box was made."""
+    found = db.execute(
+        "SELECT state, sum(number), sum(milliseconds) / 1000.0 FROM"
         " (SELECT state, 1 AS number, CAST(round(1000 * (ended_s - started_s)) AS INTEGER) AS milliseconds"
         "  FROM handovers WHERE ended_s IS NOT NULL UNION ALL SELECT state, number, milliseconds FROM handovers_gone)"
-        " GROUP BY state ORDER BY state",
+        " GROUP BY state"
     )
+    return {state: (count, seconds) for state, count, seconds in found}
 
 
 def list_open(db: Database) -> list[HandoverRow]:

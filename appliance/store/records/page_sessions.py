@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from typing import NamedTuple
 
 from appliance.store.database import Database
 from appliance.store.ids import new_id
@@ -13,20 +12,14 @@ from appliance.store.rows import PAGE_SESSIONS, PageSessionRow
 find, update, end = PAGE_SESSIONS.find, PAGE_SESSIONS.update, PAGE_SESSIONS.delete
 
 
-class Halves(NamedTuple):
-    """The two halves of a session's token: the browser's cookie, and what the page's own origin keeps. Neither is of
-    use alone."""
-
-    cookie: str
-    page: str
-
-
 def create(
     db: Database, key_id: str, *, agent: str, now_s: float, until_s: float, most: int
-) -> tuple[PageSessionRow, Halves]:
-    """A new session of this key; past `most` of one key, those that were seen longest ago end."""
-    halves = Halves(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
-    row = PageSessionRow(new_id("session_", 16), fingerprint(halves), key_id, now_s, now_s, until_s, agent)
+) -> tuple[PageSessionRow, tuple[str, str]]:
+    """A new session of this key, with the halves of its token: the browser's cookie, and what the page keeps. Past
+    `most` of one key, those that were seen longest ago end."""
+    cookie, page = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+    sha256 = hashlib.sha256(f"{cookie}.{page}".encode()).hexdigest()  # as the gateway computes it
+    row = PageSessionRow(new_id("session_", 16), sha256, key_id, now_s, now_s, until_s, agent)
     with db.transaction():
         PAGE_SESSIONS.insert(db, row)
         db.execute(
@@ -34,12 +27,7 @@ def create(
             " (SELECT seq FROM page_sessions WHERE key_id = ?1 ORDER BY seen_s DESC, seq DESC LIMIT ?2)",
             [key_id, most],
         )
-    return row, halves
-
-
-def fingerprint(halves: Halves) -> str:
-    """SHA-256 in hex, as the gateway computes it from the cookie and the page's header."""
-    return hashlib.sha256(f"{halves.cookie}.{halves.page}".encode()).hexdigest()
+    return row, (cookie, page)
 
 
 def is_live(db: Database, session_id: str, key_id: str, now_s: float) -> bool:

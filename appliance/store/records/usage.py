@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from appliance.store.database import Database
@@ -13,30 +12,16 @@ By = Literal["key", "owner", "model", "version", "hour"]
 _COUNTS = ("requests", "errors", "refused", "prompt_tokens", "completion_tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """One row of a report. refused: requests that never went to an engine. device_hours: of training, only in reports
-    by something that jobs have too."""
-
-    name: str
-    requests: int = 0
-    errors: int = 0
-    refused: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    device_hours: float = 0.0
-
-
 def add(db: Database, rows: Iterable[Mapping[str, Any]], now_s: float) -> None:
     """Add what the gateways report. A row has key, model, version, requests, errors, prompt_tokens, completion_tokens
     and maybe refused. A refused request may have an empty model: it named none that exists."""
     hour_s = int(now_s // HOUR_S) * HOUR_S
     sums = ", ".join(f"{count} = {count} + excluded.{count}" for count in _COUNTS)
-    db.many(
-        f"INSERT INTO usage (hour_s, key_id, model, version, {', '.join(_COUNTS)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-        f" ON CONFLICT DO UPDATE SET {sums}",
-        [[hour_s, row["key"], row["model"], row["version"], *(row.get(name, 0) for name in _COUNTS)] for row in rows],
-    )
+    counted = f"INSERT INTO usage (hour_s, key_id, model, version, {', '.join(_COUNTS)}) VALUES ({', '.join('?' * 9)})"
+    with db.transaction():
+        for row in rows:
+            values = [hour_s, row["key"], row["model"], row["version"], *(row.get(name, 0) for name in _COUNTS)]
+            db.execute(f"{counted} ON CONFLICT DO UPDATE SET {sums}", values)
 
 
 def last_used(db: Database) -> dict[str, float]:
@@ -99,9 +84,13 @@ _NAMES: dict[By, str] = {
 _JOB_NAMES: dict[By, str] = {"key": _KEY, "owner": f"coalesce(nullif(owner, ''), '{BOX_ITSELF}')", "model": "model"}
 
 
-def report(db: Database, by: By, since_s: float, now_s: float, owner: str | None = None) -> list[Spent]:
-    """Sums since the hour of `since_s`, the largest first; by hour the newest `_MOST_HOURS`. owner: of this one's keys
-    and jobs alone. A year of twenty keys takes seconds: call it on a thread."""
+def report(db: Database, by: By, since_s: float, now_s: float, owner: str | None = None) -> list[dict[str, Any]]:
+    """Rows of name, requests, errors, refused (they never went to an engine), prompt_tokens, completion_tokens and
+    device_hours (of training, where jobs have a `by` too), the largest first; by hour the newest `_MOST_HOURS`.
+
+    since_s: its hour counts whole. owner: of this one's keys and jobs alone. A year of twenty keys takes seconds: call
+    it on a thread.
+    """
     asked = (
         f"SELECT {_NAMES[by]} AS name, {', '.join(_COUNTS)}, 0.0 AS device_hours FROM usage"
         " WHERE hour_s >= ?1 AND (?2 IS NULL OR key_id IN (SELECT id FROM keys WHERE owner = ?2))"
@@ -113,9 +102,10 @@ def report(db: Database, by: By, since_s: float, now_s: float, owner: str | None
     )
     sums = ", ".join(f"sum({count}) AS {count}" for count in (*_COUNTS, "device_hours"))
     newest = f" ORDER BY name DESC LIMIT {_MOST_HOURS}" if by == "hour" else ""
-    rows = db.all(
-        Spent,
+    rows = db.execute(
         f"SELECT name, {sums} FROM ({asked} UNION ALL {held}) GROUP BY name{newest}",
         [int(since_s // HOUR_S) * HOUR_S, owner, now_s, since_s],
     )
-    return sorted(rows, key=lambda s: (-(s.prompt_tokens + s.completion_tokens), -s.device_hours, s.name))
+    return sorted(
+        map(dict, rows), key=lambda s: (-(s["prompt_tokens"] + s["completion_tokens"]), -s["device_hours"], s["name"])
+    )

@@ -77,11 +77,10 @@ export function joules(value) {
 
 export const kwh = (value) => (value < 0.1 ? `${measure(value * 1000)} Wh` : `${measure(value)} kWh`);
 
-/** Energy of a job or of a plan: in all, then by step and token. */
+/** Energy of a job: in all, then by step and token. */
 export function energy(bill) {
   if (!bill) return t("energy.unknown");
   const parts = [kwh(bill.kwh)];
-  if (bill.watts_from === "limit") parts.push(t("energy.at_most"));
   if (bill.joules_per_step) parts.push(t("energy.step", { joules: joules(bill.joules_per_step) }));
   if (bill.joules_per_1000_tokens) parts.push(t("energy.tokens", { joules: joules(bill.joules_per_1000_tokens) }));
   if (bill.metered_share < 0.995) parts.push(t("energy.counted", { share: percent(bill.metered_share) }));

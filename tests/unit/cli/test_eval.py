@@ -31,7 +31,7 @@ def written(tmp_path: Path, *answers: str) -> list[str]:
 def test_models_are_asked_a_suite_and_shown_side_by_side(box: ControlledBox, tmp_path: Path):
     async def four(body):
         choice = {"index": 0, "message": {"role": "assistant", "content": "4"}}
-        return EngineAnswer(200, {"choices": [choice], "usage": {}}, "v1")
+        return EngineAnswer(200, {"choices": [choice], "usage": {}})
 
     box.context.asking.rule = four
     made = box.json("eval", "run", "starter", *written(tmp_path, "4", "4", "5", "4"), "--wait")

@@ -171,7 +171,7 @@ def test_answers_of_a_teacher_become_training_rows_and_the_rest_is_counted(
             {"index": at, "finish_reason": end, "message": {"role": "assistant", **message}}
             for at, (message, end) in enumerate(said[body["messages"][-1]["content"]])
         ]
-        return EngineAnswer(200, {"choices": choices, "usage": {}}, "v1")
+        return EngineAnswer(200, {"choices": choices, "usage": {}})
 
     box.context.asking.rule = rule  # type: ignore[attr-defined]
     answered = {"messages": [{"role": "user", "content": "b?"}, {"role": "assistant", "content": "old"}]}

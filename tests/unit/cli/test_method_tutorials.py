@@ -75,7 +75,7 @@ def trained(box: ControlledBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "A"}}
-        return EngineAnswer(200, {"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}, "v1")
+        return EngineAnswer(200, {"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 2}})
 
     box.do(insert)
     engines = box.context.asking

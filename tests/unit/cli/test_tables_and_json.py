@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from appliance.cli import output
-from appliance.controller.models import node_sizes
+from appliance.controller.jobs import settings
 from appliance.store.objects import jobs
 from appliance.store.records import deployments, keys
 from appliance.store.rows import DeploymentRow, JobRow
@@ -190,20 +190,22 @@ def test_jobs_are_listed_shown_paused_and_cancelled(box: ControlledBox, tmp_path
 def test_job_queue_shows_bounds_and_update_changes_them(
     box: ControlledBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(node_sizes, "host_cores", lambda: 8)
-    options = ("--priority", "3", "--sizes", "2,4", "--deadline", "8h", "--no-preemptible", "--batch-size", "8")
+    monkeypatch.setattr(settings, "host_cores", lambda: 8)
+    options = ("--priority", "3", "--min-devices", "2", "--deadline", "8h", "--no-preemptible", "--batch-size", "8")
     job_id = make_job(box, tmp_path, *options)
     row = box.do(lambda: jobs.get(box.context.db, job_id))
-    assert (row.priority, row.asked_sizes, row.preemptible, row.held) == (3, [2, 4], 0, 0)
+    assert (row.priority, row.allowed_sizes, row.preemptible, row.held) == (3, [2, 4, 8], 0, 0)
     assert 7.9 * 3600 < row.deadline_s - time.time() <= 8 * 3600
     (entry,) = box.json("job", "queue")["data"]
     assert lines(box.run("job", "queue").stdout)[1][:4] == ["1", job_id, "-", "3"]
     assert box.run("job", "hold", job_id).stdout.strip() == f"{job_id} is held"
     assert box.json("job", "release", job_id)["held"] is False
-    assert box.run("job", "update", job_id, "--priority", "9", "--deadline", "none", "--sizes", "none").exit_code == 0
+    assert (
+        box.run("job", "update", job_id, "--priority", "9", "--deadline", "none", "--min-devices", "1").exit_code == 0
+    )
     assert box.json("job", "get", job_id)["allowed_sizes"] == [1, 2, 4, 8]
     assert box.run("job", "update", job_id).exit_code == 2
-    for wrong in (("--sizes", "2,x"), ("--sizes", "0"), ("--deadline", "soon")):
+    for wrong in (("--min-devices", "0"), ("--deadline", "soon")):
         assert box.run("job", "update", job_id, *wrong).exit_code == 2
 
 

@@ -20,8 +20,8 @@ from appliance.controller import data_checks
 from appliance.controller.app import create_app
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.peers import Listener
+from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import JobEvents
-from appliance.controller.models import node_sizes
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import keys
@@ -124,7 +124,7 @@ def rounds_come_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def logical_devices_have_a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many this machine has."""
-    monkeypatch.setattr(node_sizes, "host_cores", lambda: 64)
+    monkeypatch.setattr(settings, "host_cores", lambda: 64)
 
 
 @pytest.fixture(autouse=True)

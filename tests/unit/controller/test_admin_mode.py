@@ -48,14 +48,10 @@ async def test_a_mode_set_by_hand_overrides_the_window_even_if_it_was_the_mode_b
     [
         ({**NIGHT, "cron": "at night"}, "cron"),
         ({**NIGHT, "cron": "0 0 30 2 *"}, "cron"),
-        ({**NIGHT, "until": "6"}, "until"),
         ({**NIGHT, "for_s": 60.0}, "until"),
         ({**NIGHT, "tz": "Berlin"}, "tz"),
         ({"cron": "0 1 * * *", "policy": "train", "for_s": 0.5}, "for_s"),
-        ({**NIGHT, "policy": "split"}, "train_devices"),
         ({**NIGHT, "serving_floor": 9}, "serving_floor"),
-        ({"policy": "train"}, "cron"),
-        ({**NIGHT, "x": 1}, "x"),
     ],
 )
 async def test_bad_windows_are_refused_and_change_nothing(control: Control, body: dict[str, Any], param: str):

@@ -66,15 +66,6 @@ async def test_requests_take_half_of_the_slots_of_engines_that_are_awake(db: Dat
     assert not gateway.asking.models
 
 
-async def test_request_for_several_sequences_takes_as_many_places(db: Database):
-    gateway = Gateway(db, slots=16)
-    tasks = [gateway.ask(str(number), sequences=8) for number in range(3)]
-    await turns()
-    assert gateway.running == 1
-    gateway.end.set()
-    assert {(await task).status for task in tasks} == {200} and gateway.most == 1
-
-
 async def test_owner_with_one_request_is_next_however_many_another_has(db: Database):
     gateway = Gateway(db, slots=2)
     tasks = [gateway.ask(f"ann{number}") for number in range(5)]

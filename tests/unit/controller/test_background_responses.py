@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from appliance.controller.interfaces.records import EngineAnswer
-from appliance.controller.responses import background
+from appliance.controller.responses import stored
 from appliance.store.objects import responses
 from tests.simulator.control_plane import LineReturned
 from tests.unit.controller.conftest import Control
@@ -21,7 +21,7 @@ def scripted(control: Control, *answers: EngineAnswer | LineReturned) -> None:
     left = list(answers)
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
-        given = left.pop(0) if left else EngineAnswer(200, answer(99, "later"), "v1")
+        given = left.pop(0) if left else EngineAnswer(200, answer(99, "later"))
         if isinstance(given, LineReturned):
             raise given
         return given
@@ -44,9 +44,9 @@ async def asked(control: Control, given: Any = "1+1?", model: str = "starter", *
     return await control.sdk.responses.create(model=model, input=given, background=True, **fields)
 
 
-async def test_it_is_queued_at_once_and_answered_later(control: Control):
+async def test_background_response_is_queued_then_completed(control: Control):
     control.engines.lines = 0
-    scripted(control, EngineAnswer(200, answer(1, "2", usage=None, model="starter"), "v1"))
+    scripted(control, EngineAnswer(200, answer(1, "2", usage=None, model="starter")))
     made = await asked(control, temperature=0.5, metadata={"a": "b"})
     assert made.status == "queued" and made.background and made.temperature == 0.5 and made.output == []
     while not control.engines.models:
@@ -65,9 +65,9 @@ async def test_it_is_queued_at_once_and_answered_later(control: Control):
     assert row is not None and row.request is None and list(control.engines.models) == []
 
 
-async def test_it_goes_on_from_an_earlier_response_and_is_gone_on_from(control: Control):
+async def test_background_response_continues_a_conversation(control: Control):
     await send(control, copy(1, "1+1?"))
-    scripted(control, EngineAnswer(200, answer(2, "3"), "v1"))
+    scripted(control, EngineAnswer(200, answer(2, "3")))
     made = await asked(control, "and 1?", previous_response_id=name(1))
     found = await ended(control, made.id)
     assert found.previous_response_id == name(1)
@@ -83,7 +83,7 @@ async def test_it_goes_on_from_an_earlier_response_and_is_gone_on_from(control: 
         assert caught.value.code == "previous_response_not_found"
 
 
-async def test_going_on_asks_an_engine_no_more_than_one_request_may(control: Control):
+async def test_background_response_with_a_long_conversation_is_refused(control: Control):
     scripted(control, *[EngineAnswer(400, {"error": {"message": "too long"}})] * 10)
     first = await ended(control, (await asked(control, "x" * 12_000)).id)
     made = await ended(control, (await asked(control, "x" * 12_000, previous_response_id=first.id)).id)
@@ -104,14 +104,14 @@ async def test_going_on_asks_an_engine_no_more_than_one_request_may(control: Con
         ([LineReturned("lost", yielded=False)], "server_error", "lost"),
     ],
 )
-async def test_what_an_engine_cannot_answer_fails_and_says_why(control: Control, script, code: str, words: str):
+async def test_background_response_with_an_engine_error_fails(control: Control, script, code: str, words: str):
     scripted(control, *script)
     found = await ended(control, (await asked(control)).id)
     assert found.status == "failed" and found.error.code == code and words in found.error.message
 
 
 @pytest.mark.parametrize("verb", ["cancel", "delete"])
-async def test_cancelling_or_deleting_stops_the_engine(control: Control, verb: str):
+async def test_cancel_or_delete_stops_the_engine(control: Control, verb: str):
     begun, stopped = asyncio.Event(), asyncio.Event()
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
@@ -137,8 +137,8 @@ async def test_cancelling_or_deleting_stops_the_engine(control: Control, verb: s
     assert not unfinished(control)
 
 
-async def test_its_stream_says_everything_and_can_be_taken_up_anywhere(control: Control):
-    scripted(control, EngineAnswer(200, answer(1, "two"), "v1"))
+async def test_background_stream_resumes_after_any_event(control: Control):
+    scripted(control, EngineAnswer(200, answer(1, "two")))
     stream = await control.sdk.responses.create(model="starter", input="1+1?", background=True, stream=True)
     seen = [event async for event in stream]
     kinds = [event.type.removeprefix("response.") for event in seen]
@@ -151,19 +151,19 @@ async def test_its_stream_says_everything_and_can_be_taken_up_anywhere(control: 
     assert [event.model_dump() async for event in again] == [event.model_dump() for event in seen[6:]]
 
 
-async def test_a_restart_takes_up_what_is_unfinished(control: Control):
+async def test_restart_resumes_background_responses(control: Control):
     control.engines.lines = 0
     made = await asked(control)
     await control.context.tasks.stop()
     responses.update(control.db, made.id, status="in_progress")  # killed while an engine was at it
     control.engines.lines = 4
-    scripted(control, EngineAnswer(200, answer(1, "after all"), "v1"))
+    scripted(control, EngineAnswer(200, answer(1, "after all")))
     control.context.tasks.resume()
     assert (await ended(control, made.id)).output_text == "after all"
 
 
 async def test_background_response_that_waits_for_a_day_fails(control: Control, monkeypatch):
-    monkeypatch.setattr(background, "DAY_S", 0.05)
+    monkeypatch.setattr(stored, "DAY_S", 0.05)
     control.engines.lines = 0
     found = await ended(control, (await asked(control)).id)
     assert found.status == "failed" and found.error is not None and "no answer within" in found.error.message

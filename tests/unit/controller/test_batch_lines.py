@@ -29,7 +29,7 @@ def found(tmp_path: Path):
     return read
 
 
-def test_a_line_without_an_end_is_never_in_memory(found):
+def test_read_of_an_endless_line_stops_at_the_limit(found):
     data = request(1) + b"x" * (64 << 20)
     tracemalloc.start()
     try:
@@ -38,14 +38,6 @@ def test_a_line_without_an_end_is_never_in_memory(found):
     finally:
         tracemalloc.stop()
     assert [(error["code"], error["line"]) for error in lines.errors] == [("line_too_long", 2)]
-
-
-def test_offsets_are_those_of_the_file(found):
-    data = b"\n" + request(1) + b"  \n" + request(2).rstrip()
-    lines = found(data)
-    assert not lines.errors and list(lines.requests) == ["c1", "c2"]
-    for line in lines.requests.values():
-        assert input_lines.parse(data[line.offset : line.offset + line.size])["custom_id"] == line.custom_id
 
 
 def test_read_of_a_file_from_windows_skips_byte_order_marks_and_blank_lines(found):
@@ -66,7 +58,7 @@ def test_read_of_a_file_that_is_not_json_lines_names_what_it_is(found, data, wha
     assert (error["code"], error["line"]) == ("invalid_json_line", 1) and what in error["message"]
 
 
-def test_blank_lines_do_not_count_as_requests(found):
+def test_read_ignores_blank_lines(found):
     data = b"\n \r\n".join(request(number) for number in range(1, 4)) + b"\n" * 9
     assert not found(data, max_lines=3).errors
     assert [(error["code"], error["line"]) for error in found(data, max_lines=2).errors] == [("too_many_requests", 7)]

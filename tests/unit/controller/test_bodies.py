@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
-import pytest
 
 from appliance.controller.http.routers import StrictRoute
 from tests.unit.controller.conftest import ADMIN, Control
@@ -37,17 +36,3 @@ async def test_json_route_longer_body_refused(control: Control) -> None:
 async def _in_pieces(text: bytes) -> Any:
     for at in range(0, len(text), 1 << 18):
         yield text[at : at + (1 << 18)]
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/fine_tuning/jobs", '{"model":"starter","training_file":"f","hyperparameters":{"x":%s}}'),
-        ("/v1/evals", '{"data_source_config":{"type":"custom","item_schema":{"a":%s}},"testing_criteria":[{}]}'),
-        ("/v1/responses", '{"model":"starter","background":true,"input":"x","metadata":%s}'),
-    ],
-)
-async def test_a_body_is_no_deeper_than_it_can_be_written(control: Control, path: str, body: str):
-    deep = body.replace("%s", "[" * 300 + "]" * 300)
-    refused = await control.http.post(path, content=deep, headers={"content-type": "application/json"})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_json")

@@ -182,17 +182,3 @@ async def test_its_bytes_are_let_go_when_its_engine_is_gone(served: Control):
     served.scheduler.replicas = []
     await look_later(served, 2)
     assert served.ops.let_go_of == ["m@v2"]
-
-
-async def test_its_version_cannot_be_deleted_and_its_model_takes_it_along(served: Control):
-    await ask(served, "PUT", version="v2")
-    answer = await served.http.delete("/v1/models/m@v2", headers=ADMIN)
-    assert answer.status_code == 409 and answer.json()["error"]["code"] == "version_in_use"
-    assert (await served.http.delete("/v1/models/m", headers=ADMIN)).status_code == 200
-    assert canaries.find(served.db, "m") is None
-
-
-async def test_other_settings_while_it_runs_keep_what_was_counted(served: Control):
-    first = await ask(served, "PUT", version="v2", share=0.1)
-    again = await ask(served, "PUT", version="v2", share=0.5, auto=True)
-    assert (again["created_s"], again["share"], again["auto"]) == (first["created_s"], 0.5, True)

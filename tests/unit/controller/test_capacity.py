@@ -93,21 +93,6 @@ async def test_the_route_reads_the_models_own_config(control, tmp_path):
     assert served["fits"] and served["numbers"]["devices"] == 3
 
 
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        ({}, 400),
-        ({"serve": {"model": "starter"}, "job": {"model": "starter"}}, 400),
-        ({"job": {"model": "nobody"}}, 404),
-        ({"job": {"model": "starter", "hyperparameters": {"zero_stage": 7}}}, 400),
-        ({"serve": {"model": "starter", "replicas": 0}}, 400),
-        ({"job": {"model": "starter", "hyperparameters": {"tensor_parallel": 16}}}, 400),
-    ],
-)
-async def test_bad_questions_are_refused(control, body, status):
-    assert (await plan(control, **body)).status_code == status
-
-
 async def test_a_plan_knows_that_no_job_and_no_engine_spans_nodes(control):
     away = [d | {"id": f"n1/{d['index']}", "node": "n1"} for d in control.scheduler.devices]
     control.scheduler.devices = control.scheduler.devices[:4] + away[:2]

@@ -31,7 +31,7 @@ def completion(completion_id: str, *, key: str = "key_test", text: str = "2", **
     return {"key": key, "previous": None, "input": {"messages": MESSAGES, **asked}, "response": answer}
 
 
-async def test_a_completion_is_listed_retrieved_described_and_deleted(control: Control):
+async def test_completion_is_listed_retrieved_updated_and_deleted(control: Control):
     asked = {"temperature": 0.5, "user": "u", "tools": [{"type": "function", "function": {"name": "f"}}]}
     assert await send(control, completion("chatcmpl-1", metadata={"use": "a"}, **asked)) == 1
     kept = control.sdk.chat.completions
@@ -55,7 +55,7 @@ async def test_a_completion_is_listed_retrieved_described_and_deleted(control: C
     assert actions.count("completion.update") == 2 and actions.count("completion.delete") == 1
 
 
-async def test_its_messages_are_listed_with_ids_and_in_pages(control: Control):
+async def test_completion_messages_are_paged_with_ids(control: Control):
     """As the SDK has it by default: its strict validation knows kept messages of assistants alone."""
     await send(control, completion("chatcmpl-1"))
     loose = openai.AsyncOpenAI(base_url=control.sdk.base_url, api_key="-", http_client=control.http)
@@ -74,7 +74,7 @@ async def test_its_messages_are_listed_with_ids_and_in_pages(control: Control):
     assert caught.value.code == "invalid_cursor"
 
 
-async def test_a_list_is_of_a_model_and_of_all_the_metadata_asked_for(control: Control):
+async def test_completion_list_filters_by_model_and_metadata(control: Control):
     both, german = {"use": "a", "v": "1"}, {"use": "a", "größe": "5'"}
     for number, (model, metadata) in enumerate([("m", both), ("starter", both), ("m", german), ("m", {}), ("m", None)]):
         await send(control, completion(f"chatcmpl-{number}", model=model, metadata=metadata))
@@ -96,7 +96,7 @@ async def test_a_list_is_of_a_model_and_of_all_the_metadata_asked_for(control: C
     assert await numbers(metadata={str(number): "" for number in range(17)}) == ""
 
 
-async def test_a_completion_is_no_response_and_a_response_no_completion(control: Control):
+async def test_completions_and_responses_are_separate(control: Control):
     await send(control, completion("chatcmpl-1"), copy(1), completion("resp_00000000000000ff"))
     for response_id in ("chatcmpl-1", "resp_00000000000000ff"):
         for method, rest in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):

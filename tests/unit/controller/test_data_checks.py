@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from appliance.controller import data_checks
-from appliance.store.objects import tasks
 from tests.unit.controller.conftest import Control
 
 
@@ -47,28 +46,12 @@ async def test_every_upload_of_training_data_is_checked_after_it(control: Contro
     assert listed.check == {"status": "done"}, "a list reads no reports"  # type: ignore[attr-defined]
 
 
-async def test_what_is_no_training_data_or_cannot_be_trained_on_is_not_checked(control: Control):
-    other = await control.upload(b"anything", purpose="user_data")
-    bad = await control.upload(b"{no json\n")
-    for one in (other, bad):
-        assert "check" not in await asked(control, f"/v1/files/{one}")
-    assert tasks.list_all(control.db) == []
-
-
 @pytest.mark.usefixtures("checked_here")
 async def test_a_check_that_is_asked_for_replaces_the_report(control: Control):
     made, valid = await control.upload(TWICE), await control.upload(lines(("And now?", "Nobody")))
     report = await asked(control, f"/v1/files/{made}/check", {"against": valid, "max_tokens": 5})
     assert report["checks"]["contaminated"]["count"] == 1
     assert await asked(control, f"/v1/files/{made}/check") == report
-
-
-@pytest.mark.parametrize(
-    "body", [{"model": "a" * 513}, {"method": "poetry"}, {"max_tokens": 0}, {"against": "file-none"}, {"a": 1}]
-)
-async def test_bad_requests_are_refused(control: Control, body: dict):
-    made = await control.upload(TWICE)
-    assert (await control.http.post(f"/v1/files/{made}/check", json=body)).status_code in (400, 404, 422)
 
 
 def began(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.subprocess.Process]:

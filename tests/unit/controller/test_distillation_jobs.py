@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 
 from appliance.controller.grading import rollouts
 from appliance.controller.interfaces.records import EngineAnswer
-from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
 from tests.simulator.control_plane import LineReturned, rollouts_of
@@ -102,18 +100,6 @@ async def test_who_cannot_teach_is_refused(taught: Control, teacher: Any, fields
     assert jobs.list_unfinished(taught.db) == []
 
 
-async def test_a_key_that_may_not_ask_models_has_no_teacher(taught: Control):
-    file_id = await taught.upload(prompts())
-    taught.http.headers["x-appliance-scopes"] = "fine_tuning"
-    refused = await asked(taught, training_file=file_id)
-    assert refused.status_code == 403 and "inference" in refused.text
-
-
-async def test_tokens_that_nobody_can_see_are_not_taken_for_the_same(taught: Control):
-    models.update_version(taught.db, "teacher", "v1", disk_path=None)
-    assert "files of teacher are neither on disk nor in shared memory" in (await asked(taught)).text
-
-
 # --- what it says
 
 
@@ -122,7 +108,7 @@ async def scored(body: dict[str, Any]) -> EngineAnswer:
     assert (body["model"], body["max_tokens"], body["prompt_logprobs"]) == ("teacher", 1, 0)
     places = [{str(one): {"logprob": -one / 10, "rank": 1, "decoded_token": "x"}} for one in body["prompt"]]
     used = {"prompt_tokens": len(places), "completion_tokens": 1, "total_tokens": len(places) + 1}
-    return EngineAnswer(200, {"choices": [{"prompt_logprobs": [None, *places[1:]]}], "usage": used}, "v1")
+    return EngineAnswer(200, {"choices": [{"prompt_logprobs": [None, *places[1:]]}], "usage": used})
 
 
 def question(*answers: list[int]) -> dict[str, Any]:
@@ -139,26 +125,6 @@ async def test_the_teacher_is_asked_for_the_jobs_key_which_pays(taught: Control)
     keys.revoke(taught.db, key_id)
     assert "revoked" in (await teach(job_id, question([3])))["failed"]
     assert (await teach("ftjob-none", question([3])))["failed"]
-
-
-async def test_what_has_taught_is_named_by_its_version(taught: Control, events: JobEvents):
-    """A name may be another version's by the end of a job."""
-    job_id, teach = await made(taught), rollouts_of(taught.context).judge
-    versions = ["v2", "v1", "v1", ""]
-
-    async def rule(body: dict[str, Any]) -> EngineAnswer:
-        return replace(await scored(body), version=versions.pop(0))
-
-    taught.engines.rule = rule
-    events.started(job_id, ["n0/0"], resumed=False)
-    for _ in range(2):
-        await teach(job_id, question([3], [4]))
-    shown = (await taught.http.get(f"/v1/fine_tuning/jobs/{job_id}")).json()
-    assert shown["method"]["distillation"]["teacher"] == "teacher" and shown["teacher_versions"] == ["v1", "v2"]
-    version = {"event": "published", "version": "step-10", "path": "/dev/shm/x", "step": 10, "bytes": 10, "epoch": 1}
-    events.ingest(job_id, version)
-    found = models.find_version(taught.db, jobs.get(taught.db, job_id).output_model, "step-10")
-    assert found is not None and found.meta["teacher"] == {"model": "teacher", "versions": ["v1", "v2"]}
 
 
 async def test_a_teacher_that_fails_is_told_of_once(taught: Control):

@@ -15,7 +15,7 @@ from appliance.controller.evals import runner
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.objects import evals, models
-from appliance.store.records import keys, model_settings
+from appliance.store.records import model_settings
 from tests.unit.controller.conftest import ADMIN, Control
 from train.graders.grading import Graded
 from train.graders.hosts import GraderHosts
@@ -121,19 +121,10 @@ def answers(control: Control, text: str) -> list[dict[str, Any]]:
         sent.append(body)
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
         used = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
-        return EngineAnswer(200, {"choices": [choice], "usage": used}, "v1")
+        return EngineAnswer(200, {"choices": [choice], "usage": used})
 
     control.engines.rule = rule
     return sent
-
-
-async def test_an_answer_that_calls_no_tool_fails_and_is_no_error(control: Control):
-    answers(control, "no call")
-    called: Any = {**CHECK, "input": "{{ sample.output_tools[0].function.name }}"}
-    run = await ended(control, await made(control, called), asked())
-    counts = run.result_counts
-    assert (counts.failed, counts.errored, counts.total) == (2, 0, 2)
-    assert run.report_url == f"{control.context.box['public_url']}/ui#/evals/{run.eval_id}/{run.id}"
 
 
 async def test_evals_are_listed_by_their_last_change(control: Control):
@@ -146,19 +137,6 @@ async def test_evals_are_listed_by_their_last_change(control: Control):
     assert await listed() == [second, third, first]
     assert await listed(order="desc") == [first, third, second]
     assert await listed(order="desc", after=third) == [second]
-
-
-async def test_an_eval_is_made_listed_changed_and_deleted(control: Control):
-    first, second = await made(control), await made(control)
-    assert [one.id async for one in control.sdk.evals.list(order="desc", limit=1)] == [second, first]
-    found = await control.sdk.evals.update(first, name="other", metadata={"c": "d"})
-    assert (found.name, found.metadata, found.data_source_config.type) == ("other", {"c": "d"}, "custom")
-    schema = found.data_source_config.schema_
-    assert schema["required"] == ["item", "sample"] and schema["properties"]["item"] == SCHEMA["item_schema"]
-    assert found.testing_criteria[0].model_dump(exclude_unset=True) == CHECK
-    assert (await control.sdk.evals.delete(first)).deleted
-    with pytest.raises(openai.NotFoundError):
-        await control.sdk.evals.retrieve(first)
 
 
 async def test_samples_that_the_data_has_are_judged(control: Control):
@@ -320,28 +298,12 @@ async def test_run_after_kill_while_judging_judges_the_rest_once(control: Contro
     assert found.result_counts.model_dump() == {"total": 3, "passed": 2, "failed": 1, "errored": 0}
 
 
-async def test_a_revoked_keys_run_fails_and_says_so(control: Control):
-    key_id = control.as_key("carol")
-    eval_id = await made(control)
-    run = await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a")))
-    keys.revoke(control.db, key_id)
-    await control.context.tasks.idle("eval_runs")
-    found = evals.find_run(control.db, run.id)
-    assert found is not None and found.status == "failed" and found.error is not None
-    assert found.error["code"] == "invalid_api_key"
-
-
 REFUSED = {
     "no grader": ({"testing_criteria": [{**CHECK, "operation": "is"}]}, "testing_criteria.0.operation"),
-    "a threshold out of reach": (
-        {"testing_criteria": [{**CHECK, "pass_threshold": 1.5}]},
-        "testing_criteria.0.pass_threshold",
-    ),
     "code that does not parse": (
         {"testing_criteria": [{"type": "python", "name": "p", "source": "def grade(sample, item): return 1 +"}]},
         "testing_criteria.0.source",
     ),
-    "no name": ({"testing_criteria": [{**CHECK, "name": None}]}, "testing_criteria.0.name"),
     "the same name": ({"testing_criteria": [CHECK, CHECK]}, "testing_criteria.1.name"),
     **{
         f"a schema {what}": (
@@ -349,7 +311,6 @@ REFUSED = {
             "data_source_config.item_schema",
         )
         for what, schema in (
-            ("that is none", {"type": "objekt"}),
             ("of texts", {"type": "string"}),
             ("that refers to nothing", {"$ref": "#/$defs/none"}),
         )
@@ -376,18 +337,14 @@ def reference(to: str) -> tuple[Any, str]:
 TEMPLATE = "data_source.input_messages.template.0.content"
 REFUSED_RUNS = {
     "stored completions": ({"type": "jsonl", "source": {"type": "stored_completions"}}, "data_source.source"),
-    "no model": ({k: v for k, v in asked().items() if k != "model"}, "data_source.model"),
-    "no messages": ({k: v for k, v in asked().items() if k != "input_messages"}, "data_source.input_messages"),
     "a hosted tool": (
         asked(sampling_params={"tools": [{"type": "web_search"}]}),
         "data_source.sampling_params.tools.0",
     ),
-    "a variable": (messages("{{x}}"), TEMPLATE),
     "a sample that is not there yet": (messages("{{sample.output_text}}"), TEMPLATE),
     "an image": (messages([{"type": "input_image", "image_url": "data:x"}]), f"{TEMPLATE}.0.type"),
     "a reference with braces": reference("{{ item.messages }}"),
     "a reference to the sample": reference("sample"),
-    "a broken reference": reference("item.a["),
 }
 
 

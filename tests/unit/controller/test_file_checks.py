@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import chat_lines
-from tests.unit.controller.test_jobs import PAIR
 from train.data.check import check_training_file
 from train.data_checks import process
 from train.data_checks.process import check_apart
@@ -22,16 +19,6 @@ def test_the_same_is_found_in_a_process_of_its_own(tmp_path: Path, data: bytes):
     apart = check_apart(source, chat_path=chat)
     assert (apart, chat.exists()) == (check_training_file(source), apart.ok)
     assert not chat.exists() or len(chat.read_text().splitlines()) == apart.n_examples
-
-
-def test_the_same_tokens_are_counted_in_a_process_of_its_own(tmp_path: Path, checked_here: None):
-    source, model = tmp_path / "in", tmp_path / "model"
-    long = PAIR | {"input": {"messages": [{"role": "user", "content": "hi " * 200}]}}
-    source.write_text("".join(json.dumps(row) + "\n" for row in (*[PAIR] * 11, long)))
-    tokenizer().save_pretrained(model)
-    here = process.checked(source, method="dpo", tokenizer=model, cut_at=64)
-    assert here.n_errors == 1 and here.n_tokens_estimate > 0
-    assert check_apart(source, method="dpo", tokenizer=model, cut_at=64) == here
 
 
 def test_a_check_that_takes_too_much_is_killed_and_the_file_is_a_bad_one(tmp_path: Path, monkeypatch):

@@ -38,7 +38,7 @@ def judged(control: Control, *answers: str | EngineAnswer | LineReturned) -> lis
             return given
         choice = {"index": 0, "message": {"role": "assistant", "content": given}}
         used = {"prompt_tokens": 20, "completion_tokens": 9, "total_tokens": 29}
-        return EngineAnswer(200, {"choices": [choice], "usage": used}, "v1")
+        return EngineAnswer(200, {"choices": [choice], "usage": used})
 
     control.engines.rule = rule
     return sent

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.admin import handover_views
+from appliance.controller.http.views import step_view
 from appliance.store.records import handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow
 from tests.unit.controller.conftest import Control
@@ -17,7 +17,7 @@ SNAPSHOT = {"bytes": 8_000_000_000, "seconds": {"agree": 0.1, "snapshot": 1.0, "
 
 
 def seen(verb: str, detail: dict[str, Any]) -> tuple[Any, ...]:
-    step = handover_views.step(HandoverStepRow("1", 0, verb, "x", "done", 1.0, 3.5, {}, detail))
+    step = step_view(HandoverStepRow("1", 0, verb, "x", "done", 1.0, 3.5, {}, detail))
     assert step["seconds"] == 2.5
     return step["bytes"], step["moved_s"], step["path"]
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from appliance.store.objects import models
-from appliance.store.records import audit, keys, operations
-from tests.unit.controller.conftest import ADMIN, Control, insert_model
-from tests.unit.controller.test_admin import ended
+from appliance.store.records import keys
+from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK, SCHEMA, given
 
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "starter", "messages": []}}
@@ -21,12 +19,6 @@ def form(name: str, data: bytes, **fields: str) -> dict[str, Any]:
 
 
 KEYED = {"idempotency-key": "one"}
-OPERATIONS = {
-    "/admin/v1/models/import": ("/models/import", {"source": "/data/x", "name": "x"}),
-    "/admin/v1/models/{name:path}/verify": ("/models/m/verify", None),
-    "/admin/v1/tiers/verify": ("/tiers/verify", None),
-}
-"""POSTs that begin long work: by route, the URL and body of one."""
 
 
 async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -41,7 +33,6 @@ async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[
         "completion_window": "24h",
     }
     job = {"model": "starter", "training_file": await control.upload()}
-    window = {"policy": "serve", "cron": "0 6 * * *", "for_s": 60.0}
     asked = {"model": "starter", "input": "1", "background": True}
     run = {"data_source": given(("yes", "yes"))}
     return {
@@ -52,7 +43,6 @@ async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[
         "/v1/responses": ("/v1/responses", {"json": asked}, {"json": asked | {"input": "2"}}),
         "/v1/evals": ("/v1/evals", {"json": one}, {"json": one | {"name": "b"}}),
         "/v1/evals/{eval_id}/runs": (f"/v1/evals/{eval_id}/runs", {"json": run}, {"json": run | {"name": "b"}}),
-        "/admin/v1/mode/schedule": ("/admin/v1/mode/schedule", {"json": window}, {"json": window | {"for_s": 61.0}}),
     }
 
 
@@ -60,11 +50,10 @@ async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[
 async def test_every_route_that_makes_something_makes_one_of_a_request_that_comes_twice(control: Control):
     made = await bodies(control)
     for path, (url, same, other) in made.items():
-        identity = ADMIN if path.startswith("/admin") else {}
 
-        async def ask(body: dict[str, Any], url: str = url, as_: dict[str, str] = identity, **headers: str) -> Any:
+        async def ask(body: dict[str, Any], url: str = url, **headers: str) -> Any:
             sent = {name.replace("_", "-"): value for name, value in headers.items()}
-            return await control.http.post(url, headers=as_ | sent, **body)
+            return await control.http.post(url, headers=sent, **body)
 
         first = await ask(same, idempotency_key="one")
         assert first.status_code < 300, (path, first.text)
@@ -129,34 +118,3 @@ async def test_each_post_that_makes_something_has_a_bound_for_each_owner(control
         refused = await control.http.post(url, **same)
         assert (refused.status_code, refused.json()["error"]["param"]) == (status, name), (path, refused.text)
     await control.settle()
-
-
-async def repeated(control: Control, path: str, body: Any = None, **more: str) -> Any:
-    return await control.http.post(f"/admin/v1{path}", json=body, headers=ADMIN | KEYED | more)
-
-
-@pytest.mark.parametrize("route", OPERATIONS)
-async def test_long_work_is_begun_once_also_when_it_has_ended(control: Control, route: str):
-    insert_model(control.db, "m")
-    path, body = OPERATIONS[route]
-    first = await repeated(control, path, body)
-    again = await repeated(control, path, body)
-    assert first.status_code == again.status_code == 202, again.text
-    done = await ended(control, first.json())
-    third = await control.http.post(f"/admin/v1{path}", json=body, headers=ADMIN | {"x-stainless-retry-count": "1"})
-    found = {one.json()["operation"]["id"] for one in (again, third, await repeated(control, path, body))}
-    assert found == {done["id"]} == {row.id for row in operations.page(control.db).data}
-    rows = audit.page(control.db, after=None, limit=9).data
-    assert [row.detail.get("repeated", False) for row in rows] == [True, True, True, False]
-    assert len({(row.action, row.target) for row in rows}) == 1
-
-
-async def test_long_work_that_failed_is_begun_again_by_a_retry_and_told_of_by_its_key(control: Control):
-    path, body = OPERATIONS["/admin/v1/models/import"]
-    first = (await repeated(control, path, body)).json()["operation"]["id"]
-    await ended(control, {"operation": {"id": first}})
-    control.db.execute("UPDATE operations SET state = 'failed' WHERE id = ?", [first])
-    models.delete(control.db, "x")
-    assert (await repeated(control, path, body)).json()["operation"]["id"] == first
-    retried = await control.http.post(f"/admin/v1{path}", json=body, headers=ADMIN | {"x-stainless-retry-count": "1"})
-    assert retried.status_code == 202 and retried.json()["operation"]["id"] != first

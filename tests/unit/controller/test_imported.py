@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from appliance.controller.context.model_files import LibraryOps
-from appliance.models.library import ModelLibrary
 from appliance.store.objects import adapters, models
-from tests.simulator.control_plane import change
 from tests.unit.controller.conftest import Control, insert_model
 from tests.unit.controller.test_admin import ask, ended
-from tests.unit.models import checkpoints
-from tests.unit.models.found import found
-from tests.unit.models.test_import_adapter import write as adapter
 
 
 @pytest.fixture
@@ -37,18 +29,6 @@ async def test_an_adapter_is_served_on_the_base_that_it_or_the_user_names(roomy:
     assert (model.kind, model.base, model.arch, model.max_model_len) == ("fine-tuned", "starter", base.arch, 2048)
     assert models.shared_with(roomy.db, "pirate") == models.shared_with(roomy.db, "starter") == ["*"]
     assert (await ask(roomy, "GET", "/models/pirate"))["adapter"]["rank"] == 8
-
-
-async def test_import_reaches_the_library_with_all_that_an_adapter_needs(roomy: Control, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("appliance.models.trial.compare", lambda directory, arch: found())  # imports torch
-    library = ModelLibrary(tmp_path / "models")
-    change(roomy.context, model_ops=LibraryOps(library, None, None, None, lambda name: None))
-    for source, base in ((checkpoints.write(tmp_path / "source"), None), (adapter(tmp_path / "lora"), "source")):
-        body = {"source": str(source)} | ({"base": base} if base else {})
-        done = await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json=body))
-        assert done["state"] == "succeeded", done
-    shown = (await ask(roomy, "GET", "/models/lora"))["adapter"]
-    assert (shown["base"], shown["base_version"], shown["rank"]) == ("source", "v1", 4)
 
 
 async def test_a_model_out_of_a_package_says_which_and_not_a_path_that_is_gone(roomy: Control):

@@ -5,13 +5,10 @@ from __future__ import annotations
 import base64
 import csv
 import io
-import sqlite3
-from unittest.mock import Mock
 
 import openai
 import pytest
 
-from appliance.controller.files import storage
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import deployments
@@ -247,17 +244,6 @@ async def test_numbers_that_json_does_not_know_are_unknown(control: Control, eve
     assert shown.status_code == 200 and shown.json()["data"][1]["data"]["grad_norm"] is None
 
 
-async def test_a_tuned_model_tuned_again_is_named_after_the_root(control: Control, events: JobEvents):
-    first = await control.job(suffix="one")
-    events.started(first, ["n0/0"], resumed=False)
-    events.ingest(first, published(1))
-    events.succeeded(first)
-    tuned = (await control.sdk.fine_tuning.jobs.retrieve(first)).fine_tuned_model
-    again = await control.sdk.fine_tuning.jobs.create(model=tuned, training_file=await control.upload(), suffix="two")
-    await control.settle()
-    assert jobs.get(control.db, again.id).output_model.startswith("ft:starter:local:two:")
-
-
 async def test_an_adapter_is_shown_and_keeps_its_base_in_place(control: Control, events: JobEvents):
     job_id = await control.job()
     adapter = {"base": "starter", "base_version": "v1", "rank": 8}
@@ -273,14 +259,6 @@ async def test_an_adapter_is_shown_and_keeps_its_base_in_place(control: Control,
     await control.sdk.models.delete(name)
     assert control.scheduler.unloaded == [f"{name}@step-10"] and control.ops.removed[0][0] == name
     assert (await control.sdk.models.delete("starter", extra_headers=ADMIN)).deleted
-
-
-async def test_a_table_whose_row_is_not_written_leaves_no_bytes(control: Control, monkeypatch: pytest.MonkeyPatch):
-    db, folder = control.db, control.context.files_dir
-    monkeypatch.setattr(storage.files, "insert", Mock(side_effect=sqlite3.OperationalError))
-    with pytest.raises(sqlite3.OperationalError):
-        storage.make_result(db, folder, b"step", "step_metrics.csv", "ann")
-    assert list(folder.iterdir()) == []
 
 
 async def test_job_success_ends_with_a_verdict(control: Control, events: JobEvents):

@@ -61,11 +61,6 @@ async def test_job_validation_file_equal_to_training_file_fails(control: Control
     assert (error.code, error.param) == ("invalid_validation_file", "validation_file")
 
 
-async def test_job_validation_file_sharing_rows_warns(control: Control):
-    job_id = await control.job(validation_file=await control.upload(chat_lines(11)))
-    assert jobs.get(control.db, job_id).phase == "queued" and len(await warnings(control, job_id)) == 1
-
-
 async def test_job_learning_rate_far_above_automatic_is_refused(control: Control):
     usual = jobs.get(control.db, await control.job()).resolved["learning_rate"]
     assert not await warnings(control, await control.job(hyperparameters={"learning_rate_multiplier": 9}))
@@ -89,21 +84,10 @@ async def test_the_methods_of_the_box_are_listed_with_what_each_takes(control: C
     assert (told["supervised"]["takes"], told["distillation"]["takes"]) == ([], ["teacher"])
 
 
-async def test_extra_hyperparameters_pass_through_and_come_back(control: Control):
-    job_id = await control.job(hyperparameters={"lora_rank": 8, "zero_stage": 2, "n_epochs": 2, "precision": "fp32"})
-    row = jobs.get(control.db, job_id)
-    assert (row.resolved["lora_rank"], row.resolved["zero_stage"], row.resolved["full"]) == (8, 2, False)
-    shown = (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}")).json()
-    assert shown["hyperparameters"]["lora_rank"] == 8 and shown["hyperparameters"]["precision"] == "fp32"
-
-
 async def test_devices_that_share_a_model_come_in_groups(control: Control):
     asked = {"tensor_parallel": 2, "batch_size": 4}
     made = jobs.get(control.db, await control.job(hyperparameters=asked))
     assert made.resolved["tensor_parallel"] == 2 and made.allowed_sizes == [2, 4, 8]
-    with pytest.raises(openai.BadRequestError) as refused:
-        await control.job(hyperparameters=asked, extra_body={"allowed_sizes": [1, 3]})
-    assert refused.value.param == "allowed_sizes"
 
 
 def hyper(**values: Any) -> dict[str, Any]:
@@ -122,15 +106,11 @@ def wandb(**values: Any) -> dict[str, Any]:
     ("fields", "param"),
     [
         (hyper(n_epochs=0), "hyperparameters.n_epochs"),
-        (hyper(n_epochs="many"), "hyperparameters.n_epochs"),
-        (hyper(lr_scheduler="step"), "hyperparameters.lr_scheduler"),
         (hyper(publish="best"), "hyperparameters.publish"),
         (hyper(early_stopping_patience=2), "hyperparameters.early_stopping_patience"),
         (hyper(eval_interval=5), "hyperparameters.eval_interval"),
         (hyper(n_epoch=3), "hyperparameters.n_epoch"),
-        (hyper(batch_size=True), "hyperparameters.batch_size"),
         (supervised(lora_rank=-1), "method.supervised.hyperparameters.lora_rank"),
-        (supervised(n_epochs=1) | hyper(n_epochs=2), "hyperparameters.n_epochs"),
         ({"method": {"type": "dpo", "ppo": {}}}, "method.ppo"),
         ({"method": {"type": "dpo", "supervised": {"hyperparameters": {"n_epochs": 1}}}}, "method.supervised"),
         ({"method": {"type": "dpo", "dpo": {"hyperparameters": []}}}, "method.dpo.hyperparameters"),
@@ -140,10 +120,8 @@ def wandb(**values: Any) -> dict[str, Any]:
         ({"method": {"type": "magic"}}, "method.type"),
         ({"suffix": "<>!"}, "suffix"),
         ({"suffix": "客" * 65}, "suffix"),
-        ({"suffix": "！🎉"}, "suffix"),
         ({"suffix": ""}, "suffix"),
         ({"seed": 2**40}, "seed"),
-        ({"seed": "7"}, "seed"),
         ({"metadata": {"k": 1}}, "metadata.k"),
         ({"model": "no-such-model"}, "model"),
         ({"training_file": "../../etc/passwd"}, "training_file"),
@@ -152,6 +130,7 @@ def wandb(**values: Any) -> dict[str, Any]:
         (wandb(project="a/b"), "integrations.0.wandb.project"),
         (wandb(tags=[""]), "integrations.0.wandb.tags.0"),
         ({"max_devices": 0}, "max_devices"),
+        ({"training_file": None}, "training_file"),
         ({"colour": "red"}, "colour"),
     ],
 )
@@ -162,30 +141,11 @@ async def test_job_with_a_bad_field_is_refused_by_its_name(control: Control, fie
     assert jobs.page(control.db, viewer=None, after=None, limit=10).data == []
 
 
-@pytest.mark.parametrize(
-    ("metadata", "code"),
-    [
-        ({f"k{n}": "v" for n in range(17)}, "object_above_max_properties"),
-        ({"k" * 65: "v"}, "string_above_max_length"),
-        ({"k": "v" * 513}, "string_above_max_length"),
-    ],
-)
-async def test_metadata_beyond_openais_bounds_is_refused_with_its_codes(control: Control, metadata: Any, code: str):
+@pytest.mark.parametrize("metadata", [{f"k{n}": "v" for n in range(17)}, {"k" * 65: "v"}, {"k": "v" * 513}])
+async def test_metadata_beyond_openais_bounds_is_refused(control: Control, metadata: Any):
     with pytest.raises(openai.BadRequestError) as refused:
         await control.job(metadata=metadata)
-    assert refused.value.code == code
-
-
-async def test_missing_fields_and_files_of_other_purposes_are_named(control: Control):
-    other = await control.upload(b"x", "a", "assistants")
-    for fields, param, code in (
-        ({"training_fle": "file-x"}, "training_fle", "unknown_parameter"),
-        ({}, "training_file", "missing_required_parameter"),
-        ({"training_file": other}, "training_file", None),
-    ):
-        answer = await control.http.post("/v1/fine_tuning/jobs", json={"model": "starter", **fields})
-        error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (400, param) and code in (None, error["code"]), error
+    assert refused.value.code == "invalid_value"
 
 
 async def test_job_with_large_hyperparameters_is_refused(control: Control, monkeypatch: pytest.MonkeyPatch):
@@ -203,19 +163,12 @@ async def test_job_on_an_embedding_or_quantised_model_is_refused(control: Contro
     assert refused.value.param == "model"
 
 
-async def test_bad_data_fails_the_job_with_line_numbers_before_any_device(control: Control):
-    job_id = await control.job(training_file=await control.upload(chat_lines(3) + b"oops\n{}\n"))
-    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
-    assert job.status == "failed" and job.finished_at is not None
-    assert job.error.code == "invalid_training_file" and job.error.param == "training_file"
-    assert "line 4" in job.error.message and "line 5" in job.error.message
-    assert jobs.get(control.db, job_id).started_s is None
-
-
 async def test_bad_lines_are_listed_of_file_and_job(control: Control):
     file_id = await control.upload(chat_lines(3) + b"oops\n" * 120)
     job_id = await control.job(training_file=file_id)
-    message = (await control.sdk.fine_tuning.jobs.retrieve(job_id)).error.message
+    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert (job.status, job.error.code, job.error.param) == ("failed", "invalid_training_file", "training_file")
+    message = job.error.message
     assert "line 4 " in message and "line 5 " not in message, "each cause once"
     assert (await control.sdk.files.retrieve(file_id)).status == "error"
     for url in (f"/v1/fine_tuning/jobs/{job_id}/errors", f"/v1/files/{file_id}/errors"):
@@ -288,15 +241,6 @@ async def test_pairs_of_which_max_length_leaves_nothing_are_refused_by_line(cont
     assert jobs.get(control.db, job_id).phase == "queued", await control.messages(job_id)
 
 
-async def test_a_job_with_devices_is_cancelled_by_the_scheduler(control: Control):
-    job_id = await control.job()
-    jobs.set_phase(control.db, job_id, "running", devices=["n0/0"])
-    cancelled = await control.sdk.fine_tuning.jobs.cancel(job_id)
-    assert cancelled.status == "cancelled" and cancelled.finished_at is None
-    row = jobs.get(control.db, job_id)
-    assert (row.phase, row.wanted, row.devices) == ("running", "cancel", ["n0/0"])
-
-
 async def test_a_suspended_job_is_cancelled_at_once_and_its_snapshot_waits_to_be_given_back(control: Control):
     job_id = await control.job()
     snapshot = {"step": 3, "path": "/dev/shm/s"}
@@ -315,12 +259,6 @@ async def test_a_finished_job_cannot_be_moved(control: Control, verb: str):
     answer = await control.http.post(f"/v1/fine_tuning/jobs/{job_id}/{verb}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "invalid_job_state")
     assert answer.headers["x-should-retry"] == "false"
-
-
-async def test_an_unknown_job_is_not_found(control: Control):
-    with pytest.raises(openai.NotFoundError) as missing:
-        await control.sdk.fine_tuning.jobs.retrieve("ftjob-none")
-    assert missing.value.code == "fine_tune_not_found"
 
 
 async def test_lists_page_and_filter_by_metadata(control: Control):
@@ -343,21 +281,10 @@ async def test_lists_page_and_filter_by_metadata(control: Control):
 
 
 @pytest.mark.parametrize(
-    "query", ["limit=-1", "limit=x", "limit=10001", "after=ftjob-none", "after=" + "a" * 300, "limit=" + "9" * 5000]
-)
-async def test_bad_pagination_is_named(control: Control, query: str):
-    for path in ("/v1/fine_tuning/jobs", "/v1/files"):
-        answer = await control.http.get(f"{path}?{query}")
-        error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (400, query.split("=")[0]), answer.text
-        assert len(error["message"]) < 600
-
-
-@pytest.mark.parametrize(
     ("path", "query", "code"),
     [
-        ("/v1/batches", "limit=101", "integer_above_max_value"),
-        ("/v1/batches", "limit=-1", "integer_below_min_value"),
+        ("/v1/batches", "limit=101", "invalid_value"),
+        ("/v1/batches", "limit=-1", "invalid_value"),
         ("/v1/files", "limit=0", None),
         ("/v1/fine_tuning/jobs", "limit=1000&api-version=2024-10-21", None),
     ],
@@ -369,32 +296,19 @@ async def test_a_list_is_as_long_as_openai_allows(control: Control, path: str, q
 
 
 async def test_a_restart_takes_up_validation_and_a_vanished_file_fails_the_job(control: Control):
-    job_id = await control.job()
-    # As a controller that was killed between creation and validation left it.
-    control.db.execute("UPDATE jobs SET phase = 'validating', resolved = NULL WHERE id = ?", [job_id])
+    whole, vanished = await control.job(), await control.job()
+    # As a controller that was killed between creation and validation left them.
+    control.db.execute("UPDATE jobs SET phase = 'validating', resolved = NULL")
+    files.delete(control.db, jobs.get(control.db, vanished).training_file)
     await control.context.tasks.stop()
-    control.context.tasks.start(VALIDATIONS, job_id, None)
+    for job_id in (whole, vanished):
+        control.context.tasks.start(VALIDATIONS, job_id, None)
     again = create_app(control.context)
     async with again.router.lifespan_context(again):
         await control.context.tasks.idle(VALIDATIONS)
-    assert jobs.get(control.db, job_id).phase == "queued"
-
-    control.db.execute("UPDATE jobs SET phase = 'validating' WHERE id = ?", [job_id])
-    files.delete(control.db, jobs.get(control.db, job_id).training_file)
-    control.context.tasks.start(VALIDATIONS, job_id, None)
-    again = create_app(control.context)
-    async with again.router.lifespan_context(again):
-        await control.context.tasks.idle(VALIDATIONS)
-    row = jobs.get(control.db, job_id)
+    assert jobs.get(control.db, whole).phase == "queued"
+    row = jobs.get(control.db, vanished)
     assert row.phase == "failed" and row.error["code"] == "file_unreadable"
-
-
-async def test_deleting_the_file_afterwards_does_not_hurt_the_job(control: Control):
-    file_id = await control.upload()
-    job_id = await control.job(training_file=file_id)
-    await control.sdk.files.delete(file_id)
-    assert jobs.get(control.db, job_id).phase == "queued"
-    assert (control.context.jobs_dir / job_id / "train.jsonl").exists()
 
 
 @pytest.mark.parametrize(("mode", "level"), [(None, "warn"), ("offline", "info"), ("online", "info")])
@@ -447,11 +361,12 @@ def rewarded(**block: Any) -> dict[str, Any]:
 
 
 async def test_a_job_of_rewards_is_validated_and_shows_its_grader(control: Control):
+    wanted = form({"type": "object", "properties": {"pattern": {"enum": [{"pattern": "x"}]}}})
     hyperparameters = {"compute_multiplier": 0.5, "eval_samples": "auto", "batch_size": 4, "reasoning_effort": "medium"}
     job_id = await control.job(
         training_file=await control.upload(prompts()),
         validation_file=await control.upload(prompts(3)),
-        method=rewarded(hyperparameters=hyperparameters),
+        method=rewarded(hyperparameters=hyperparameters, response_format=wanted),
     )
     row = jobs.get(control.db, job_id)
     assert row.phase == "queued", row.reason
@@ -459,18 +374,10 @@ async def test_a_job_of_rewards_is_validated_and_shows_its_grader(control: Contr
     lines = (control.context.jobs_dir / job_id / "train.jsonl").read_text().splitlines()
     assert len(lines) == 12 and json.loads(lines[2])["item"] == {"answer": "4"}
     shown = (await control.sdk.fine_tuning.jobs.retrieve(job_id)).method.reinforcement
-    assert shown.grader.to_dict() == GRADER
+    assert (shown.grader.to_dict(), shown.response_format) == (GRADER, wanted)
     values = shown.hyperparameters
     assert (values.compute_multiplier, values.eval_samples, values.batch_size) == (0.5, 1, 4)
     assert values.reasoning_effort == "medium"
-
-
-async def test_a_job_of_rewards_keeps_the_form_that_its_answers_are_held_to(control: Control):
-    wanted = form({"type": "object", "properties": {"pattern": {"enum": [{"pattern": "x"}]}}})
-    job_id = await control.job(training_file=await control.upload(prompts()), method=rewarded(response_format=wanted))
-    assert jobs.get(control.db, job_id).phase == "queued"
-    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
-    assert job.method.reinforcement.response_format == wanted
 
 
 @pytest.mark.parametrize(
@@ -506,23 +413,6 @@ async def test_engine_rollouts_need_the_scope_inference(control: Control, rollou
     method = {"type": "reinforcement", "reinforcement": block}
     body = {"model": "starter", "training_file": await control.upload(prompts()), "method": method}
     assert (await control.http.post("/v1/fine_tuning/jobs", json=body)).status_code == status
-
-
-@pytest.mark.parametrize(
-    ("scopes", "name"), [(["inference", "fine_tuning"], "nosuch"), (["admin"], "nosuch"), (["admin"], "starter@v9")]
-)
-async def test_a_job_whose_judge_is_not_there_is_refused_before_its_data_is_read(
-    control: Control, scopes: list[str], name: str
-):
-    control.as_key("ann", scopes=scopes)
-    messages = [{"role": "user", "content": "{{sample.output_text}}"}]
-    judge = {"type": "score_model", "name": "judge", "model": name, "input": messages}
-    both = {"type": "multi", "name": "both", "calculate_output": "judge", "graders": judge}
-    for grader in (judge, both):
-        with pytest.raises(openai.NotFoundError) as refused:
-            await control.job(training_file=await control.upload(prompts()), method=rewarded(grader=grader))
-        assert (refused.value.code, refused.value.param) == ("model_not_found", "method.reinforcement.grader")
-    assert jobs.list_unfinished(control.db) == []
 
 
 async def test_answers_of_a_job_are_graded_by_its_grader(control: Control):

@@ -6,7 +6,6 @@ import asyncio
 import time
 from urllib.parse import quote
 
-import openai
 import pytest
 
 from appliance.controller.access.naming import is_model_name, resolve
@@ -39,19 +38,6 @@ async def test_the_state_of_a_model_and_why_it_does_not_serve_are_said_alike_eve
     assert (await control.sdk.models.retrieve("starter")).model_extra["state"] == "serving", "another one failed"
 
 
-async def test_an_administrators_list_of_models_comes_in_pages(control: Control):
-    for number in range(3):
-        insert_model(control.db, f"org/m{number}")
-    names, page = [], {"has_more": True, "last_id": ""}
-    while page["has_more"]:
-        after = {"after": page["last_id"]} if names else {}
-        answer = await control.http.get("/admin/v1/models", params={"limit": 2, **after}, headers=ADMIN)
-        page = answer.raise_for_status().json()
-        names += [row["name"] for row in page["data"]]
-    assert names == ["org/m2", "org/m1", "org/m0", "starter"]
-    assert (await control.http.get("/admin/v1/models?after=nobodys", headers=ADMIN)).status_code == 400
-
-
 async def test_base_tuned_and_checkpoint_names_are_listed_and_found(control: Control):
     insert_tuned(control)
     insert_model(control.db, "Qwen/Qwen3-0.6B")
@@ -69,13 +55,6 @@ async def test_unknown_names_are_not_found(control: Control, name: str):
     answer = await control.http.get(f"/v1/models/{quote(name, safe='')}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert len(answer.json()["error"]["message"]) < 300
-
-
-async def test_a_model_without_an_active_version_is_not_yet_there(control: Control):
-    insert_model(control.db, "coming")
-    models.update(control.db, "coming", active_version=None)
-    with pytest.raises(openai.NotFoundError):
-        await control.sdk.models.retrieve("coming")
 
 
 async def test_deleting_a_tuned_model_takes_rows_then_replicas_then_bytes(control: Control):
@@ -148,7 +127,7 @@ async def test_a_version_that_a_job_uses_stays_by_whichever_of_its_names(control
         ("a:b/c..d", "a-b-c-d"),
         ("<script>", "script"),
         ("A" * 64, "a" * 64),
-        ("中文 模型", "xn----kq6at31adrolnf"),
+        ("中文 模型", ""),
         ("客服 v2", "v2"),
     ],
 )
@@ -160,11 +139,7 @@ async def test_a_suffix_becomes_part_of_a_name_as_openai_makes_it(control: Contr
     assert told["user_provided_suffix"] == suffix
 
 
-@pytest.mark.parametrize("name", ["", ".hidden", "/abs", "a//b", "a/../b", "a b", "a\nb", "a@b", "ä", "a/", "a" * 257])
-def test_names_that_are_no_model_names(name: str):
-    assert not is_model_name(name)
-
-
-@pytest.mark.parametrize("name", ["a", "starter", "Qwen/Qwen3-0.6B", "ft:a:b:c:d", "m_1.5", "a" * 256])
-def test_model_names(name: str):
-    assert is_model_name(name)
+def test_is_model_name_takes_names_of_hubs_and_no_paths():
+    good = ["a", "Qwen/Qwen3-0.6B", "ft:a:b:c:d", "m_1.5", "a" * 256]
+    bad = ["", ".hidden", "/abs", "a//b", "a/../b", "a b", "a\nb", "a@b", "ä", "a/", "a" * 257]
+    assert [name for name in (*good, *bad) if is_model_name(name)] == good

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from fastapi.routing import APIRoute
 from appliance.controller.http.routers import StrictRoute, make_router
 from appliance.controller.jobs import wanted
 from appliance.controller.jobs.events import JobEvents
-from appliance.controller.jobs.validation import VALIDATIONS
 from appliance.controller.responses import stored
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
@@ -56,8 +54,7 @@ OPEN = {("GET", "/admin/v1/oidc"), ("POST", "/admin/v1/oidc/begin"), ("POST", "/
 LIST, NOTHING, ADMINS, READERS, SCRAPE, OWN, SELF = "list", "nothing", "admins", "readers", "scrape", "own", "self"
 # One's own logins, and what changes of what one may see: test_page_sessions.py, test_live.py.
 LOGINS = "logins"
-# Objects by the name of a path's parameter. One that is not here, such as `toy_id`, is a "toy": the file `test_toys.py`
-# has `made(control)`, which makes one and returns its id.
+# Objects by the name of a path's parameter.
 KINDS = {
     "file_id": "file",
     "upload_id": "upload",
@@ -115,7 +112,7 @@ def judged_of(method: str, path: str) -> Any:
     if path.startswith("/admin/v1/"):
         return READERS if method == "GET" else ADMINS
     if parameters := re.findall(r"{(\w+)", path):
-        kinds = {name: KINDS.get(name, name.removesuffix("_id")) for name in parameters}
+        kinds = {name: KINDS[name] for name in parameters}
         return Named(kinds, BODIES.get((method, path)))
     return LIST if method == "GET" else NOTHING
 
@@ -178,9 +175,6 @@ async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
     asked = await control.sdk.responses.create(model="starter", input="1+1?", background=True)
     objects["background response"] = asked.id
     objects |= await evaluated(control)
-    parameters = {one for _, path in routes(control) if path[:4] == "/v1/" for one in re.findall(r"{(\w+)", path)}
-    for noun in (parameter.removesuffix("_id") for parameter in parameters - KINDS.keys()):
-        objects[noun] = await importlib.import_module(f"tests.unit.controller.test_{noun}s").made(control)
     login, _ = page_sessions.create(control.db, laptop.id, agent="", now_s=1.0, until_s=1e12, most=16)
     objects["login"] = login.id
     made = await control.job(suffix="secret")
@@ -417,20 +411,6 @@ async def test_a_model_is_shared_by_its_owner_and_no_longer(control: Control, pe
     assert [action for action in actions if "share" in action] == ["model.share", "model.unshare", "model.share"]
 
 
-async def test_a_job_under_validation_fails_when_its_model_is_unshared(control: Control, people: People):
-    model, share = people.objects["model"], f"/v1/models/{people.objects['model']}/share"
-    await call(control, people.bob, "POST", share, json={"owners": ["alice"]})
-    job = {"model": model, "training_file": people.own_file}
-    late = (await call(control, people.alice, "POST", "/v1/fine_tuning/jobs", json=job)).json()["id"]
-    await control.settle()
-    jobs.set_phase(control.db, late, "validating")
-    await call(control, people.bob, "POST", share, json={"owners": ["alice"], "stop": True})
-    control.context.tasks.start(VALIDATIONS, late, None)
-    await control.settle()
-    assert jobs.get(control.db, late).phase == "failed"
-    assert (await call(control, people.bob, "DELETE", f"/v1/models/{model}")).status_code == 200
-
-
 @pytest.mark.parametrize("how", ["unshare", "list"])
 async def test_a_job_that_runs_is_paused_once_its_key_may_not_use_its_model(control: Control, people: People, how: str):
     model, share = people.objects["model"], f"/v1/models/{people.objects['model']}/share"
@@ -467,21 +447,6 @@ async def test_a_job_that_runs_is_paused_once_its_key_may_not_use_its_model(cont
     await access(True)
     resumed = await call(control, people.alice, "POST", f"/v1/fine_tuning/jobs/{runs}/resume")
     assert resumed.status_code == 200 and jobs.get(control.db, runs).wanted == "run"
-
-
-async def test_what_a_job_made_stays_its_owners_when_the_sharing_of_its_model_ends(control: Control, people: People):
-    model, share = people.objects["model"], f"/v1/models/{people.objects['model']}/share"
-    await call(control, people.bob, "POST", share, json={"owners": ["alice"]})
-    job = {"model": model, "training_file": people.own_file}
-    made = (await call(control, people.alice, "POST", "/v1/fine_tuning/jobs", json=job)).json()["id"]
-    await control.settle()
-    told = JobEvents(control.db, control.context.files_dir, "local")
-    told.ingest(made, {"event": "published", "step": 1, "version": "step-1", "bytes": 9, "path": "/shm/2"})
-    jobs.set_phase(control.db, made, "running")
-    await call(control, people.bob, "POST", share, json={"owners": ["alice"], "stop": True})
-    output = jobs.get(control.db, made).output_model
-    assert (await call(control, people.alice, "GET", f"/v1/models/{output}:ckpt-step-1")).status_code == 200
-    assert (await call(control, people.bob, "GET", f"/v1/models/{output}:ckpt-step-1")).status_code == 404
 
 
 @pytest.mark.parametrize("body", [{}, {"owners": ["a\nb"]}, {"owners": ["*"]}, {"owners": "alice"}, {"with": "all"}])
@@ -534,13 +499,6 @@ async def test_usage_is_of_ones_own_keys_and_jobs_alone(control: Control, people
     assert await seen(people.bob, path, "model") == {"asked-by-bob": (5, False), "starter": (0, True)}
     for all_ in (headers(reader), ADMIN):
         assert {"alice", "bob"} <= (await seen(all_, path, "owner")).keys()
-
-
-async def test_a_key_is_told_what_it_is_itself_and_nothing_of_others(control: Control, people: People):
-    told = (await call(control, people.alice, "GET", "/admin/v1/me")).json()
-    assert (told["name"], told["owner"]) == ("alice", "alice") and "inference" in told["scopes"]
-    assert not {"key", "sha256"} & told.keys()
-    assert "admin" in (await call(control, ADMIN, "GET", "/admin/v1/me")).json()["scopes"]
 
 
 # --- scopes

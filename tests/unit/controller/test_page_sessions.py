@@ -9,9 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.controller.admin.owners import page_sessions
-from appliance.controller.admin.owners.logins import IDLE_S, LONGEST_S, MOST_OF_A_KEY
-from appliance.controller.admin.owners.page_sessions import MOVED_BY_S
+from appliance.controller.admin.owners import logins
+from appliance.controller.admin.owners.logins import IDLE_S, LONGEST_S, MOST_OF_A_KEY, MOVED_BY_S
 from appliance.store.records import audit
 from appliance.store.records import page_sessions as rows
 
@@ -40,7 +39,7 @@ def at(monkeypatch: pytest.MonkeyPatch, now_s: float) -> None:
     monkeypatch.setattr(time, "time", lambda: now_s)
 
 
-async def test_gateways_know_the_hash_of_both_halves_and_nobody_the_token(control: Control) -> None:
+async def test_login_stores_only_the_hash_of_its_halves(control: Control) -> None:
     key_id = control.as_key("ann", scopes=["read"])
     made = await begin(control)
     name, _, rest = made["cookie"].partition("=")
@@ -56,7 +55,7 @@ async def test_gateways_know_the_hash_of_both_halves_and_nobody_the_token(contro
 
 
 @pytest.mark.parametrize("scopes", [["metrics"], ["admin"]])
-async def test_any_key_may_begin_see_and_end_its_own(control: Control, scopes: list[str]) -> None:
+async def test_any_key_begins_lists_and_ends_its_logins(control: Control, scopes: list[str]) -> None:
     control.as_key("ann", scopes=scopes)
     made = await begin(control)
     assert (await control.http.get("/admin/v1/me", headers=by(made))).status_code == 200
@@ -67,7 +66,7 @@ async def test_any_key_may_begin_see_and_end_its_own(control: Control, scopes: l
     assert (await control.http.get("/admin/v1/me", headers=by(made))).json()["error"]["code"] == "session_ended"
 
 
-async def test_a_login_begins_no_other_and_the_box_itself_has_none(control: Control) -> None:
+async def test_login_begins_no_other_login(control: Control) -> None:
     control.as_key("ann", scopes=["admin"])
     made = await begin(control)
     assert (await control.http.post(SESSIONS, json={}, headers=by(made))).status_code == 403
@@ -76,7 +75,7 @@ async def test_a_login_begins_no_other_and_the_box_itself_has_none(control: Cont
         assert (await box.post(SESSIONS, json={})).status_code == 403
 
 
-async def test_others_logins_do_not_exist_but_for_an_admin(control: Control) -> None:
+async def test_logins_of_another_owner_are_not_found(control: Control) -> None:
     control.as_key("ann", owner="ann")
     hers = await begin(control)
     control.as_key("bob", owner="bob")
@@ -92,14 +91,14 @@ async def test_others_logins_do_not_exist_but_for_an_admin(control: Control) -> 
     assert (await control.http.delete(f"{SESSIONS}/{hers['id']}")).status_code == 200
 
 
-async def test_a_login_of_another_key_is_none(control: Control) -> None:
+async def test_login_of_another_key_is_refused(control: Control) -> None:
     control.as_key("ann")
     made = await begin(control)
     control.as_key("bob")
     assert (await control.http.get("/admin/v1/me", headers=by(made))).status_code == 401
 
 
-async def test_it_ends_with_its_key_at_once(control: Control) -> None:
+async def test_login_ends_with_its_key(control: Control) -> None:
     key_id = control.as_key("ann")
     made = await begin(control)
     assert (await control.http.delete(f"/admin/v1/keys/{key_id}", headers=ADMIN)).status_code == 200
@@ -107,7 +106,7 @@ async def test_it_ends_with_its_key_at_once(control: Control) -> None:
     assert key_id not in {row["id"] for row in control.gateway_keys.values()}
 
 
-async def test_a_touch_moves_its_end_as_far_as_its_longest(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_touch_moves_the_end_up_to_the_longest(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     key_id = control.as_key("ann")
     begun_s = time.time()
     at(monkeypatch, begun_s)
@@ -131,11 +130,11 @@ async def test_a_touch_moves_its_end_as_far_as_its_longest(control: Control, mon
     assert until_s <= begun_s + LONGEST_S
     at(monkeypatch, until_s + 1)
     assert (await control.http.post(f"{SESSIONS}/{made['id']}/touch", headers=by(made))).status_code == 401
-    page_sessions.keep_house(control.context, until_s + 1)
+    logins.keep_house(control.context, until_s + 1)
     assert rows.find(control.db, made["id"]) is None and sent(control, key_id) == {}
 
 
-async def test_a_key_has_so_many_and_the_one_touched_longest_ago_gives_its_place(
+async def test_login_past_the_limit_ends_the_one_touched_longest_ago(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = time.time()

@@ -59,13 +59,6 @@ def _routes(control: Control) -> list[tuple[str, str]]:
     ]
 
 
-async def test_no_route_at_all_answers_a_gateway_that_names_nobody(control: Control):
-    app, seen = Listener(control.app, TOKEN), _routes(control)
-    assert len(seen) > 60 and ("POST", "/internal/responses") in seen
-    for method, path in seen:
-        assert (await _send(app, method, path, [PROOF])).status_code == 401, (method, path)
-
-
 async def test_a_gateway_on_its_own_behalf_sends_copies_and_may_do_nothing_else(control: Control):
     app = Listener(control.app, TOKEN)
     own = [("x-appliance-key-id", "gateway"), ("x-appliance-scopes", "gateway"), PROOF]

@@ -46,17 +46,6 @@ async def test_plan_by_an_owner_knows_what_a_job_of_theirs_may_use(control: Cont
     assert (await control.http.post("/admin/v1/plan", json={"serve": {"model": "starter"}})).status_code == 403
 
 
-async def test_tokens_are_counted_through_the_models_own_template(control: Control, tmp_path: Path):
-    """A template that puts a long system message before every example makes more of them than the file's bytes tell."""
-    wordy = "{% for m in messages %}" + "You are a helpful fox. " * 20 + "{{ m['content'] }}{% endfor %}"
-    tokenizer(wordy).save_pretrained(tmp_path / "v1")
-    file_id = await control.upload()
-    guessed = (await ask(control, training_file=file_id)).json()["data"]
-    models.update_version(control.db, "starter", "v1", disk_path=str(tmp_path / "v1"))
-    counted = (await ask(control, training_file=file_id)).json()["data"]
-    assert counted["tokens"] > 3 * guessed["tokens"] and counted["longest_example_tokens"] > 80
-
-
 async def test_a_plan_has_device_hours_where_the_box_has_trained_the_like(control: Control):
     given = {"n_epochs": 2, "lora_rank": 8}
     file_id = await control.upload(chat_lines(40))
@@ -95,5 +84,5 @@ async def test_examples_that_are_cut_are_a_warning_of_plan_and_job_alike(control
 
 async def test_the_automatic_batch_follows_the_devices_that_were_asked_for(control: Control):
     """64 short examples make steps of four rows; on eight devices, if that is asked, of eight."""
-    row = jobs.get(control.db, await control.job(extra_body={"allowed_sizes": [8]}))
+    row = jobs.get(control.db, await control.job(extra_body={"min_devices": 8}))
     assert row.phase == "queued" and row.allowed_sizes == [8] and row.resolved["batch_size"] % 8 == 0

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.devices.energy import EnergyMeter
 from appliance.controller.devices.mode import write_mode
-from appliance.controller.devices.power import PowerKeeper
+from appliance.controller.devices.power import EnergyMeter, PowerKeeper
 from appliance.controller.interfaces.records import Mode
 from appliance.store.objects import job_records, jobs
 from appliance.store.records import usage

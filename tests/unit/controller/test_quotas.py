@@ -63,7 +63,7 @@ def refused(answer: httpx.Response, status: int, bound: str) -> bool:
     ) in error["message"]
 
 
-async def test_bytes_are_bounded_for_all_keys_of_an_owner_and_for_no_admin(control: Control):
+async def test_bytes_bound_counts_all_keys_of_an_owner(control: Control):
     first, second = caller(control.db, "ann", "ann"), caller(control.db, "ann-2", "ann")
     made = [(await file(control, who, b"x" * 4000)).json()["id"] for who in (first, second)]
     assert refused(await file(control, second, b"x" * 2001), 413, "bytes")
@@ -79,7 +79,7 @@ async def test_bytes_are_bounded_for_all_keys_of_an_owner_and_for_no_admin(contr
     assert statuses.count(200) == 1 and set(statuses) <= {200, 413}
 
 
-async def test_the_input_of_a_batch_outlasts_its_expiry_until_the_batch_has_ended(control: Control):
+async def test_expired_input_file_stays_until_its_batch_ends(control: Control):
     given = (await file(control, ADMIN, LINE, "batch")).json()["id"]
     control.engines.lines = 0
     made = await control.http.post("/v1/batches", headers=ADMIN, json=BATCH | {"input_file_id": given})
@@ -92,7 +92,7 @@ async def test_the_input_of_a_batch_outlasts_its_expiry_until_the_batch_has_ende
     assert not (control.context.files_dir / given).exists()
 
 
-async def test_unfinished_work_of_all_kinds_is_bounded_together(control: Control):
+async def test_unfinished_bound_counts_all_kinds_of_work(control: Control):
     ann, ben = caller(control.db, "ann"), caller(control.db, "ben")
     control.engines.lines = 0
     given = (await file(control, ann, LINE, "batch")).json()["id"]
@@ -114,7 +114,7 @@ async def test_unfinished_work_of_all_kinds_is_bounded_together(control: Control
     await control.settle()
 
 
-async def test_an_admin_gives_a_key_bounds_and_takes_them_away(control: Control):
+async def test_key_bounds_override_the_boxs(control: Control):
     made = await control.http.post("/admin/v1/keys", json={"name": "ann", "bounds": {"unfinished": 1, "bytes": 4}})
     assert made.status_code == 200 and made.json()["bounds"] == {"unfinished": 1, "bytes": 4}
     ann = {"x-appliance-key-id": made.json()["id"], "x-appliance-scopes": "inference,fine_tuning"}
@@ -130,7 +130,7 @@ async def test_an_admin_gives_a_key_bounds_and_takes_them_away(control: Control)
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "bounds.planets")
 
 
-async def test_stored_responses_of_an_owner_push_out_the_owners_own(control: Control):
+async def test_responses_bound_deletes_the_owners_oldest(control: Control):
     ann, ben = (caller(control.db, name)["x-appliance-key-id"] for name in ("ann", "ben"))
 
     def add(key_id: str, *numbers: int, size: int = 10) -> None:
@@ -158,22 +158,11 @@ def volume(total: int, free: int) -> Any:
 
 
 @pytest.mark.parametrize(("total", "floor"), [(64 << 20, 6.4 * 2**20), (100 * GIB, 2 * GIB), (10_000 * GIB, 20 * GIB)])
-def test_the_floor_fits_the_volume(total: int, floor: float):
+def test_floor_of_scales_with_the_volume(total: int, floor: float):
     assert floor_of(total) == int(floor)
 
 
-async def test_stored_responses_are_bounded_by_the_key_of_the_newest(control: Control, db: Database):
-    made = [keys.create(db, name, ["inference"], "ann")[0].id for name in ("old", "new")]
-    old, new = sorted(made)
-    keys.update(db, old, bounds={"responses": 1})
-    for number, key_id in enumerate((old, new, new)):
-        row = ResponseRow(f"resp_{number}", key_id, "completed", time.time(), 9, "[]", "{}", owner="ann")
-        responses.insert(db, row)
-    control.app.state.responses.keep_house(time.time())
-    assert db.value("SELECT count(*) FROM responses") == 3
-
-
-async def test_below_the_floor_nothing_is_stored_and_room_can_be_made(control: Control):
+async def test_disk_below_its_floor_refuses_writes_not_deletes(control: Control):
     ann, post = caller(control.db, "ann"), control.http.post
     kept = (await file(control, ann, b"x")).json()["id"]
     pending = (await upload(control, ann, 10)).json()["id"]
@@ -207,7 +196,7 @@ def fine_tuned(db: Database, owner: str, number: int, size: int) -> None:
     models.update_version(db, name, "v1", bytes=size)
 
 
-def test_models_that_jobs_made_are_bounded_by_number_and_bytes(control: Control, db: Database) -> None:
+def test_models_bound_counts_number_and_bytes(control: Control, db: Database) -> None:
     quotas = control.context.quotas
     rows = {name: keys.create(db, name, ["fine_tuning"], name)[0] for name in ("ann", "ben")}
     callers = {name: Principal(row.id, frozenset({"fine_tuning"}), "req", name) for name, row in rows.items()}
@@ -223,7 +212,7 @@ def test_models_that_jobs_made_are_bounded_by_number_and_bytes(control: Control,
     assert (found.value.param, found.value.status_code) == ("bytes", 413)
 
 
-async def test_batches_under_way_hold_the_place_of_their_answers(control: Control, db: Database) -> None:
+async def test_bytes_bound_reserves_answers_of_batches(control: Control, db: Database) -> None:
     ann = caller(db, "ann", bounds={"unfinished": 32, "bytes": 20 * len(LINE)})
     batch = BATCH | {"input_file_id": (await file(control, ann, LINE, "batch")).json()["id"]}
     answers = [await control.http.post("/v1/batches", headers=ann, json=batch) for _ in range(10)]
@@ -232,7 +221,7 @@ async def test_batches_under_way_hold_the_place_of_their_answers(control: Contro
     assert (answers[-1].status_code, error["code"], error["param"]) == (413, "limit_reached", "bytes")
 
 
-def test_stored_bytes_are_summed_by_indexes_alone(db: Database) -> None:
+def test_stored_bytes_use_covering_indexes(db: Database) -> None:
     for _, where in quotas._STORED[:3]:  # their rows have megabytes of JSON
         plan = [row["detail"] for row in db.execute(f"EXPLAIN QUERY PLAN SELECT sum(bytes) FROM {where}", ["key"])]
         assert "USING COVERING INDEX" in plan[0]

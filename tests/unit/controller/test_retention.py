@@ -106,4 +106,4 @@ def test_ended_jobs_go_after_their_days_and_what_they_cost_stays(tmp_path: Path,
     assert db.value("SELECT count(*) FROM jobs") == 3
     retention.keep_house(simulated_context(tmp_path, db, retention={"jobs_days": 10}), NOW_S)
     assert set(db.column("SELECT id FROM jobs")) == {"new", "live"}
-    assert [spent.device_hours for spent in usage.report(db, "owner", 0, NOW_S)] == [6.0]
+    assert [spent["device_hours"] for spent in usage.report(db, "owner", 0, NOW_S)] == [6.0]

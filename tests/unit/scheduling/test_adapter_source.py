@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from appliance.controller.engines.adapter_source import AdapterSource
+from appliance.controller.engines.versions import AdapterSource
 from serve.core.adapter_source import AdapterUnavailable, brought_in
 from tests.unit.weights.conftest import check, write
 from weights.format.errors import VersionLeased

@@ -11,7 +11,6 @@ from scheduler.plan.queue import allot
 from tests.unit.scheduling.fakes import states_of
 from train.plan.auto import DatasetStats, ModelStats, resolve
 from weights.format.layout import Layout, TensorSpec
-from weights.memory.lease import unpin
 from weights.memory.store import WeightStore
 
 MB = 10**6
@@ -41,14 +40,6 @@ def test_it_waits_with_the_numbers_and_begins_when_room_is_given_back(db, events
     store.remove(served)
     (view,) = states.load(free_devices=0).jobs
     assert view.lacks == "" and allot([view], 8, 8, 0.0, 0.0, "").sizes == {"ftjob-new": 8}
-
-
-def test_what_may_be_evicted_counts_as_room(db, store, add_model, add_job):
-    add_model(params=1_000_000)
-    add_job("ftjob-new", resolved=RESOLVED)
-    room = JobMemory(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB))
-    unpin(hold(store, 10 * MB))
-    assert room.waits_for(jobs.get(db, "ftjob-new")) == ""
 
 
 def test_a_job_that_has_begun_is_never_sent_back(db, store, add_model, add_job):

@@ -5,17 +5,21 @@ from __future__ import annotations
 import pytest
 
 from appliance.controller.interfaces.errors import OperationFailed
-from appliance.controller.scheduling.job_runs import Policies
+from appliance.controller.scheduling.job_runs import JobRuns
+from appliance.store.objects import jobs
+from scheduler.loop.inbox import Inbox
+from tests.unit.scheduling.fakes import NO_ROUTING
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import policy_name
-from weights.memory.store import WeightStore
 
 LAYOUT = Layout.plan([TensorSpec("a", "F32", (2,))], stem="adapter_model")
+OURS, USERS = policy_name("ftjob-1"), "ft:starter:acme::1"
 
 
 @pytest.fixture
-def store(tmp_path):
-    return WeightStore(tmp_path / "store", budget_bytes=None)
+def runs(db, events, store, tmp_path, tiers, add_job):
+    add_job(phase="running", resolved={"publish": "end", "options": {"staleness": 1}})
+    return JobRuns(db, store, tmp_path / "jobs", tmp_path / "shm", events, tiers, NO_ROUTING, Inbox(), {})
 
 
 def write(store, model, version):
@@ -24,65 +28,39 @@ def write(store, model, version):
 
 
 def left(store):
-    return sorted((stored.model, stored.version) for stored in store.list("adapter"))
+    return [stored.version for stored in store.list("adapter", OURS)]
 
 
-class Engines:
-    def __init__(self, busy=()):
-        self.unloaded, self.busy = [], set(busy)
+async def test_policies_of_a_running_job_keep_the_newest_written(runs, store):
+    write(store, USERS, "step-1")
+    # A world that resumed from an earlier snapshot counts its steps from there.
+    written = [f"step-{step}.old" for step in (8, 9)] + [f"step-{step}.new" for step in (2, 3, 4)]
+    unloaded = []
 
-    async def unload(self, names):
-        if self.busy & set(names):
-            raise OperationFailed("its requests run", code="adapter_in_use")
-        self.unloaded += names
+    async def unload(names):
+        unloaded.extend(names)
+
+    for version in written:
+        write(store, OURS, version)
+    await runs._tidy_policies(unload)
+    assert left(store) == written[2:] and len(store.list("adapter", USERS)) == 1
+    assert unloaded == [f"{OURS}@{version}" for version in written[:2]]
 
 
-async def test_what_is_older_than_the_newest_goes_from_engines_and_memory(store):
-    ours, users = policy_name("ftjob-1"), "ft:starter:acme::1"
-    write(store, users, "step-1")
-    for version in ("step-3.old", "step-2.new", "step-1.new"):
-        write(store, ours, version)
-    engines = Engines()
-    policies = Policies(store, lambda job: True)
-    await policies.tidy(engines.unload)  # no question yet: any may be the newest
-    assert len(left(store)) == 4
-    with policies.sampled("ftjob-1", "step-2.new"):
+async def test_policies_of_an_ended_job_go_once_nobody_uses_them(runs, store, db):
+    write(store, OURS, "step-2.new")
+    jobs.set_phase(db, "ftjob-1", "failed")
+
+    async def busy(names):
+        raise OperationFailed("its requests run", code="adapter_in_use")
+
+    async def unload(names):
         pass
-    await policies.tidy(engines.unload)
-    # What the ranks write next is there before they ask for it; what is a user's stays.
-    assert left(store) == [(ours, "step-2.new"), (ours, "step-3.old"), (users, "step-1")]
-    assert engines.unloaded == [f"{ours}@step-1.new"]
-    with policies.sampled("ftjob-1", "step-4.new"):
-        await policies.tidy(engines.unload)
-    assert left(store) == [(users, "step-1")]
 
-
-async def test_with_its_job_the_last_one_goes_and_what_is_in_use_goes_later(store):
-    ours = policy_name("ftjob-1")
-    write(store, ours, "step-2.new")
-    unfinished, engines = {"ftjob-1"}, Engines(busy=[f"{ours}@step-2.new"])
-    policies = Policies(store, unfinished.__contains__)
-    with policies.sampled("ftjob-1", "step-2.new"):
-        await policies.tidy(engines.unload)
-    unfinished.clear()
-    await policies.tidy(engines.unload)
-    assert left(store) == [(ours, "step-2.new")]
-    engines.busy.clear()
-    with store.lease(store.find("adapter", ours, "step-2.new")):
-        await policies.tidy(engines.unload)
+    await runs._tidy_policies(busy)
     assert left(store)
-    await policies.tidy(engines.unload)
-    assert left(store) == []
-
-
-async def test_what_a_question_is_asked_about_stays_until_it_is_answered(store):
-    ours = policy_name("ftjob-1")
-    for version in ("step-1.new", "step-2.new", "step-3.new"):
-        write(store, ours, version)
-    policies = Policies(store, lambda job: True)
-    with policies.sampled("ftjob-1", "step-2.new"):
-        with policies.sampled("ftjob-1", "step-3.new"):
-            await policies.tidy(Engines().unload)
-        assert left(store) == [(ours, "step-2.new"), (ours, "step-3.new")]
-    await policies.tidy(Engines().unload)
-    assert left(store) == [(ours, "step-3.new")]
+    with store.lease(store.find("adapter", OURS, "step-2.new")):
+        await runs._tidy_policies(unload)
+    assert left(store)
+    await runs._tidy_policies(unload)
+    assert not left(store)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
-from appliance.controller.access.naming import resolve
 from appliance.controller.bus.load import Load, ModelLoad
 from appliance.controller.engines.engine_sizes import EngineSizes
-from appliance.controller.jobs.settings import shape_of
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries, model_settings
 from appliance.store.rows import CanaryRow, CheckpointRow, JobRow, VersionRow
@@ -116,20 +112,6 @@ async def test_model_in_training_is_routed_to_engines_with_the_version_of_its_ba
     assert name not in bus.table
 
 
-async def test_offer_policy_waits_for_gateways_also_if_it_was_just_offered(routing, bus, monkeypatch):
-    applied = asyncio.Event()
-
-    async def wait_applied(generation):
-        await applied.wait()
-
-    monkeypatch.setattr(bus, "wait_applied", wait_applied)
-    asked = [asyncio.create_task(routing.offer_policy(policy_name("ftjob-1"), "starter", "v1")) for _ in range(2)]
-    await asyncio.sleep(0.01)
-    assert not any(one.done() for one in asked)
-    applied.set()
-    await asyncio.gather(*asked)
-
-
 async def test_a_version_without_a_chat_template_is_marked_until_its_settings_have_one(routing, bus, db):
     models.insert_version(db, VersionRow("starter", "v2", "s", 1, 0.0, meta={"chat_template": False}))
     models.insert_version(db, VersionRow("starter", "v3", "s", 1, 0.0, meta={"chat_template": True}))
@@ -143,24 +125,18 @@ async def test_a_version_without_a_chat_template_is_marked_until_its_settings_ha
     assert chats == [(True, True), (False, False), (True, True), (True, True)]
 
 
+def load(*reported, tokens, **more):
+    waiting, per_s, prompt = tokens
+    return ModelLoad(*reported, waiting_prompt_tokens=waiting, prefill_tokens_per_s=per_s, prompt_tokens=prompt, **more)
+
+
 async def test_what_is_asked_of_adapters_is_asked_of_their_base(routing, bus):
     await routing.open("r1", "starter", "v1", SOCKET)
     bus.reported = Load(
         {"r1": 4},
         {
-            "starter": ModelLoad(
-                1, 0, 5.0, 0.1, waiting_prompt_tokens=50, prefill_tokens_per_s=900.0, prompt_tokens=60
-            ),
-            "ft:a": ModelLoad(
-                2,
-                3,
-                9.0,
-                0.4,
-                waiting_prompt_tokens=20,
-                prefill_tokens_per_s=800.0,
-                prompt_tokens=80,
-                computed_part=0.5,
-            ),
+            "starter": load(1, 0, 5.0, 0.1, tokens=(50, 900.0, 60)),
+            "ft:a": load(2, 3, 9.0, 0.4, tokens=(20, 800.0, 80), computed_part=0.5),
             "ft:b": ModelLoad(0, 1, None, None),
         },
     )
@@ -236,18 +212,7 @@ async def test_the_table_says_for_whom_each_name_exists(routing, bus, db):
     models.update(db, "ft:a", owner="alice")
     models.share(db, "ft:a", "bob")
     canaries.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 7.0))
-    jobs.insert(
-        db,
-        JobRow(
-            id="ftjob-1",
-            model="starter",
-            method="supervised",
-            training_file="f",
-            seed=1,
-            output_model="ft:a",
-            created_s=1.0,
-        ),
-    )
+    jobs.insert(db, JobRow("ftjob-1", "starter", "supervised", "f", 1, "ft:a", 1.0))
     job_records.insert_checkpoint(db, CheckpointRow("c", "ftjob-1", "ft:a:ckpt-step-1", "ft:a", "step-1", 1, 1.0))
     routing.refresh()
     owners = {name: row["owners"] for name, row in bus.table.items()}
@@ -264,14 +229,10 @@ async def test_the_table_says_for_whom_each_name_exists(routing, bus, db):
 @pytest.mark.parametrize(
     "config",
     [
-        '{"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64, "head_dim": '
-        + "9" * 400
-        + "}",
         '{"x": ' + "[" * 980 + "]" * 980 + "}",
-        "[]",
         '{"text_config": {"head_dim": 1e999}, "layer_types": {"a": []}}',
     ],
-    ids=["400 digits", "deep", "list", "odd types"],
+    ids=["deep", "odd types"],
 )
 async def test_no_models_config_stops_the_table_of_the_others(bus, db, add_model, tmp_path, config):
     add_model()
@@ -284,5 +245,3 @@ async def test_no_models_config_stops_the_table_of_the_others(bus, db, add_model
     assert {"starter", "odd"} <= bus.table.keys()
     assert bus.table["starter"]["slots"] == sizes.size(models.find(db, "starter"), None).max_num_seqs
     assert routing.traffic("starter").kv_tokens == sizes.size(models.find(db, "starter"), None).kv_tokens
-    shape = shape_of(resolve(db, "odd"))
-    assert 0 <= shape.lora_sides < 1e30

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from appliance.controller.engines.versions import VersionProvider
-from appliance.store.objects import models
-from appliance.store.rows import ModelRow, VersionRow
 from tests.unit.weights.conftest import check, write
 from weights.checkpoint.errors import OpeningRefused
 from weights.memory.lease import take_lease
@@ -23,21 +21,7 @@ GB = 10**9
 async def provider(db, store, tiers, flow, add_model):
     """Two models, both on disk and evicted from memory; the budget has room for one of them."""
     add_model()
-    models.insert(
-        db,
-        ModelRow(
-            id="other",
-            kind="base",
-            arch="LlamaForCausalLM",
-            params=5,
-            bytes=10,
-            owned_by="org",
-            source="here",
-            created_s=1.0,
-        ),
-    )
-    models.insert_version(db, VersionRow("other", "v1", "here", 10, 1.0))
-    models.activate(db, "other", "v1")
+    add_model("other")
     nbytes = write(store, "v1").nbytes
     write(store, "v1", model="other")
     await flow.run_once("disk")

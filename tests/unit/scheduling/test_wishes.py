@@ -9,11 +9,11 @@ import pytest
 
 from appliance.controller.bus.bus import Bus
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.scheduling.wishes import Circumstances, Wishes, may_wake, may_wake_to_sample
+from appliance.controller.scheduling.wishes import Wishes, may_wake, may_wake_to_sample
 from appliance.store.database import Database
 from appliance.store.objects import job_records, jobs
 from appliance.store.rows import JobJudgeRow
-from scheduler.core.workload import Demand
+from scheduler.core.workload import Demand, Policy
 
 OPEN = {"starter": {"replicas": [{"id": "r1", "state": "open"}]}}
 
@@ -40,7 +40,8 @@ class Asked(Wishes):
     ],
 )
 def test_work_without_a_client_wakes_a_model_only_where_nobody_is_in_the_way(policy, jobs, others, free, expected):
-    assert may_wake(Circumstances(policy, jobs, free), others) is expected
+    now = {"jobs_want_devices": jobs, "others_have_requests": others, "free_devices": free}
+    assert may_wake(Policy(policy, 1), **now) is expected
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,8 @@ def test_work_without_a_client_wakes_a_model_only_where_nobody_is_in_the_way(pol
     ],
 )
 def test_rollouts_wake_a_model_only_on_devices_that_training_does_not_get(policy, floor, others, free, expected):
-    assert may_wake_to_sample(Circumstances(policy, True, free, floor), others) is expected
+    now = {"others_have_requests": others, "free_devices": free}
+    assert may_wake_to_sample(Policy(policy, 1, floor), **now) is expected
 
 
 async def test_lines_wake_their_model_and_keep_it_awake(db, tmp_path):

@@ -10,9 +10,9 @@ import pytest
 
 from appliance.store.database import Database
 from appliance.store.errors import DuplicateRow, IllegalTransition, RowNotFound
-from appliance.store.objects import job_records, jobs, models
+from appliance.store.objects import job_records, jobs
 from appliance.store.records import handovers, keys
-from appliance.store.rows import HandoverRow, HandoverStepRow, JobMetricRow, JobRow, ModelRow, VersionRow
+from appliance.store.rows import HandoverRow, HandoverStepRow, JobMetricRow, JobRow
 
 
 def insert_job(db: Database, job_id: str = "ftjob-1", **fields) -> JobRow:
@@ -86,10 +86,6 @@ class TestJobs:
         with pytest.raises(IllegalTransition):
             jobs.set_wanted(db, "ftjob-1", "run")
 
-    def test_names_made_by_an_owner_are_found_by_indexes_alone(self, db: Database):
-        plan = db.execute(f"EXPLAIN QUERY PLAN SELECT 1 FROM ({jobs._MADE}) WHERE name = ?2", ["ann", "m"])
-        assert not [row["detail"] for row in plan if "SCAN" in row["detail"]]
-
     def test_a_step_run_again_replaces_its_metrics_but_not_its_validation(self, db: Database):
         insert_job(db)
         job_records.upsert_metric(db, JobMetricRow("ftjob-1", 5, 1.0, loss=2.0, tokens_per_s=10.0))
@@ -100,24 +96,6 @@ class TestJobs:
         job_records.upsert_metric(db, JobMetricRow("ftjob-1", 6, 4.0, loss=1.8))
         assert [row.step for row in job_records.list_metrics(db, "ftjob-1", after_step=5)] == [6]
         assert [row.step for row in job_records.last_metrics(db, "ftjob-1", 1)] == [6]
-
-
-class TestModels:
-    def insert(self, db: Database, *versions: str) -> None:
-        models.insert(db, ModelRow("m", "base", "llama", 10, 20, "org-local", "test", 1.0))
-        for version in versions:
-            models.insert_version(db, VersionRow("m", version, "test", 5, 1.0, disk_path="/x"))
-
-    def test_only_an_active_version_makes_a_model_callable(self, db: Database):
-        self.insert(db, "v1", "v2")
-        assert models.list_callable(db) == []
-        models.activate(db, "m", "v2")
-        assert [row.id for row in models.list_callable(db)] == ["m"]
-        with pytest.raises(RowNotFound, match="m@v9"):
-            models.activate(db, "m", "v9")
-        before = models.version_before(db, "m", "v2")
-        assert before is not None and before.version == "v1"
-        assert models.version_before(db, "m", "v1") is None
 
 
 def test_has_made_finds_a_checkpoint_by_its_name(db: Database):

@@ -36,20 +36,6 @@ def test_error_in_a_transaction_releases_the_write_lock(db: Database, fail: type
     assert [row.id for row in jobs.list_unfinished(db)] == ["ftjob-2"]
 
 
-def test_snapshot_stays_at_its_moment_and_refuses_writes(db: Database):
-    jobs.insert(db, job(1))
-    with db.snapshot():
-        assert len(jobs.list_unfinished(db)) == 1
-        on_a_thread(jobs.insert, db, job(2))
-        assert len(jobs.list_unfinished(db)) == 1
-        with pytest.raises(sqlite3.OperationalError):
-            jobs.insert(db, job(3))
-        with pytest.raises(sqlite3.OperationalError), db.transaction():
-            pass
-    assert len(jobs.list_unfinished(db)) == 2
-    jobs.insert(db, job(3))
-
-
 def test_emptied_log_and_file_have_no_deleted_text(tmp_path: Path):
     with Database(tmp_path / "a.db") as db:
         box.put(db, "note", "a secret")

@@ -126,8 +126,7 @@ def _parsed(body: dict[str, Any]) -> ModelSettings:
 def _version(context: ControllerContext, name: str, number: int) -> dict[str, Any]:
     row = model_settings.find(context.db, name, number)
     if row is None and number:
-        have = ", ".join(str(r.number) for r in model_settings.history(context.db, name)) or "none"
-        raise NotFound(f"{name} has no settings {number}; it has {have}.", param="number", code="settings_not_found")
+        raise NotFound(f"{name} has no settings {number}.", param="number", code="settings_not_found")
     return row.settings if row is not None else {}
 
 

@@ -1,4 +1,4 @@
-"""/admin/v1/models: list and show models, and how one is to be served.
+"""/admin/v1/models: list and show models, and how one is to be served. The CLI relies on the keys of the views.
 
 Names contain ":" and may contain "/": clients send them percent-encoded in one segment or plain, hence `{name:path}`.
 """
@@ -14,20 +14,20 @@ from fastapi import APIRouter, Response
 from pydantic import ConfigDict, Field
 
 from appliance.controller.access.model_access import stored_model
-from appliance.controller.admin import views
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.paging import RECENT, list_object
 from appliance.controller.http.reading import Status, answer
 from appliance.controller.interfaces.errors import InvalidValue
-from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.principal import Caller
-from appliance.controller.models import node_sizes
+from appliance.controller.interfaces.records import ModelStates, SchedulerStatus
+from appliance.controller.jobs import settings
 from appliance.controller.models.canaries import Canaries
-from appliance.store.database import Part
+from appliance.store.database import Database, Part
 from appliance.store.objects import adapters, models
-from appliance.store.records import canaries, deployments
-from appliance.store.rows import DeploymentRow
+from appliance.store.objects.adapters import AdapterRow
+from appliance.store.records import canaries, deployments, model_settings
+from appliance.store.rows import DeploymentRow, ModelRow, columns
 from scheduler.core.idle import IdleSettings
 
 Replicas = Annotated[int, Field(ge=0, le=65536)]
@@ -60,7 +60,7 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
         """Newest first."""
         states = ModelStates(db, now)
         page = models.page(db, **part)
-        return list_object(page, lambda row: views.model(db, row, now, states, context.tiers, context.sizes))
+        return list_object(page, lambda row: model_view(context, row, now, states))
 
     def deployment_of(name: str) -> DeploymentRow:
         stored_model(db, name)
@@ -68,7 +68,7 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
 
     @router.get("/models/{name:path}/deployment")
     def show_deployment(name: str, now: Status) -> dict[str, Any]:
-        return views.deployment(deployment_of(name), now)
+        return deployment_view(deployment_of(name), now)
 
     @router.patch("/models/{name:path}/deployment")
     async def deploy(name: str, body: Deploy, caller: Caller) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
             record(context, caller, "model.deploy", name, **given)
         context.scheduler.reset_failures(name)  # what failed with the old settings may work with the new ones
         context.scheduler.nudge(f"deployment of {name}", name_of(context, caller))
-        return views.deployment(wanted, context.scheduler.status())
+        return deployment_view(wanted, context.scheduler.status())
 
     @router.get("/models/{name:path}", response_model=dict[str, Any])
     async def show(name: str, caller: Caller, now: Status) -> Response:
@@ -100,10 +100,76 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
 
         def view() -> dict[str, Any]:
             row = stored_model(db, name)
-            found = views.model(db, row, now, ModelStates(db, now), context.tiers, context.sizes)
+            found = model_view(context, row, now, ModelStates(db, now))
             return found | {"canary": canary}
 
-        return await answer(db, view)
+        return await answer(view)
+
+
+def model_view(
+    context: ControllerContext, row: ModelRow, status: SchedulerStatus, states: ModelStates
+) -> dict[str, Any]:
+    """`id` is its name, by which a list's next page is asked for. `max_model_len`: the context of its engines;
+    `context_note`: why that is less than the model's own, else "". `settings_note`: why the box itself put these
+    settings in force, else "".
+    `adapter`: {"base", "base_version", "rank", "host"} if the active version is one; the engines of `host` serve it.
+    `message`: why its engines fail, None if they do not."""
+    db = context.db
+    found, running = deployments.find(db, row.id), canaries.find_running(db, row.id)
+    size = context.sizes.size(row, None)
+    set_up = model_settings.current(db, row.id)
+    return {
+        "id": row.id,
+        "name": row.id,
+        **columns(row, "kind arch task params bytes base active_version"),
+        "canary_version": running.version if running is not None else None,
+        "max_model_len": size.max_model_len,
+        "context_note": size.problem or size.shortened,
+        **columns(row, "source job_id created_s info"),
+        "owner": row.owner or None,
+        "shared_with": models.shared_with(db, row.id),
+        "adapter": _adapter(db, row),
+        "state": states.word(row.id),
+        "message": states.message(row.id),
+        "deployment": deployment_view(found, status) if found else None,
+        "settings": set_up.settings if set_up else {},
+        "settings_number": set_up.number if set_up else 0,
+        "settings_note": set_up.note if set_up else "",
+        "versions": [
+            {
+                **columns(v, "version created_s bytes source"),
+                "kind": "adapter" if v.meta.get("adapter") else "version",
+                "teacher": v.meta.get("teacher"),
+                "pinned": bool(v.pinned),
+                "held_back": bool(v.held_back),
+                "tiers": context.tiers.tiers_of_version(row.id, v.version),
+            }
+            for v in models.list_versions(db, row.id)
+        ],
+    }
+
+
+def deployment_view(row: DeploymentRow, status: SchedulerStatus) -> dict[str, Any]:
+    """`failed_reason`: why its engines fail now, None if they do not."""
+    failed = next((trouble["reason"] for trouble in status["troubles"] if trouble["model"] == row.model), None)
+    return {
+        **columns(row, "model min_replicas max_replicas tensor_parallel ttft_p95_s tpot_p95_ms"),
+        **IdleSettings.model_construct(**row.idle).model_dump(),
+        "pinned": bool(row.pinned),
+        "failed_reason": failed,
+    }
+
+
+def _adapter(db: Database, row: ModelRow) -> dict[str, Any] | None:
+    version = models.active(db, row)
+    known = version.meta.get("adapter") if version else None
+    if known is None:
+        return None
+    base = models.find(db, known["base"])
+    adapter = AdapterRow(
+        row.id, row.id, version.version, known["base"], known["base_version"], base.active_version if base else None
+    )
+    return {**known, "host": adapter.host}
 
 
 def _refuse_of_adapter(context: ControllerContext, name: str, given: Mapping[str, Any]) -> None:
@@ -124,7 +190,7 @@ def _check(context: ControllerContext, row: DeploymentRow, changed: Collection[s
     if row.max_replicas is not None and row.max_replicas < max(row.min_replicas, row.pinned):
         least = f"min_replicas is {row.min_replicas}" if row.min_replicas else "a pinned model has at least one replica"
         raise InvalidValue(f"max_replicas is {row.max_replicas} and {least}; expected min <= max.", "max_replicas")
-    nodes = node_sizes.known(context)
+    nodes = settings.nodes_of(context)
     if "tensor_parallel" in changed:
         nodes.refuse_more("tensor_parallel", row.tensor_parallel)
     if "tensor_parallel" in changed or "min_replicas" in changed:

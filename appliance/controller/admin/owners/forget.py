@@ -29,27 +29,16 @@ from appliance.controller.interfaces.errors import Conflict
 from appliance.controller.interfaces.principal import ADMIN, Caller, Principal
 from appliance.controller.jobs.wanted import ask
 from appliance.controller.models import removal as models
-from appliance.store.database import TABLES, Database, sql_list
+from appliance.store.database import TABLES, Database
 from appliance.store.objects import evals, files, jobs
 from appliance.store.records import keys
-from appliance.store.rows import (
-    UNFINISHED_BATCH,
-    UNFINISHED_EVAL_RUN,
-    UNFINISHED_PHASES,
-    UNFINISHED_RESPONSE,
-    KeyRow,
-)
+from appliance.store.rows import UNFINISHED, KeyRow
 
 ENDS_WITHIN_S = 20.0
 _LOOK_EVERY_S = 0.05
 _SHOWN = 10
 _COUNTED = ("files", "uploads", "batches", "responses", "jobs", "evals")
-_UNFINISHED = {
-    "jobs": f"phase IN ({sql_list(UNFINISHED_PHASES)})",
-    "batches": f"status IN ({sql_list(UNFINISHED_BATCH)})",
-    "responses": f"status IN ({sql_list(UNFINISHED_RESPONSE)})",
-    "eval_runs": f"status IN ({sql_list(UNFINISHED_EVAL_RUN)})",
-}
+_WAITED_FOR = ("jobs", "batches", "responses", "eval_runs")
 
 
 class Forget(StrictBody):
@@ -62,8 +51,6 @@ class Forget(StrictBody):
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
-    """Add the routes to the admin router."""
-
     @router.get("/forget")
     @needs(ADMIN)  # it names an owner's keys
     def show(owner: Annotated[str, Query(min_length=1, max_length=256)]) -> dict[str, Any]:
@@ -96,7 +83,7 @@ async def _forget(context: ControllerContext, body: Forget, caller: Principal) -
     for row in _keys_of(db, owner):
         end_key(context, row.id)
     context.spending.publish_keys()
-    for job_id in _ids(db, "jobs", owner, _UNFINISHED["jobs"]):
+    for job_id in _ids(db, "jobs", owner, UNFINISHED["jobs"]):
         ask(context, job_id, "cancel", caller)
     deadline_s = time.monotonic() + ENDS_WITHIN_S
     while (left := await asyncio.to_thread(_unfinished, db, owner)) and time.monotonic() < deadline_s:
@@ -135,7 +122,7 @@ def _found(db: Database, owner: str) -> dict[str, Any]:
 
 
 def _unfinished(db: Database, owner: str) -> list[str]:
-    return [one for table, where in _UNFINISHED.items() for one in _ids(db, table, owner, where)]
+    return [one for table in _WAITED_FOR for one in _ids(db, table, owner, UNFINISHED[table])]
 
 
 def _keys_of(db: Database, owner: str) -> list[KeyRow]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
-from pydantic import Field, create_model
+from pydantic import Field
 
 from appliance.controller.access.naming import CallableName, OwnerName, model_of
-from appliance.controller.admin import views
 from appliance.controller.admin.owners.key_ends import drop_first_key, end_key
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
@@ -21,21 +19,14 @@ from appliance.controller.http.routers import needs
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.config import OwnerBounds, Scope
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
-from appliance.controller.interfaces.principal import (
-    ADMIN,
-    ANY,
-    FINE_TUNING,
-    INFERENCE,
-    READ,
-    Caller,
-)
+from appliance.controller.interfaces.principal import ADMIN, ANY, FINE_TUNING, INFERENCE, READ, Caller
 from appliance.controller.jobs.requests import Priority
 from appliance.controller.jobs.wanted import pause_jobs_without_model
 from appliance.store.database import Part
 from appliance.store.errors import DuplicateRow
 from appliance.store.objects import models
 from appliance.store.records import keys, usage
-from appliance.store.rows import KeyRow
+from appliance.store.rows import KeyRow, columns
 from runtime.moments import minute
 
 DEFAULT_SCOPES = (INFERENCE, FINE_TUNING)
@@ -49,19 +40,14 @@ Limit = Annotated[int, Field(ge=1, le=10**15)]
 Amount = Annotated[int, Field(ge=0, le=10**15)]
 
 
-_BOUNDS: Any = dict.fromkeys(OwnerBounds.model_fields, (Amount | None, None))
-KeyBounds = create_model(
-    "KeyBounds",
-    __base__=StrictBody,
-    __doc__="Limits on what the key's owner may keep, where they differ from the box's own (`[controller.bounds]`).",
-    **_BOUNDS,
-)
+Bound = Literal[tuple(OwnerBounds.model_fields)]  # type: ignore[valid-type]
 
 
 class KeyLimits(StrictBody):
     """What a key may use and spend; null lifts a limit. models: names of models, in addition to those its owner's jobs
     create. Token quotas count prompts and completions; days and months are in UTC. max_priority: of its
-    jobs, which may be not preemptible or have a deadline if it is above 0. expires_s: Unix time at which it ends by
+    jobs, which may be not preemptible or have a deadline if it is above 0. bounds: what its owner may keep, where that
+    differs from `[controller.bounds]`. expires_s: Unix time at which it ends by
     itself.
     """
 
@@ -71,14 +57,14 @@ class KeyLimits(StrictBody):
     tokens_per_day: Limit | None = None
     tokens_per_month: Limit | None = None
     max_priority: Priority | None = None
-    bounds: KeyBounds | None = None  # type: ignore[valid-type]
+    bounds: dict[Bound, Amount | None] | None = None  # type: ignore[valid-type]
     expires_s: Annotated[float, Field(gt=0, le=10**11)] | None = None
 
     def columns(self) -> dict[str, Any]:
         """The columns of the fields that were given."""
         given = self.model_dump(exclude_unset=True, include=KeyLimits.model_fields.keys())
         if self.bounds is not None:
-            given["bounds"] = self.bounds.model_dump(exclude_none=True) or None
+            given["bounds"] = {name: bound for name, bound in self.bounds.items() if bound is not None} or None
         if given.get("max_priority", 0) is None:
             given["max_priority"] = 0
         return given
@@ -94,7 +80,6 @@ class KeyCreate(KeyLimits):
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
-    """Add the routes to the admin router."""
     db = context.db
 
     @router.get("/me")
@@ -104,7 +89,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         row = keys.find(db, caller.key_id) if caller.key_id is not None else None
         if row is None:
             return {"id": None, "name": "box", "owner": None, "scopes": sorted(caller.scopes)}
-        return views.key(row)
+        return key_view(row)
 
     @router.get("/keys")
     @needs(ADMIN)
@@ -114,7 +99,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         asked = usage.last_used(db)
 
         def view(row: KeyRow) -> dict[str, Any]:
-            return views.key(row) | {"last_asked_s": max(asked[row.id], row.created_s) if row.id in asked else None}
+            return key_view(row) | {"last_asked_s": max(asked[row.id], row.created_s) if row.id in asked else None}
 
         return list_object(keys.page(db, **part), view)
 
@@ -139,7 +124,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 code="key_exists",
             ) from error
         context.spending.publish_keys()
-        return views.key(row) | {"key": key}
+        return key_view(row) | {"key": key}
 
     @router.patch("/keys/{id_or_name}")
     async def limit(id_or_name: str, body: KeyLimits, caller: Caller) -> dict[str, Any]:
@@ -159,7 +144,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         context.spending.publish_keys()
         if paused:
             context.scheduler.nudge(f"{row.id} lost a model")
-        return views.key(keys.find(db, row.id) or row)
+        return key_view(keys.find(db, row.id) or row)
 
     @router.post("/keys/{id_or_name}/rotate")
     async def rotate(id_or_name: str, request: Request, caller: Caller) -> dict[str, Any]:
@@ -177,7 +162,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             renewed, key = keys.renew(db, row.id)
             record(context, caller, "key.rotate", row.id, name=row.name)
         context.spending.publish_keys()
-        return views.key(renewed) | {"key": key, "first_key_file_removed": drop_first_key(context, row)}
+        return key_view(renewed) | {"key": key, "first_key_file_removed": drop_first_key(context, row)}
 
     @router.delete("/keys/{id_or_name}")
     async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
@@ -191,7 +176,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         context.scheduler.nudge(f"{before.id} was revoked")
         row = keys.find(db, before.id) or before
         return (
-            views.key(row)
+            key_view(row)
             | {"stopped": stopped, "already_revoked": before.revoked_s is not None}
             | {"admin_keys": sum(ADMIN in one.scopes for one in keys.list_live(db))}
         )
@@ -209,9 +194,13 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         A key that is neither an admin's nor of scope `read` sees what its owner's keys spent."""
         now_s = time.time()
         owner = None if caller.may(READ) else caller.owner
-
-        rows = [asdict(row) for row in usage.report(context.db, by, since_s, now_s, owner)]
+        rows = usage.report(db, by, since_s, now_s, owner)
         return {"object": "list", "by": by, "since_s": since_s, "until_s": now_s, "data": rows}
+
+
+def key_view(row: KeyRow) -> dict[str, Any]:
+    limits = "models requests_per_minute tokens_per_minute tokens_per_day tokens_per_month bounds expires_s"
+    return columns(row, f"id name scopes owner prefix created_s revoked_s {limits} max_priority")
 
 
 def _live(context: ControllerContext, id_or_name: str) -> KeyRow:

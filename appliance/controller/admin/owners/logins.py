@@ -1,16 +1,42 @@
-"""How a login of the page begins, and how it is shown: for people who bring a key and for those who come by a login
-provider."""
+"""/admin/v1/sessions: logins of the page; /admin/v1/oidc: those by an OpenID provider, by the code flow with PKCE.
+
+A key is exchanged for a login, so that a browser need not keep the key; what a login may do is what its key may. Its
+owner lists them and ends them; the end of its key is theirs. A person who comes by the provider (Authlib speaks the
+protocol) has a key, made at the first login, with the scopes of the groups of each login. Nobody ever has the key
+itself; limits, usage, jobs, the audit log and revocation know a person by it. Its owner has a part of the subject's
+hash in the name: a name that a provider gives to somebody else later is another owner here.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
+import ssl
 import time
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Final
 
-from fastapi import Request, Response
+import httpx2
+from authlib.integrations.base_client.errors import OAuthError
+from authlib.integrations.starlette_client import StarletteOAuth2App
+from fastapi import APIRouter, Request, Response
+from joserfc.errors import JoseError
+from pydantic import Field
 
+from appliance.controller.access.naming import OWNER_PATTERN
+from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.http.routers import make_router, needs, unaudited
+from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.interfaces.config import OidcSettings
+from appliance.controller.interfaces.errors import ApiError, NotFound, shown
+from appliance.controller.interfaces.principal import ANY, GATEWAY, Caller
 from appliance.store.records import keys, page_sessions
-from appliance.store.rows import PageSessionRow, columns
+from appliance.store.rows import KeyRow, PageSessionRow, columns
 
 IDLE_S = 8 * 3600.0
 """Without a touch of its person's."""
@@ -20,20 +46,94 @@ MOST_OF_A_KEY = 16
 COOKIE = "x-appliance-cookie"
 """For the gateway, which makes a cookie of it (`gateway.server.controller`); no client sees it."""
 _AGENT_CHARACTERS = 200
+MOVED_BY_S = 300.0
+"""A smaller step of its end is not worth a table for all gateways."""
+
+# Public keys alone: with the secret's own family, whoever knows the secret could sign.
+ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+ANSWER_S: Final = 10.0
+_LEEWAY_S: Final = 60
+TRANSPORT: httpx2.AsyncBaseTransport | None = None
+"""In place of the network, in tests."""
+SHOWN_CHARACTERS = 12
+"""Characters of a subject's hash that are shown."""
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._@-]+")
+_NAME_CHARACTERS = 48
+Word = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
-def begin(
+class SessionBegin(StrictBody):
+    """secure: the page came by https, if only as far as a proxy; the cookie then never travels otherwise."""
+
+    secure: bool = False
+
+
+def routes(context: ControllerContext, router: APIRouter) -> APIRouter:
+    db = context.db
+
+    @router.post("/sessions", status_code=201)
+    @needs(*ANY)
+    async def exchange(body: SessionBegin, request: Request, response: Response, caller: Caller) -> dict[str, Any]:
+        """`page`: the half of its token that the page keeps and sends as `x-appliance-page: ID.HALF`; the other half is
+        in a cookie. Neither is shown again."""
+        if caller.key_id is None or caller.session is not None or keys.find(db, caller.key_id) is None:
+            raise ApiError(
+                403, "A login of the page begins with an API key of its own.", code="insufficient_permissions"
+            )
+        made = _begin(context, caller.key_id, request, response, secure=body.secure)
+        record(context, caller, "session.create", made["id"], key=made["key"], agent=made["agent"])
+        return made
+
+    @router.get("/sessions")
+    @needs(*ANY)
+    def list_sessions(caller: Caller) -> dict[str, Any]:
+        rows = page_sessions.list_live(db, time.time(), caller.viewer)
+        return {"object": "list", "data": [view(context, row) for row in rows]}
+
+    @router.post("/sessions/{session_id}/touch")
+    @needs(*ANY)
+    @unaudited  # its person is still at the page
+    async def touch(session_id: str, caller: Caller) -> dict[str, Any]:
+        """Its person is there: its end moves on, at most to seven days after its beginning."""
+        row = page_sessions.find(db, session_id)
+        if row is None or row.id != caller.session:
+            raise _unknown(session_id)
+        now_s = time.time()
+        until_s = min(now_s + IDLE_S, row.created_s + LONGEST_S)
+        if until_s - row.until_s >= MOVED_BY_S:
+            page_sessions.update(db, row.id, seen_s=now_s, until_s=until_s)
+            context.spending.publish_keys()
+        return view(context, page_sessions.find(db, row.id) or row)
+
+    @router.delete("/sessions/{session_id}")
+    @needs(*ANY)
+    async def end(session_id: str, response: Response, caller: Caller) -> dict[str, Any]:
+        row = page_sessions.find(db, session_id)
+        if row is None or (caller.viewer is not None and keys.owner_of(db, row.key_id) != caller.viewer):
+            raise _unknown(session_id)
+        # At once, however many were begun: the next beginning waits for it.
+        page_sessions.end(db, row.id)
+        record(context, caller, "session.end", row.id)
+        context.spending.publish_keys()
+        if row.id == caller.session:
+            response.headers[COOKIE] = f"{row.id}=; Max-Age=0"
+        return {"id": row.id, "object": "session", "deleted": True}
+
+    return _oidc_routes(context)
+
+
+def _begin(
     context: ControllerContext, key_id: str, request: Request, response: Response, *, secure: bool
 ) -> dict[str, Any]:
     """A new login of this key, as the API shows it, with the page's half of the token; the other half is in a header of
     the response. secure: the cookie travels by TLS alone."""
     now_s, agent = time.time(), request.headers.get("user-agent", "")[:_AGENT_CHARACTERS]
-    row, halves = page_sessions.create(
+    row, (cookie, page) = page_sessions.create(
         context.db, key_id, agent=agent, now_s=now_s, until_s=now_s + IDLE_S, most=MOST_OF_A_KEY
     )
     context.spending.publish_keys()
-    response.headers[COOKIE] = f"{row.id}={halves.cookie}; Max-Age={LONGEST_S:.0f}{'; Secure' if secure else ''}"
-    return view(context, row) | {"page": halves.page}
+    response.headers[COOKIE] = f"{row.id}={cookie}; Max-Age={LONGEST_S:.0f}{'; Secure' if secure else ''}"
+    return view(context, row) | {"page": page}
 
 
 def view(context: ControllerContext, row: PageSessionRow) -> dict[str, Any]:
@@ -47,3 +147,203 @@ def view(context: ControllerContext, row: PageSessionRow) -> dict[str, Any]:
         **columns(row, "agent created_s seen_s until_s"),
         "ends_s": row.created_s + LONGEST_S,
     }
+
+
+def keep_house(context: ControllerContext, now_s: float) -> None:
+    """Forget those whose time is over, also at gateways, which then cut off what they still ask."""
+    if page_sessions.forget_ended(context.db, now_s):
+        context.spending.publish_keys()
+
+
+def _unknown(session_id: str) -> NotFound:
+    return NotFound(f"No login of the page with the id {shown(session_id)}.", param="id", code="session_not_found")
+
+
+# --- by a provider
+
+
+class OidcFinish(StrictBody):
+    """code, state: as the provider gave them. binder: as `begin` gave it to this browser. secure: as for a login with a
+    key."""
+
+    code: Word
+    state: Word
+    binder: Word
+    secure: bool = False
+
+
+def _oidc_routes(context: ControllerContext) -> APIRouter:
+    """A browser without a key calls these. It keeps what its login began with (`binder`), so the box keeps nothing."""
+    router, settings = make_router("/admin/v1/oidc", GATEWAY), context.config.oidc
+    redirect_uri = f"{settings.box_url}/ui"  # the page itself
+
+    @cache
+    def provider() -> _Client:
+        if not settings.issuer:
+            raise NotFound("This box has no login provider.", code="no_login_provider")
+        return _client_of(settings)
+
+    @router.get("")
+    async def about() -> dict[str, Any]:
+        """`name`: of the provider, null where there is none."""
+        return {"object": "oidc", "name": settings.name if settings.issuer else None}
+
+    @router.post("/begin")
+    @unaudited  # who comes back is known by `finish`
+    async def begin() -> dict[str, Any]:
+        """`url`: where the browser goes; `binder`: what it keeps for `finish`: nobody finishes another's login."""
+        with _refusals():
+            begun: dict[str, str] = await provider().create_authorization_url(redirect_uri)
+        return {"url": begun["url"], "binder": f"{begun['state']}.{begun['nonce']}.{begun['code_verifier']}"}
+
+    @router.post("/finish", status_code=201)
+    async def finish(body: OidcFinish, request: Request, response: Response, caller: Caller) -> dict[str, Any]:
+        """A login of the page, as `/admin/v1/sessions` begins one."""
+        state, _, rest = body.binder.partition(".")
+        nonce, _, verifier = rest.partition(".")
+        if state != body.state or not nonce or not verifier:
+            raise refused("it was begun in another browser")
+        with _refusals():
+            claims = await _claims(provider(), settings, redirect_uri, body.code, nonce, verifier)
+
+        def tell(key_id: str, outcome: Any, **detail: Any) -> None:
+            who = replace(caller, key_id=key_id or GATEWAY)
+            record(context, who, "session.create", key_id, outcome=outcome, provider=settings.issuer, **detail)
+
+        try:
+            key = key_of(context, settings, claims)
+        except ApiError as error:
+            tell("", "refused", subject=_subject_of(settings, claims)[:SHOWN_CHARACTERS], why=error.message)
+            raise
+        shown = _begin(context, key.id, request, response, secure=body.secure)
+        tell(key.id, "done", key=key.name, scopes=key.scopes)
+        return shown
+
+    return router
+
+
+# --- the provider: a code for a token, and who the token says came
+
+
+def refused(why: str) -> ApiError:
+    """What a provider, or somebody in its place, said is not what it has to be."""
+    return ApiError(403, f"The login was not accepted: {why}.", code="login_refused")
+
+
+def away(why: str) -> ApiError:
+    return ApiError(
+        502, f"The login provider cannot be asked now: {why}. Please retry.", kind="server_error", code="provider_away"
+    )
+
+
+class _Client(StarletteOAuth2App):  # type: ignore[misc]
+    """Authlib's, with checks that the provider's own document cannot loosen. Endpoints and keys are fetched when they
+    are first needed, keys again when a token names one that is not known."""
+
+    async def load_server_metadata(self) -> dict[str, Any]:
+        found: dict[str, Any] = await super().load_server_metadata()
+        issuer = self.name
+        if found.get("issuer") != issuer:
+            self.server_metadata = {}
+            raise away(f"it calls itself {found.get('issuer')!r}, the settings {issuer!r}")
+        found["id_token_signing_alg_values_supported"] = ALGORITHMS
+        if "client_secret_post" in found.get("token_endpoint_auth_methods_supported", ()) and self.client_secret:
+            found["token_endpoint_auth_method"] = "client_secret_post"
+        return found
+
+
+def _client_of(settings: OidcSettings) -> _Client:
+    path = settings.client_secret_path
+    return _Client(
+        None,
+        settings.issuer,
+        client_id=settings.client_id,
+        client_secret=Path(path).read_text().strip() if path is not None else None,
+        server_metadata_url=f"{settings.issuer.rstrip('/')}/.well-known/openid-configuration",
+        client_kwargs={
+            "scope": " ".join(settings.scopes),
+            "code_challenge_method": "S256",
+            "timeout": ANSWER_S,
+            "verify": ssl.create_default_context(cafile=settings.ca_path) if settings.ca_path else True,
+            "transport": TRANSPORT,
+        },
+    )
+
+
+async def _claims(
+    client: _Client, settings: OidcSettings, redirect_uri: str, code: str, nonce: str, verifier: str
+) -> dict[str, Any]:
+    """The identity token's claims, and those of userinfo where the token has no groups. Raises ApiError."""
+    token = await client.fetch_access_token(redirect_uri, code=code, code_verifier=verifier)
+    options = {
+        "iss": {"essential": True, "value": settings.issuer},
+        "aud": {"essential": True, "value": settings.client_id},
+        "nonce": {"essential": True},
+    }
+    parsed = await client.parse_id_token(token, nonce, claims_options=options, leeway=_LEEWAY_S)
+    if parsed is None:
+        raise refused("the provider gave no identity token for this code")
+    claims = dict(parsed)
+    if settings.groups_claim not in claims and "userinfo_endpoint" in client.server_metadata:
+        userinfo = await client.userinfo(token=token)
+        if userinfo.get("sub") != claims["sub"]:
+            raise refused("the provider answered about somebody else")
+        claims = {**userinfo, **claims}
+    return claims
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What Authlib raises, as an ApiError."""
+    try:
+        yield
+    except OAuthError as error:
+        raise refused(f"the provider does not take this code ({error.error})") from error
+    except httpx2.HTTPStatusError as error:
+        raise away(f"{error.request.url.path} answered {error.response.status_code}") from error
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+        raise away(type(error).__name__) from error
+    except (JoseError, ValueError, TypeError, KeyError) as error:
+        raise refused(f"its token is not good ({type(error).__name__})") from error
+
+
+# --- the person's key
+
+
+def key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[str, Any]) -> KeyRow:
+    """The live key of who these claims are of, with the scopes of their groups. Raises ApiError 403 for whose key was
+    revoked, and for a person in no group that may do anything, or in none any more: their earlier logins end, and what
+    they have asked for goes on without a scope."""
+    db, subject, claim = context.db, _subject_of(settings, claims), claims.get(settings.groups_claim)
+    groups = [claim] if isinstance(claim, str) else claim if isinstance(claim, list) else []
+    given = {scope for group in groups if isinstance(group, str) for scope in settings.groups.get(group, ())}
+    scopes = [scope for scope in keys.SCOPES if scope in given]
+    if not scopes:
+        left = keys.of_subject(db, subject)
+        if left is not None and page_sessions.end_of_key(db, left.id) + len(left.scopes):
+            keys.update(db, left.id, scopes=[])
+            context.spending.publish_keys()
+        raise refused("none of your groups may do anything on this box")
+    with db.transaction():
+        row = keys.of_subject(db, subject)
+        if row is None:
+            name = _name(settings, claims, subject)
+            row, _ = keys.create(db, name, scopes, name, subject=subject)
+        elif row.revoked_s is not None:
+            raise refused("your access to this box was revoked")
+        elif row.scopes != scopes:
+            keys.update(db, row.id, scopes=scopes)
+    return keys.find(db, row.id) or row
+
+
+def _subject_of(settings: OidcSettings, claims: Mapping[str, Any]) -> str:
+    """SHA-256 of who it is there, in hex."""
+    return hashlib.sha256(f"{settings.issuer}\n{claims['sub']}".encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _name(settings: OidcSettings, claims: Mapping[str, Any], subject: str) -> str:
+    claim = next((claims[name] for name in (settings.name_claim, "email", "sub") if claims.get(name)), "")
+    name = _NOT_IN_NAMES.sub("-", str(claim))[:_NAME_CHARACTERS].strip("-._@") or "person"
+    found = f"{name}-{subject[:SHOWN_CHARACTERS]}"
+    assert re.match(OWNER_PATTERN, found), "made of what names may have"
+    return found

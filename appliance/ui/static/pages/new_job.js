@@ -1,6 +1,6 @@
 // A new job: the file with its faults by line, what to train and how, an estimate, then the job itself.
 import { get, post, upload } from "../api.js";
-import { bytes, energy, measure, number } from "../format.js";
+import { bytes, measure, number } from "../format.js";
 import { t, translated } from "../i18n.js";
 import { Badge, Card, Facts, Failure, Field, Live, Table, html, useAct, useEffect, useLive, useMay, useState } from "../ui.js";
 
@@ -172,7 +172,6 @@ function Estimate({ plan }) {
       [t("plan.tokens"), number(data.tokens)],
       [t("plan.longest"), number(data.longest_example_tokens)],
       [t("plan.steps"), number(data.steps)],
-      [t("energy"), plan.device_hours === null ? null : energy(plan.energy)],
       [t("new.epochs"), number(plan.hyperparameters.n_epochs)],
       [t("new.batch"), number(plan.hyperparameters.batch_size)],
       [t("plan.rate"), measure(plan.hyperparameters.learning_rate)],

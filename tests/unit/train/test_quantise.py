@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.train_support.tiny import make_model_dir
+from train.convert.quantise import FORMS, NotQuantisable, quantise
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return make_model_dir(tmp_path_factory.mktemp("plain") / "model", hidden_size=128, intermediate_size=256)
+
+
+@pytest.mark.parametrize("form, most_error", [("int8", 0.02), ("fp8", 0.05), ("int4", 0.2)])
+def test_quantise_writes_layers_in_the_form_and_leaves_the_rest(plain, tmp_path, form, most_error):
+    error = quantise(plain, tmp_path / "out", form)
+    assert 0 < error < most_error
+    before, after = load_file(plain / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    described = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert described["quant_method"] == "compressed-tensors"
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+        assert torch.equal(before[name], after[name])
+    assert not any(
+        "_proj." in name and tensor.dtype == torch.bfloat16 for name, tensor in after.items() if "scale" not in name
+    )
+    assert {path.name for path in plain.iterdir()} == {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def test_quantise_int8_weights_times_scales_are_the_weights(plain, tmp_path):
+    quantise(plain, tmp_path / "out", "int8")
+    before, after = load_file(plain / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    means = after[name].float() * after[f"{name}_scale"].float()
+    weights, steps = before[name].float(), after[f"{name}_scale"].float()
+    # Half a step, and what bfloat16 rounds of scale and weight.
+    assert ((means - weights).abs() <= 0.5 * steps + 2**-7 * weights.abs()).all()
+
+
+def test_quantise_refuses_what_the_form_cannot_have(plain, tmp_path):
+    quantise(plain, tmp_path / "int8", "int8")
+    with pytest.raises(NotQuantisable, match="already"):
+        quantise(tmp_path / "int8", tmp_path / "again", "int8")
+    narrow = make_model_dir(tmp_path / "narrow", hidden_size=64, intermediate_size=96)
+    with pytest.raises(NotQuantisable, match="int8 or fp8"):
+        quantise(narrow, tmp_path / "int4", "int4")
+    assert set(FORMS) == {"int8", "fp8", "int4"}

@@ -1,0 +1,86 @@
+"""Quantises a checkpoint's linear layers by rounding to the nearest value: `quantise(SOURCE, TARGET, FORM)`.
+
+compressed-tensors has the formats, which vLLM serves; activations need no data to calibrate with. The model is in
+memory as a whole.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationStrategy,
+    apply_quantization_config,
+    preset_name_to_scheme,
+)
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import calculate_qparams
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+FORMS: Final = {"int8": "W8A8", "fp8": "FP8_DYNAMIC", "int4": "W4A16"}
+"""Presets of compressed-tensors. int8 and fp8: a scale for each row, activations quantised as they come. int4: a scale
+for each 128 weights of a row, activations as they are."""
+
+
+class NotQuantisable(ValueError):
+    """The checkpoint's layers cannot have this form; the text says why."""
+
+
+@torch.no_grad()
+def quantise(source: Path, target: Path, form: str) -> float:
+    """Write the checkpoint `source` in another form into the new directory `target`. Returns the error: the distance
+    between the weights and what they mean afterwards, over the length of the weights. Raises NotQuantisable."""
+    disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise NotQuantisable("it is quantised already")
+    scheme = preset_name_to_scheme(FORMS[form], ["Linear"])
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    head = model.get_output_embeddings()
+    ignored = [name for name, module in layers.items() if module is head]
+    size = scheme.weights.group_size
+    if odd := [name for name, one in layers.items() if size and one.in_features % size and name not in ignored]:
+        width = layers[odd[0]].in_features
+        raise NotQuantisable(
+            f"{form} needs rows of a multiple of {size} weights, {odd[0]} has {width}; take int8 or fp8"
+        )
+    if sum(one.weight.numel() for one in layers.values()) < sum(p.numel() for p in model.parameters() if p.dim() > 2):
+        raise NotQuantisable("most of its weights are experts in one tensor, whose quantised form this does not write")
+    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=ignored))
+    moved = total = 0.0
+    for module in layers.values():
+        if getattr(module, "quantization_scheme", None) is None:
+            continue
+        weight = module.weight
+        scale, zero_point = calculate_qparams(*_bounds(weight, scheme.weights), scheme.weights)
+        module.weight_scale.copy_(scale)
+        means = fake_quantize(weight, scale, zero_point, scheme.weights)
+        moved += float((means.float() - weight.float()).square().sum())
+        total += float(weight.float().square().sum())
+    compressor: Any = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(target)
+    compressor.update_config(target)
+    for path in source.iterdir():
+        if (
+            path.suffix != ".safetensors"
+            and not path.name.endswith(".index.json")
+            and not (target / path.name).exists()
+        ):
+            shutil.copyfile(path, target / path.name)
+    return (moved / total) ** 0.5 if total else 0.0
+
+
+def _bounds(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest weight of each row (out, 1) or of each group of a row (out, groups)."""
+    if args.strategy == QuantizationStrategy.GROUP:
+        groups = weight.unflatten(1, (-1, args.group_size))
+        return groups.amin(-1), groups.amax(-1)
+    return weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
