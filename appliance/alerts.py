@@ -1,9 +1,13 @@
-"""Sends each problem of the box by webhook and e-mail: as it begins, daily while it lasts, and as it ends."""
+"""Sends each problem of the box by webhook and e-mail: as it begins, daily while it lasts, and as it ends.
+
+python -m appliance.alerts < CONFIG      sends a test message by the configuration of a box, as JSON
+"""
 
 from __future__ import annotations
 
 import smtplib
 import ssl
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from email.message import EmailMessage
@@ -12,7 +16,7 @@ from typing import Any, Final, Literal
 
 import httpx
 
-from appliance.config import AlertSettings
+from appliance.config import AlertSettings, BoxConfig
 
 SETTLE_S: Final = 240.0
 """A shorter problem is not reported, and a shorter gap is no end of one."""
@@ -131,3 +135,18 @@ def _mail(settings: AlertSettings, message: Message, box: str) -> None:
         if settings.smtp_user and settings.smtp_password_path:
             server.login(settings.smtp_user, Path(settings.smtp_password_path).read_text().strip())
         server.send_message(mail)
+
+
+def main() -> int:
+    config = BoxConfig.model_validate_json(sys.stdin.read())
+    box = config.box.public_url or f"{config.scheme}://{config.box.host}:{config.box.port}"
+    try:
+        send(config.alerts, Message("test", "test", "This is a test. Nothing is wrong."), box)
+    except Undelivered as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

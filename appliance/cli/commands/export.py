@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
-import shutil
-import tarfile
+import subprocess
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
@@ -14,21 +12,16 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
 from appliance.cli import output
 from appliance.cli.command import TIMEOUT, Session, command, finish
 from appliance.cli.commands.chat import PATH as CHAT_PATH
 from appliance.cli.commands.chat import TIMEOUT_S as ANSWER_TIMEOUT_S
 from appliance.cli.commands.chat import endpoint
 from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.locate import python
 from appliance.cli.options import number, opt
 from appliance.cli.resources import MODEL, segment
-from weights.format.errors import IntegrityError
-from weights.format.manifest import Manifest
-from weights.format.names import MANIFEST_FILE
 
-CHUNK_BYTES = 1 << 20
 ADAPTER_FILE = "adapter_config.json"
 
 
@@ -95,13 +88,8 @@ def quantize(session: Session, args: Namespace) -> None:
     plain = args.id.removeprefix("ft:").replace(":", "-").replace("@", "-")
     name = args.name or f"{plain}-{args.form}"
     with _downloaded(session, args.id, None, merged=True) as made:
-        from train.convert.quantise import NotQuantisable, quantise
-
         output.say(f"rounding to {args.form} ...")
-        try:
-            error = quantise(made, made.with_name(args.form), args.form)
-        except NotQuantisable as refused:
-            raise BadUsage(f"{args.id} cannot become {args.form}: {refused}") from refused
+        error = _remade(args.form, made, made.with_name(args.form))["error"]
         body = {"source": str(made.with_name(args.form)), "origin": f"{args.id} in {args.form}", "name": name}
         args.wait = True  # the files go with this command
         operation = finish(session, session.client.post("/admin/v1/models/import", body), args)
@@ -114,8 +102,11 @@ def quantize(session: Session, args: Namespace) -> None:
 def _questions(path: Path, limit: int) -> list[list[dict[str, Any]]]:
     """The messages of each chat before its last answer."""
     found = []
-    for line in path.read_text().splitlines()[:limit]:
-        messages = json.loads(line).get("messages") or []
+    for line in path.read_text().split("\n")[:limit]:  # JSON may have other ends of lines inside
+        try:
+            messages = json.loads(line or "{}").get("messages") or []
+        except (ValueError, AttributeError) as error:
+            raise BadUsage(f"{path} has a line that is not a JSON object: {line[:80]!r}") from error
         while messages and messages[-1].get("role") == "assistant":
             messages.pop()
         if messages:
@@ -158,82 +149,31 @@ def _downloaded(session: Session, model: str, below: Path | None, *, merged: boo
             base = json.loads((made / ADAPTER_FILE).read_text())["base_model_name_or_path"]
             _download(session, base, Path(folder, "base"))
             output.say(f"adding the adapter to {base} ...")
-            _merge(Path(folder, "base"), made, Path(folder, "merged"))
+            _remade("merge", Path(folder, "base"), made, Path(folder, "merged"))
             made = Path(folder, "merged")
         yield made
 
 
-class _Body(io.RawIOBase):
-    """The parts of a download as a stream for tarfile. Counts its bytes."""
-
-    def __init__(self, parts: Iterator[bytes]):
-        self._parts, self._rest, self.count = parts, memoryview(b""), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if not self._rest:
-            self._rest = memoryview(next(self._parts, b""))
-        taken = min(len(buffer), len(self._rest))
-        buffer[:taken], self._rest = self._rest[:taken], self._rest[taken:]
-        self.count += taken
-        return taken
-
-
 def _download(session: Session, model: str, folder: Path) -> None:
-    """Write the files of a model into the new `folder`. Raises CommandFailed for one that differs from its checksum."""
-    folder.mkdir()
-    body = _Body(session.client.parts(f"/v1/models/{segment(model)}/archive"))
-    manifest: Manifest | None = None
-    with (
-        output.progress(f"downloading {model}") as told,
-        tarfile.open(fileobj=io.BufferedReader(body), mode="r|") as tar,
-    ):
-        for entry in tar:
-            content = tar.extractfile(entry)
-            if (
-                content is None
-                or entry.name != Path(entry.name).name
-                or (manifest is None) != (entry.name == MANIFEST_FILE)
-            ):
-                raise CommandFailed(f"the archive has {entry.name!r}, which is no file of a model")
-            if manifest is None:
-                manifest = _manifest(content.read(), model)
-                continue
-            digest = blake3()
-            with open(folder / entry.name, "xb") as out:
-                while data := content.read(CHUNK_BYTES):
-                    digest.update(data)
-                    out.write(data)
-                    told(f"downloading {model}", body.count, manifest.nbytes)
-            expected = manifest.files[entry.name].checksum
-            if expected not in (None, f"blake3:{digest.hexdigest()}"):
-                raise CommandFailed(f"{entry.name} was damaged on the way: its checksum differs; run the command again")
-    if manifest is None or {path.name for path in folder.iterdir()} != set(manifest.files):
-        raise CommandFailed("the archive ended early; run the command again")
+    """Write the files of a model into the new `folder`. Raises CommandFailed."""
+    from weights.format.errors import IntegrityError
+    from weights.tiers.archive import unpack
+
+    parts = session.client.parts(f"/v1/models/{segment(model)}/archive")
+    with output.progress(f"downloading {model}") as show:
+        try:
+            unpack(parts, folder, lambda done, total: show(f"downloading {model}", done, total))
+        except IntegrityError as error:
+            raise CommandFailed(f"the download was damaged on the way ({error}); run the command again") from error
 
 
-def _manifest(raw: bytes, model: str) -> Manifest:
-    try:
-        return Manifest.from_bytes(raw, path=model)
-    except IntegrityError as error:
-        raise CommandFailed(f"the archive's manifest is damaged: {error}") from error
-
-
-def _merge(base: Path, adapter: Path, target: Path) -> None:
-    """Write `base` with the LoRA adapter added to its weights, computed in float32, and the adapter's own tokenizer."""
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    dtype = AutoModelForCausalLM.from_pretrained(base, dtype="auto").dtype
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().to(dtype).save_pretrained(target)
-    for folder in (base, adapter):
-        for path in folder.iterdir():
-            weights = path.suffix == ".safetensors" or path.name.endswith(".index.json")
-            if not weights and path.name not in ("config.json", ADAPTER_FILE, "README.md"):
-                shutil.copyfile(path, target / path.name)
+def _remade(work: str, *folders: Path) -> dict[str, Any]:
+    """What `train.convert.remake` prints. Raises CommandFailed, BadUsage."""
+    done = subprocess.run(python("train.convert.remake", work, *map(str, folders)), capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise CommandFailed(f"it did not work: {lines[-1]}")
+    answer = json.loads(done.stdout)
+    if "refused" in answer:
+        raise BadUsage(f"the model cannot become {work}: {answer['refused']}")
+    return answer

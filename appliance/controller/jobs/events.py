@@ -298,7 +298,7 @@ class JobEvents:
             add_message(db, row.id, f"{what} created at step {step}{_written(event)}", data=meta)
 
     def _profiled(self, row: JobRow, event: dict[str, Any]) -> None:
-        """Where the time of some steps went; `appliance profile job` shows the table."""
+        """Where the time of some steps went; `appliance job logs` shows it."""
         seconds, steps = float(event["seconds"]), int(event["steps"])
         share = {name: float(took) for name, took in event["share"].items()}
         job_records.set_communication(self._db, row.id, int(event["step"]), share["communication"] / seconds)
@@ -307,6 +307,7 @@ class JobEvents:
         profile = {name: event[name] for name in ("step", "steps", "seconds", "share", "operators")}
         profile |= {"trace": trace, "bytes": int(event.get("bytes") or 0)}
         text = f"Profiled {steps} step{'s' if steps != 1 else ''} in {seconds:.2f} s: {shares}"
+        text += f"; trace {trace}" if trace else ""
         add_message(self._db, row.id, text, data={"profile": profile})
 
     def _ensure_output_model(self, row: JobRow, size_bytes: int) -> None:

@@ -103,8 +103,8 @@ class Asked:
 
 
 def asked(request: JobCreate) -> Asked:
-    """Where both are present, the method's hyperparameters come before the deprecated top-level ones. Raises
-    BadRequest."""
+    """The deprecated top-level hyperparameters and those of the method may both be present; where they disagree, the
+    intent is unknown. Raises BadRequest."""
     method = METHODS.get(request.method.type) if request.method else DEFAULT
     if method is None:
         assert request.method is not None
@@ -119,6 +119,12 @@ def asked(request: JobCreate) -> Asked:
     new = {} if new is None else new
     if not isinstance(new, dict):
         raise InvalidValue(f"Invalid value for '{where}': {shown(new)} was given, expected an object.", where)
+    for name in sorted(old.keys() & new.keys()):
+        if old[name] != new[name]:
+            raise InvalidValue(
+                f"hyperparameters.{name} is {shown(old[name])} and {where}.{name} is {shown(new[name])}; give it once.",
+                f"hyperparameters.{name}",
+            )
     found = Asked(method, old | new, where if request.method else "hyperparameters", block)
     # The scheduler reads the job's row in each of its rounds.
     if (size := len(orjson.dumps(found.hyperparameters, default=str))) > MOST_BYTES:

@@ -23,7 +23,6 @@ from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERE
 from appliance.controller.interfaces.records import ModelStates
 from appliance.controller.jobs.wanted import pause_jobs_without_model
 from appliance.controller.models import archive
-from appliance.controller.models.archive import Archive
 from appliance.controller.models.removal import doomed, remove
 from appliance.store.database import Database
 from appliance.store.objects import models
@@ -31,6 +30,7 @@ from appliance.store.records import keys
 from appliance.store.rows import ModelRow, columns
 from appliance.tiers.tiers import name_of
 from weights.memory.lease import take_lease
+from weights.tiers.archive import Archive
 
 
 def routes(context: ControllerContext) -> APIRouter:

@@ -161,6 +161,11 @@ def _output_model(
                 f"'{param}' is for a name that goes on whatever comes of the job: give 'publish_as' with it.", param
             )
         return naming.fine_tuned_name(root_base(db, base.model), context.config.organization, suffix)
+    if suffix is not None:
+        raise InvalidValue(
+            "'suffix' is a part of a name that the box makes up, and 'publish_as' is the whole name: give one of them.",
+            "suffix",
+        )
     others, existing = jobs.unfinished_making(db, name), models.find(db, name)
     if existing is None and not naming.is_stable_name(name):
         raise InvalidValue(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.models import archive
-from appliance.controller.models.archive import Archive
 from weights.format.manifest import Manifest
+from weights.tiers.archive import Archive
 from weights.tiers.directory import seal_dir
 
 

@@ -61,6 +61,11 @@ async def test_job_validation_file_equal_to_training_file_fails(control: Control
     assert (error.code, error.param) == ("invalid_validation_file", "validation_file")
 
 
+async def test_job_validation_file_sharing_rows_warns(control: Control):
+    job_id = await control.job(validation_file=await control.upload(chat_lines(11)))
+    assert jobs.get(control.db, job_id).phase == "queued" and len(await warnings(control, job_id)) == 1
+
+
 async def test_job_learning_rate_far_above_automatic_is_refused(control: Control):
     usual = jobs.get(control.db, await control.job()).resolved["learning_rate"]
     assert not await warnings(control, await control.job(hyperparameters={"learning_rate_multiplier": 9}))
@@ -111,6 +116,7 @@ def wandb(**values: Any) -> dict[str, Any]:
         (hyper(eval_interval=5), "hyperparameters.eval_interval"),
         (hyper(n_epoch=3), "hyperparameters.n_epoch"),
         (supervised(lora_rank=-1), "method.supervised.hyperparameters.lora_rank"),
+        (supervised(n_epochs=1) | hyper(n_epochs=2), "hyperparameters.n_epochs"),
         ({"method": {"type": "dpo", "ppo": {}}}, "method.ppo"),
         ({"method": {"type": "dpo", "supervised": {"hyperparameters": {"n_epochs": 1}}}}, "method.supervised"),
         ({"method": {"type": "dpo", "dpo": {"hyperparameters": []}}}, "method.dpo.hyperparameters"),

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.train_support.tiny import make_model_dir
-from train.convert.quantise import FORMS, NotQuantisable, quantise
+from train.convert.remake import FORMS, NotQuantisable, quantise
 
 
 @pytest.fixture(scope="module")

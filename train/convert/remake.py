@@ -1,12 +1,18 @@
-"""Quantises a checkpoint's linear layers by rounding to the nearest value: `quantise(SOURCE, TARGET, FORM)`.
+"""Makes a checkpoint of another one: an adapter added to its base, or linear layers rounded to 8 or 4 bits.
+
+    python -m train.convert.remake merge BASE ADAPTER OUT
+    python -m train.convert.remake int8|fp8|int4 SOURCE OUT
 
 compressed-tensors has the formats, which vLLM serves; activations need no data to calibrate with. The model is in
-memory as a whole.
+memory as a whole. Prints {"error": see `quantise`} or {"refused": why}.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,8 +27,11 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
+
+from weights.checkpoint.folder import check_folder
 
 FORMS: Final = {"int8": "W8A8", "fp8": "FP8_DYNAMIC", "int4": "W4A16"}
 """Presets of compressed-tensors. int8 and fp8: a scale for each row, activations quantised as they come. int4: a scale
@@ -37,7 +46,6 @@ class NotQuantisable(ValueError):
 def quantise(source: Path, target: Path, form: str) -> float:
     """Write the checkpoint `source` in another form into the new directory `target`. Returns the error: the distance
     between the weights and what they mean afterwards, over the length of the weights. Raises NotQuantisable."""
-    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     if getattr(model.config, "quantization_config", None) is not None:
         raise NotQuantisable("it is quantised already")
@@ -68,14 +76,25 @@ def quantise(source: Path, target: Path, form: str) -> float:
     compressor.compress_model(model)
     model.save_pretrained(target)
     compressor.update_config(target)
-    for path in source.iterdir():
-        if (
-            path.suffix != ".safetensors"
-            and not path.name.endswith(".index.json")
-            and not (target / path.name).exists()
-        ):
-            shutil.copyfile(path, target / path.name)
+    _copy_others(source, target)
     return (moved / total) ** 0.5 if total else 0.0
+
+
+@torch.no_grad()
+def merge(base: Path, adapter: Path, target: Path) -> None:
+    """Write `base` with a LoRA adapter added to its weights, computed in float32, into the new directory `target`."""
+    dtype = AutoModelForCausalLM.from_pretrained(base, dtype="auto").dtype
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().to(dtype).save_pretrained(target)
+    _copy_others(base, target)
+
+
+def _copy_others(source: Path, target: Path) -> None:
+    """Copy the tokenizer and what else is not weights."""
+    for path in source.iterdir():
+        has_weights = path.suffix == ".safetensors" or path.name.endswith(".index.json")
+        if not has_weights and not (target / path.name).exists():
+            shutil.copyfile(path, target / path.name)
 
 
 def _bounds(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,3 +103,24 @@ def _bounds(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor,
         groups = weight.unflatten(1, (-1, args.group_size))
         return groups.amin(-1), groups.amax(-1)
     return weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+
+
+def main(arguments: Sequence[str]) -> None:
+    out, sys.stdout = sys.stdout, sys.stderr  # where libraries that print may print to
+    disable_progress_bar()
+    work, *folders = arguments
+    *sources, target = map(Path, folders)
+    for source in sources:
+        check_folder(source)
+    try:
+        if work == "merge":
+            merge(sources[0], sources[1], target)
+            print("{}", file=out)
+        else:
+            print(json.dumps({"error": quantise(sources[0], target, work)}), file=out)
+    except NotQuantisable as refused:
+        print(json.dumps({"refused": str(refused)}), file=out)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
