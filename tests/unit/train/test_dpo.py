@@ -91,10 +91,10 @@ def test_it_computes_what_trl_computes(tmp_path, monkeypatch):
         packing=False,
         data_order="given",
         learning_rate=1e-3,
-        adam_betas=(0.9, 0.999),
         precision="fp32",
     )
     monkeypatch.setattr(training, "learning_rate", lambda *_, **__: 1e-3)
+    monkeypatch.setattr("train.trainer.engine.ADAM_BETAS", (0.9, 0.999))
     told = []
     run = prepare(spec, lambda event, **data: told.append({"event": event, **data}), ControlSignals(), Progress())
     assert run.run()["outcome"] == "succeeded"
