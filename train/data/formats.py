@@ -140,8 +140,11 @@ def shape_of(record: Any) -> str:
 
 
 def to_chat(record: Record, shape: str = "chat") -> Record:
-    """`record` of shape `shape` as {"messages": [...], "tools"?: [...]}, checked. Raises BadRecord."""
+    """`record` of shape `shape` as {"messages": [...], "tools"?: [...]}, checked; a document as {"text": ...}. Raises
+    BadRecord."""
     row, given = _read(record)
+    if row.name == TEXT:
+        return row.convert(given)
     if row.marked:
         refuse(record, _CHAT_REFUSES)
     if "preference" in (shape, row.name):
@@ -247,7 +250,8 @@ def _no_shape(record: Record) -> str:
             return f"is one object with the examples in {key!r}: jq -c '.{key}[]' FILE > train.jsonl"
     return (
         f"has the keys {keys[:8]}; expected 'messages' (OpenAI chat), 'conversations' (ShareGPT), 'instruction' and "
-        "'output' (alpaca), 'prompt' and 'completion', 'question' and 'answer', or for pairs 'chosen' and 'rejected'"
+        "'output' (alpaca), 'prompt' and 'completion', 'question' and 'answer', 'text' (a document), or for pairs "
+        "'chosen' and 'rejected'"
     )
 
 
@@ -332,6 +336,14 @@ def _with_calls(record: Record) -> list[Record]:
     return [*_question_turns(record), {"role": "assistant", "tool_calls": record["answers"]}]
 
 
+def _document(record: Record) -> Record:
+    if not isinstance(text := record["text"], str):
+        raise BadRecord(f"'text' is a {kind_of(text)}, expected the text of a document")
+    if not text.strip():
+        raise NoAnswer("'text' is empty")
+    return {"text": text}
+
+
 def _conversation(record: Record) -> Any:
     return one_of(record, ("messages", *_CONVERSATION))
 
@@ -351,6 +363,8 @@ def _marked(row: Shape) -> Shape:
     return replace(row, name="unpaired", reads=row.reads.union(MARKS), refuses=refuses, marked=True)
 
 
+TEXT = "text"
+"""Shape of a document, all of which is trained, without a chat template."""
 _CONVERSATIONS = (
     Shape("chat", (("messages",),), _conversation),
     Shape("sharegpt", (_CONVERSATION,), _conversation),
@@ -378,4 +392,5 @@ SHAPES: tuple[Shape, ...] = (
     ),
     *map(_marked, _CONVERSATIONS),
     *_CONVERSATIONS,
+    Shape(TEXT, (("text",),), _document, frozenset(), _CHAT_REFUSES),
 )

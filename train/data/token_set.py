@@ -50,6 +50,14 @@ def cut(sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None
     return short if any(learnt[1:].any() for _, learnt in short) else None
 
 
+def pieces(document: Tokens, max_length: int) -> list[Tokens]:
+    """A document in rows of `max_length` tokens at most. Each begins with the last token of the one before, as the
+    first token of a row is never predicted: so every token but the first is predicted once."""
+    ids, trained = document
+    starts = range(0, max(1, len(ids) - 1), max_length - 1)
+    return [(ids[start : start + max_length], trained[start : start + max_length]) for start in starts]
+
+
 class TokenSet:
     """Examples as tokens, grouped into packs. Read-only, shared through the page cache by all ranks of a node.
 
@@ -218,7 +226,10 @@ def _write_block(
             continue
         alive()
         try:
-            rows = method.encode(encoder, orjson.loads(line))
+            record = orjson.loads(line)
+            rows = method.encode(encoder, record)
+            if "text" in record:
+                rows = [[piece] for piece in pieces(rows[0][0], max_length)]
             kept = [row for row in (method.cut(whole, max_length) for whole in rows) if row is not None]
         except BadRecord as bad:
             errors.append((n_lines, str(bad)))

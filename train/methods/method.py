@@ -124,7 +124,8 @@ class Method(ABC):
 
     @abstractmethod
     def convert(self, record: Record, shape: str) -> Record:
-        """A record of a shape that it takes, as `encode` takes it: a chat record, or {"sequences": [chat record, …]}.
+        """A record of a shape that it takes, as `encode` takes it: a chat record, {"text": …}, or {"sequences": [chat
+        record, …]}.
         Raises BadRecord."""
 
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
@@ -144,6 +145,8 @@ class Method(ABC):
     def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
         """The rows of a converted record, each of `sequences` pairs (token ids (n,) int32, trained (n,) bool). Raises
         BadRecord."""
+        if "text" in record:
+            return [[encoder.encode_text(record["text"])]]
         if "sequences" not in record:
             return [[tokens] for tokens in encoder.encode(record)]
         return [[encoder.encode_whole(chat) for chat in record["sequences"]]]

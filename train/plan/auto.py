@@ -33,12 +33,14 @@ SHORTEST_ROW = 128  # tokens; a shorter one takes a device as long
 @dataclass(frozen=True)
 class DatasetStats:
     """Figures of the training file; tokens may be estimates (data_check). lengths: in tokens, of some examples that
-    stand for all, in the order of the file; without them rows count as full."""
+    stand for all, in the order of the file; without them rows count as full. documents: examples longer than a row are
+    continued in the next."""
 
     n_examples: int
     n_tokens: int
     longest_example_tokens: int
     lengths: tuple[int, ...] = ()
+    documents: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ def steps(dataset: DatasetStats, fields: Mapping[str, Any]) -> int:
 
 def _sequences(dataset: DatasetStats, fields: Mapping[str, Any]) -> float:
     """The sequences of one epoch."""
+    if dataset.documents:
+        return max(1.0, dataset.n_tokens / fields["max_length"])
     if not fields["packing"]:
         return float(dataset.n_examples)
     if not dataset.lengths:
