@@ -170,7 +170,7 @@ class Rollouts:
         while True:
             self._progress.enter("sampling")
             samples = Samples.read(file.path(self._spec.run_dir))
-            wanted, missing = any_rank(self._signals.suspend or self._signals.cancel, samples is None)
+            wanted, missing = any_rank(self._signals.suspend, samples is None)
             if not missing:
                 break
             if wanted:
