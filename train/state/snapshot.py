@@ -76,7 +76,7 @@ def write_snapshot(
     def reserve() -> Draft:
         if stale := store.find(KIND, spec.job_id, version_name(step)):
             store.remove(stale)
-        return store.reserve(layout, kind=KIND, model=spec.job_id, version=version_name(step), writers=world_size)
+        return store.reserve(layout, kind=KIND, model=spec.job_id, version=version_name(step))
 
     meta = {
         "format": FORMAT,

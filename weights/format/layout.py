@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from weights.format import foreign_json
-from weights.format.errors import IntegrityError, InvalidLayout, UnknownTensor
+from weights.format.errors import IntegrityError, InvalidLayout
 from weights.format.files import open_regular
 from weights.format.header import ALIGN_BYTES, LENGTH_BYTES, TensorSpec, build_header, header_bytes_needed, parse_header
 from weights.format.names import INDEX_SUFFIX, TENSOR_SUFFIX, check_file_name
@@ -83,18 +83,18 @@ class Layout:
         return len(self._by_name)
 
     def find(self, name: str) -> Placed:
-        """Where tensor `name` lies. Raises UnknownTensor."""
+        """Where tensor `name` lies. Raises InvalidLayout."""
         try:
             return self._by_name[name]
         except KeyError:
-            raise UnknownTensor(name) from None
+            raise InvalidLayout(f"no tensor named {name!r} in the layout") from None
 
     def file(self, name: str) -> FileLayout:
-        """The file called `name`. Raises UnknownTensor if there is none."""
+        """The file called `name`. Raises InvalidLayout if there is none."""
         for file in self.files:
             if file.name == name:
                 return file
-        raise UnknownTensor(name)
+        raise InvalidLayout(f"no file named {name!r} in the layout")
 
     def index_file(self) -> tuple[str, bytes] | None:
         """Name and bytes of the transformers index over several files; None where one file holds all."""

@@ -26,7 +26,7 @@ from weights.format.errors import (
 from weights.format.files import replace_file, write_file
 from weights.format.layout import Layout
 from weights.format.manifest import KINDS, Manifest
-from weights.format.names import MANIFEST_FILE, WRITTEN_FILE, check_aux_name, version_path
+from weights.format.names import MANIFEST_FILE, check_aux_name, version_path
 from weights.memory import segment
 from weights.memory.draft import Draft, attach_draft, describe_draft, publish
 from weights.memory.lease import Lease, StoredVersion, take_lease
@@ -60,14 +60,11 @@ class WeightStore(Space):
         model: str,
         version: str,
         aux_files: Mapping[str, bytes] | None = None,
-        writers: int = 1,
-        name: str | None = None,
     ) -> Draft:
         """A draft with all its memory allocated, headers and `aux_files` written, tensors undefined.
 
         `kind` is "version", "adapter" or "snapshot". Evicts unleased, unpinned versions if the budget asks for it. The
-        tensors' bytes are undefined (segments are re-used): write every byte before the commit. `writers` is how many
-        will call `Draft.mark_written`. Writers that know the `name` find the draft with `draft_path`. Raises StoreFull
+        tensors' bytes are undefined (segments are re-used): write every byte before the commit. Raises StoreFull
         (nothing left behind), VersionExists, InvalidName.
         """
         aux_files = {check_aux_name(aux): data for aux, data in (aux_files or {}).items()}
@@ -76,14 +73,13 @@ class WeightStore(Space):
         if (index := layout.index_file()) is not None:
             aux_files[index[0]] = index[1]
         needed_bytes = layout.nbytes + sum(len(data) for data in aux_files.values())
-        path = self.draft_path(name or uuid.uuid4().hex)
+        path = self.staging / uuid.uuid4().hex
         with self._staked(path, {file.name: file.nbytes for file in layout.files}, needed_bytes) as lock:
             for file in layout.files:
                 with open(os.open(file.name, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=lock.fd), "wb") as out:
                     out.write(file.header)
             for aux, data in aux_files.items():
                 write_file(lock.fd, aux, data)
-            write_file(lock.fd, WRITTEN_FILE, bytes(writers))
             describe_draft(lock.fd, kind=kind, model=model, version=version)
             return Draft(self.root, path, layout, lock, kind=kind, model=model, version=version, owner=True)
 
@@ -95,7 +91,7 @@ class WeightStore(Space):
         StoreFull, VersionExists."""
         if version_path(self.root, manifest.kind, manifest.model, manifest.version).exists():
             raise VersionExists(f"{manifest.kind} {manifest.model!r} {manifest.version!r} exists")
-        path, found = self.draft_path(uuid.uuid4().hex), dict[str, str]()
+        path, found = self.staging / uuid.uuid4().hex, dict[str, str]()
         segments = {file: record.nbytes for file, record in manifest.files.items() if record.header}
         with self._staked(path, segments, manifest.nbytes) as lock:
             for file, record in manifest.files.items():
@@ -139,13 +135,9 @@ class WeightStore(Space):
                 raise self.full(needed_bytes) from error
             raise
 
-    def draft_path(self, name: str) -> Path:
-        """Path of a draft reserved under `name` until its commit."""
-        return self.staging / name
-
     def attach(self, path: Path | str, layout: Layout | None = None) -> Draft:
         """Opens the draft that another process reserved at `path`. Passing the layout saves reading it. Raises
-        DraftNotFound, IntegrityError."""
+        StoreError, IntegrityError."""
         return attach_draft(self.root, Path(path), layout)
 
     # Reading
