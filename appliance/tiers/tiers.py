@@ -171,7 +171,7 @@ class Tiers:
         found: set[Name] = set()
         for tier in self.all:
             try:
-                found |= {name for name in tier.copies.names() if name.kind == "snapshot" and name.model == job_id}
+                found |= {name for name in tier.copies.manifests() if name.kind == "snapshot" and name.model == job_id}
             except (TierUnavailable, OSError) as error:
                 self.note(tier, str(error))
         return sorted(found, key=lambda name: step_of(name.version), reverse=True)

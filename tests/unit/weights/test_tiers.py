@@ -58,9 +58,9 @@ def test_put_replaces_a_damaged_copy(store, tier):
     stored = write(store)
     tier.put(stored.path)
     os.truncate(tier.path(V1) / "manifest.json", 100)
-    assert tier.names() == {}
+    assert tier.manifests() == {}
     tier.put(stored.path)
-    assert tier.verify(V1).version == "1" and list(tier.names()) == [V1]
+    assert tier.verify(V1).version == "1" and list(tier.manifests()) == [V1]
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
@@ -103,7 +103,7 @@ def test_a_killed_copy_is_collected(store, tier, tmp_path):
         finally:
             os._exit(0)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
-    assert tier.names() == {} and visible(tmp_path / "models") != []
+    assert tier.manifests() == {} and visible(tmp_path / "models") != []
     tier.collect()
     assert visible(tmp_path / "models") == []
     tier.put(stored.path)
