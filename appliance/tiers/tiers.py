@@ -271,7 +271,7 @@ class Tiers:
         return lambda: [self._memory_status(), *map(_status, self.all)]
 
     def _memory_status(self) -> dict[str, Any]:
-        usage, counts = self.store.usage(), {kind: self.store.count(kind) for kind in KINDS}
+        usage, counts = self.store.usage(), {kind: len(self.store.list(kind)) for kind in KINDS}
         return {
             "name": "memory",
             "where": str(self.store.root),

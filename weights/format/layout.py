@@ -16,7 +16,7 @@ from typing import BinaryIO
 from weights.format import foreign_json
 from weights.format.errors import IntegrityError, InvalidLayout
 from weights.format.files import open_regular
-from weights.format.header import ALIGN_BYTES, LENGTH_BYTES, TensorSpec, build_header, header_bytes_needed, parse_header
+from weights.format.header import ALIGN_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, TensorSpec, build_header, parse_header
 from weights.format.names import INDEX_SUFFIX, TENSOR_SUFFIX, check_file_name
 
 __all__ = ["FileLayout", "Layout", "Placed", "TensorSpec"]
@@ -232,8 +232,11 @@ def read_header(file: BinaryIO, *, path: object, name: str) -> FileLayout:
     """The layout of the opened safetensors file `name`, from its header alone. Raises IntegrityError."""
     file_bytes = os.fstat(file.fileno()).st_size
     try:
-        needed = header_bytes_needed(prefix := file.read(LENGTH_BYTES), file_bytes=file_bytes)
-        header = prefix + file.read(needed - LENGTH_BYTES)
+        prefix = file.read(LENGTH_BYTES)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < LENGTH_BYTES or length > MAX_HEADER_BYTES or LENGTH_BYTES + length > file_bytes:
+            raise ValueError(f"announces a header of {length} bytes in a file of {file_bytes} bytes")
+        header = prefix + file.read(length)
         tensors = parse_header(header, file_bytes=file_bytes)
     except ValueError as error:
         raise IntegrityError(str(error), path=path, file=name) from error

@@ -163,10 +163,6 @@ class WeightStore(Space):
                 continue
         return sorted(found, key=lambda stored: stored.manifest.created_s)
 
-    def count(self, kind: str) -> int:
-        """How many versions of `kind` there are, damaged ones too."""
-        return len(self._committed(_check_kind(kind)))
-
     def lease(self, stored: StoredVersion) -> Lease:
         """Takes a lease on `stored`; see `weights.memory.lease.take_lease`."""
         return take_lease(stored)
