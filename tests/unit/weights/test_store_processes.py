@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.weights.conftest import SPECS, check, content, fill, write
-from weights.format.errors import StoreError, StoreFull, VersionLeased
+from weights.format.errors import StoreError, StoreFull
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.store import WeightStore
 
@@ -97,42 +97,13 @@ def test_a_killed_writer_leaves_only_what_sweep_removes(store, root):
     check(store, stored)
 
 
-def test_a_forked_child_does_not_keep_its_parents_lease(store):
-    stored = write(store)
-    lease = store.lease(stored)
-    ready, done = os.pipe(), os.pipe()
-
-    def child():
-        os.write(ready[1], b"x")
-        os.close(done[1])
-        os.read(done[0], 1)
-
-    pid = os.fork()
-    if pid == 0:
-        try:
-            child()
-        finally:
-            os._exit(0)
-    try:
-        os.read(ready[0], 1)
-        with pytest.raises(VersionLeased):
-            store.remove(stored)
-        lease.release()
-        store.remove(stored)
-    finally:
-        os.write(done[1], b"x")
-        os.waitpid(pid, 0)
-        for fd in (*ready, *done):
-            os.close(fd)
-
-
 def test_handles_are_closed_in_a_forked_child(store):
     stored = write(store)
     draft = store.reserve(LAYOUT, kind="version", model="m", version="2")
     lease = store.lease(stored)
 
     def child():
-        assert draft.closed and lease.closed
+        assert draft.closed and lease.closed  # so that it does not hold what its parent releases
         for use in (lambda: draft.view("counter"), lambda: lease.view("counter"), lambda: draft.commit(meta={})):
             try:
                 use()
