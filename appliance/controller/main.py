@@ -81,7 +81,7 @@ from runtime.processes.oom import DiesAs, dies_as
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import discover_devices
-from scheduler.handover.effects import Observed
+from scheduler.handover.effects import Box
 from scheduler.loop.inbox import Inbox
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.ray.effects import RayEffects
@@ -290,7 +290,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     context.health.began({device.node for device in context.nodes.devices})
     context.health.found(context.nodes.devices)
     there = await _observed(parts.effects)
-    parts.states.after_restart(adopted={group.job_id for group in there.groups if group.ended is None})
+    parts.states.after_restart(adopted={group.job_id for group in there.groups.values() if group.ended is None})
     await loop.adopt()  # before a route answers, and before validations of jobs go on
 
     app = create_app(context)
@@ -371,7 +371,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _observed(effects: RayEffects) -> Observed:
+async def _observed(effects: RayEffects) -> Box:
     """The observed state, as soon as it can be read: a hanging supervisor is killed within a minute."""
     while True:
         try:
@@ -383,7 +383,7 @@ async def _observed(effects: RayEffects) -> Observed:
 
 async def _save_everything(effects: RayEffects, flow: TierFlow) -> bool:
     """False if something is in shared memory only, which is then kept for the next start."""
-    for group in (await _observed(effects)).groups:
+    for group in (await _observed(effects)).groups.values():
         # A job that can no longer be suspended resumes from its last snapshot.
         with contextlib.suppress(TimeoutError, EffectFailed):
             async with asyncio.timeout(SUSPEND_S):

@@ -6,12 +6,12 @@ engines and jobs: it asks here for limits, and is nudged. Everything runs on the
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from appliance.memory import memory_policy
@@ -24,7 +24,7 @@ from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import node_of
 from scheduler.core.workload import AWAKE
 from scheduler.devices.discovery import HOME_NODE
-from scheduler.devices.host_reading import MemoryReading, read_memory
+from scheduler.devices.host_reading import MemoryReading, ask_store, read_memory
 from weights.memory.store import WeightStore
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ STARTING_FOR_S = 15.0
 BARREN_FOR_S = 10.0
 
 Stored = Callable[..., Awaitable[Any]]
-"""Asks for a node's shared memory, by method: `idle_bytes` (of the store's pool, and of versions that nobody reads and
-another tier has), `trim_pool` and `evict(nbytes)`, which return the bytes freed."""
+"""Asks for a node's shared memory: `scheduler.devices.host_reading.ask_store` of its store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +269,7 @@ class BoxMemory:
     ):
         self._db, self._nodes, self._reserve, self._means, self._clock = db, nodes, reserve, means, clock
         self._readings: dict[str, MemoryReading] = {}
-        self._home = HostMemory(db, stored_here(store), reserve, means, read, clock)
+        self._home = HostMemory(db, partial(ask_store, store), reserve, means, read, clock)
         self._hosts = {HOME_NODE: self._home}
 
     def job_nodes(self, row: JobRow) -> tuple[str, ...]:
@@ -325,8 +324,8 @@ class BoxMemory:
                 log.warning("what memory needs on %s could not be done: %s", name, error, extra={"node": name})
 
     def _host(self, name: str) -> HostMemory:
-        async def stored(method: str, *arguments: Any) -> Any:
-            return await self._nodes.of_agent(name, method, *arguments)
+        def stored(method: str, *arguments: Any) -> Awaitable[Any]:
+            return self._nodes.of_store(name, method, *arguments)
 
         return HostMemory(self._db, stored, self._reserve, self._means, lambda: self._readings[name], self._clock, name)
 
@@ -341,17 +340,6 @@ class BoxMemory:
     def notes(self) -> list[str]:
         """What users should know now, one sentence for each host that lacks memory."""
         return [note for host in self._hosts.values() for note in host.notes()]
-
-
-def stored_here(store: WeightStore) -> Stored:
-    """This machine's."""
-
-    async def stored(method: str, *arguments: Any) -> Any:
-        if method == "idle_bytes":
-            return (await asyncio.to_thread(store.usage)).pool_bytes, await asyncio.to_thread(store.evictable_bytes)
-        return await asyncio.to_thread(getattr(store, method), *arguments)
-
-    return stored
 
 
 def _named(reading: MemoryReading, node: str) -> MemoryReading:

@@ -164,7 +164,7 @@ class DeploymentRow:
     """How a model is to be served.
 
     max_replicas None: as many as the box's settings allow. ttft_p95_s, tpot_p95_ms: targets for the time to the first
-    token and per further token; None: none. idle: the numbers of `scheduler.core.idle.IdleSettings` that are set.
+    token and per further token; None: none. idle: `idle_sleep_s`, if it is set.
     served: the `scheduler.core.workload.Build` of the engine that opened last, {} if none has.
     """
 

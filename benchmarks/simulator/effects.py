@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from benchmarks.simulator.cluster import Cluster
-from scheduler.core.failures import Trouble
+from scheduler.core.failures import Failure
 from scheduler.core.inventory import Device
 from scheduler.core.workload import (
     Build,
@@ -18,13 +18,12 @@ from scheduler.core.workload import (
     DeploymentView,
     JobView,
     Policy,
-    ReplicaPlan,
     ReplicaState,
     ReplicaView,
     Standby,
     Workload,
 )
-from scheduler.handover.effects import Event, GroupEnded, GroupObserved, Observed
+from scheduler.handover.effects import Box, Detail, GroupEnded, GroupView
 
 MODEL = "model"
 """The first model; further ones have the names that the set-up gives them."""
@@ -116,7 +115,7 @@ class SimStore:
     def job_ended(self, job_id: str, outcome: str, error: str) -> None:
         self.jobs.pop(job_id, None)
 
-    def model_trouble(self, model: str, trouble: Trouble | None) -> None:
+    def model_trouble(self, model: str, trouble: Failure | None) -> None:
         assert trouble is None, f"simulated engines do not fail: {trouble}"
 
     def model_served(self, model: str, build: Build) -> None: ...
@@ -135,7 +134,7 @@ class SimEffects:
         self._devices, self._jobs, self._times = devices, jobs, times
         self._replicas: dict[str, ReplicaView] = {}
         self._groups: dict[str, _Group] = {}
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._changed = asyncio.Event()
         self.counted_s = (0.0, math.inf)
         """The time in which training counts."""
         self.trained: list[tuple[float, float, int]] = []
@@ -159,15 +158,7 @@ class SimEffects:
         await asyncio.sleep(seconds)
         self._now()
 
-    @property
-    def serving_devices(self) -> int:
-        return sum(len(r.devices) for r in self._replicas.values() if r.state != "asleep")
-
-    @property
-    def training_devices(self) -> int:
-        return sum(len(g.devices) for g in self._groups.values() if g.ended is None)
-
-    async def start_replica(self, plan: ReplicaPlan) -> None:
+    async def start_replica(self, plan: ReplicaView) -> None:
         await self._take(self._times.start_s)
         self._replicas[plan.id] = ReplicaView(
             plan.id, plan.model, plan.version, "ready", plan.devices, settings=plan.settings
@@ -233,15 +224,19 @@ class SimEffects:
     def _finish(self, job_id: str) -> None:
         group = self._groups[job_id]
         self._stop_training(job_id)
-        group.ended = GroupEnded(job_id, group.run, "succeeded")
-        self._events.put_nowait(group.ended)
+        group.ended = GroupEnded("succeeded")
+        self._changed.set()
 
-    async def suspend_group(self, job_id: str) -> None:
+    async def suspend_group(self, job_id: str) -> Detail:
         group = self._groups.get(job_id)
         if group is not None and group.ended is None:
             await self._end_step(job_id, group)
         await self._take(self._times.suspend_s)
+        if group is not None and group.ended is not None:
+            group.devices = ()
+            return {"ended": group.ended.outcome}
         self._groups.pop(job_id, None)
+        return None
 
     async def _end_step(self, job_id: str, group: _Group) -> None:
         """Finish the step under way or abandon it."""
@@ -268,15 +263,13 @@ class SimEffects:
             if group.ended is None:
                 self._stop_training(job_id)
 
-    async def observe(self) -> Observed:
-        return Observed(
-            devices=self._devices,
-            replicas=tuple(self._replicas.values()),
-            groups=tuple(GroupObserved(job_id, g.devices, g.run, g.ended) for job_id, g in self._groups.items()),
-        )
+    async def observe(self) -> Box:
+        groups = (GroupView(job_id, g.devices, ended=g.ended, run=g.run) for job_id, g in self._groups.items())
+        return Box.of(self._devices, self._replicas.values(), groups)
 
-    async def next_event(self) -> Event:
-        return await self._events.get()
+    async def changed(self) -> None:
+        await self._changed.wait()
+        self._changed.clear()
 
 
 def elastic_job(devices: int) -> SimJob:

@@ -11,25 +11,18 @@ operations per request, not per token. The model leaves out quadratic prefill at
 growth of the context between two events, and CPU time.
 
 `base_s` and `per_token_s` are least-squares fits of the H100 profile of Llama-2-7B (32 layers, medians of all linear,
-norm and rotary kernels) in microsoft/vidur's data (MIT); `EngineModel.from_profile` recomputes them from that file.
+norm and rotary kernels) in microsoft/vidur's data (MIT).
 `per_context_s` is the model's 512 KiB of KV per token over 70 % of an H100's 3.35 TB/s.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
 import heapq
 import math
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 
-from benchmarks.simulator.trace import Requests, TraceError
-
-_KERNELS = """input_layernorm attn_pre_proj attn_rope attn_post_proj post_attention_layernorm
-    mlp_up_proj mlp_act mlp_down_proj add add""".split()
-_PROFILED_LAYERS = 32
+from benchmarks.simulator.trace import Requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +35,6 @@ class EngineModel:
     chunk_tokens: int = 2048
     kv_tokens: int = 120_000
     max_num_seqs: int = 256
-
-    @classmethod
-    def from_profile(cls, path: str | Path) -> EngineModel:
-        """Fit a Vidur layer profile (CSV, times in ms per layer). Raises TraceError if it is not one."""
-        points: list[tuple[float, float]] = []
-        opener = gzip.open if str(path).endswith(".gz") else open
-        try:
-            with opener(path, "rt", newline="") as file:
-                for row in csv.DictReader(file):
-                    if row["num_tensor_parallel_workers"] == "1":
-                        total_ms = sum(float(row[f"time_stats.{k}.median"] or 0) for k in _KERNELS)
-                        points.append((float(row["num_tokens"]), total_ms * _PROFILED_LAYERS / 1000))
-        except (OSError, KeyError, ValueError) as error:
-            raise TraceError(path, None, f"is not a layer profile: {error!r}") from error
-        if len(points) < 2:
-            raise TraceError(path, None, "has fewer than two rows for one worker")
-        n = len(points)
-        mean_x, mean_y = sum(p[0] for p in points) / n, sum(p[1] for p in points) / n
-        spread = sum((x - mean_x) ** 2 for x, _ in points)
-        slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
-        return cls(base_s=mean_y - slope * mean_x, per_token_s=slope)
 
     def step_s(self, decoding: int, context_tokens: float, prefill_tokens: float) -> float:
         return self.base_s + self.per_token_s * (decoding + prefill_tokens) + self.per_context_s * context_tokens

@@ -1,31 +1,20 @@
-"""Simulates a gateway's load reports and what the scheduler learns from them, and samples data for the plot."""
+"""Simulates a gateway's load reports and what the scheduler learns from them."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from benchmarks.simulator.effects import REPORT_S, SimEffects, SimModel
+from benchmarks.simulator.effects import REPORT_S, SimModel
 from scheduler.autoscale import demand as demand_
 from scheduler.autoscale.standby import Seen, StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView, Standby
 from scheduler.loop.loop import SchedulerLoop
 
-QUIET_REPORTS = 20
-"""While there are no requests, only one in this many reports is simulated."""
-
-
-@dataclass
-class Sample:
-    """One point of the plot."""
-
-    at_s: float
-    inflight: int
-    held: int
-    serving_devices: int
-    training_devices: int
+QUIET_REPORTS, QUIET_S = 20, 5.0
+"""While there are no requests, one in so many reports is simulated; where nobody listens, one in so many seconds."""
 
 
 @dataclass
@@ -88,22 +77,19 @@ class Gateway:
     """Reports load every `REPORT_S`. It nudges the loop when the demand needs another number of replicas, and when a
     request arrives after a pause: by then the planner has forgotten what it kept for the previous one.
 
-    listens: False if the policy ignores demand (a fixed split of one model); then nothing is reported between samples.
+    listens: False if the policy ignores demand (a fixed split of one model); then nothing is reported.
     """
 
     reports: list[Reports]
-    effects: SimEffects
     config: SchedulerConfig
-    sample_every_s: float
     listens: bool
-    samples: list[Sample] = field(default_factory=list)
 
     async def run(self, loop: SchedulerLoop, until_s: float, submissions_s: list[float]) -> None:
         aio = asyncio.get_running_loop()
         clusters = [one.model.cluster for one in self.reports]
         wanted: list[int] = []
         asked_s = [0.0] * len(clusters)
-        next_sample_s, submitted = 0.0, 0
+        submitted = 0
         while True:
             now_s = aio.time()
             for cluster in clusters:
@@ -117,21 +103,16 @@ class Gateway:
                 wanted = now_wanted
                 loop.nudge()
             asked_s = last_s
-            inflight, held = sum(c.inflight_total for c in clusters), sum(len(c.held) for c in clusters)
-            if now_s >= next_sample_s:
-                next_sample_s = now_s + self.sample_every_s
-                e = self.effects
-                self.samples.append(Sample(now_s, inflight, held, e.serving_devices, e.training_devices))
             over = now_s >= until_s and not any(cluster.arrivals_left for cluster in clusters)
-            busy = bool(held or inflight)
+            busy = any(cluster.inflight_total or cluster.held for cluster in clusters)
             if over and not busy:
                 return
-            await asyncio.sleep(self._until_next_s(now_s, next_sample_s, over, busy))
+            await asyncio.sleep(self._until_next_s(now_s, until_s, over, busy))
 
-    def _until_next_s(self, now_s: float, next_sample_s: float, over: bool, busy: bool) -> float:
+    def _until_next_s(self, now_s: float, until_s: float, over: bool, busy: bool) -> float:
         """Time of the next report: a multiple of the interval, more than one if nothing can happen before."""
         if not self.listens and not over:
-            reports = (next_sample_s - now_s) / REPORT_S
+            reports = min(QUIET_S, until_s - now_s) / REPORT_S
         elif busy or over:
             reports = 1.0
         else:

@@ -6,20 +6,18 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from benchmarks.simulator import virtual_time
 from benchmarks.simulator.cluster import Cluster
 from benchmarks.simulator.effects import MODEL, SimEffects, SimModel, SimStore, VerbTimes, elastic_job
 from benchmarks.simulator.engine import EngineModel
-from benchmarks.simulator.gateway import Gateway, Reports, Sample
+from benchmarks.simulator.gateway import Gateway, Reports
 from benchmarks.simulator.journal import MemoryJournal
 from benchmarks.simulator.trace import Requests
 from runtime.devices.kinds import hardware_first
-from scheduler.autoscale.standby import StandbyLearner, standby_costs
+from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.errors import InvalidWorkload
 from scheduler.core.inventory import Device
 from scheduler.core.workload import DeploymentView, Policy
 from scheduler.loop.loop import SchedulerLoop
@@ -51,11 +49,6 @@ class Setup:
     times: VerbTimes = field(default_factory=VerbTimes)
     config: SchedulerConfig = field(default_factory=SchedulerConfig)
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, seconds in (("slo_ttft_s", self.slo_ttft_s), ("slo_tpot_s", self.slo_tpot_s)):
-            if not 0 < seconds < math.inf:
-                raise InvalidWorkload(name, seconds, "seconds, more than 0")
 
     @property
     def devices(self) -> int:
@@ -106,34 +99,26 @@ class Setup:
         )
 
     def learner(self) -> StandbyLearner:
-        costs = standby_costs(self.config, self.devices)
         return StandbyLearner(
-            costs,
-            least=self.min_replicas,
-            most=self.devices,
-            target_s=self.slo_ttft_s,
-            late_share=self.config.late_requests_share,
+            self.config, self.devices, least=self.min_replicas, most=self.devices, target_s=self.slo_ttft_s
         )
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The result of one policy. Times to first token cover requests that got one and include the wait at the
-    gateway."""
+    """The result of one policy."""
 
     requests_served: int
-    slo_attainment: float
-    ttft_p50_s: float | None
-    ttft_p95_s: float | None
     training_gpu_hours: float
     handovers: int
-    samples: list[Sample] = field(default_factory=list, compare=False)
-    first_tokens: list[tuple[float, float]] = field(default_factory=list, compare=False)
-    """(arrival, time to first token) of up to 5,000 requests."""
     trained: list[tuple[float, float, int]] = field(default_factory=list, compare=False)
     """From, until, on how many devices."""
     within: dict[str, bytearray] = field(default_factory=dict, compare=False)
     """For each model a 1 or 0 for each request in the order of arrival: 1 if it met its targets."""
+
+    @property
+    def slo_attainment(self) -> float:
+        return sum(map(sum, self.within.values())) / sum(map(len, self.within.values()))
 
     def trained_device_s(self, from_s: float, until_s: float) -> float:
         """Device seconds of training between these times of the trace."""
@@ -157,17 +142,17 @@ def run_policy(setup: Setup, policy: Policy) -> Figures:
     reports = [Reports(model, setup.config, setup.learner() if auto else None) for model in models.values()]
     # One model alone has what a fixed split leaves to serving, whatever its demand; several share it.
     listens = auto or len(models) > 1
-    gateway = Gateway(reports, effects, setup.config, max(setup.horizon_s / 1000, 1.0), listens)
+    gateway = Gateway(reports, setup.config, listens)
     handovers_before = 0
     # If nobody listens to the demand, only job submissions and ends happen, and the loop is notified of those.
     config = setup.config if listens else setup.config.model_copy(update={"observe_every_s": _LOOK_EVERY_S})
 
     async def life() -> None:
         nonlocal handovers_before
-        clock = virtual_time.VirtualClock()
+        clock = virtual_time.now_s
         loop = SchedulerLoop(effects, store, journal, clock=clock, config=config)
         running = asyncio.create_task(loop.run())
-        while (left_s := UP_S - clock.now_s()) > 0:
+        while (left_s := UP_S - clock()) > 0:
             await asyncio.sleep(max(left_s, virtual_time.RESOLUTION_S))
         handovers_before = journal.last_id()
         watching = asyncio.create_task(
@@ -181,43 +166,16 @@ def run_policy(setup: Setup, policy: Policy) -> Figures:
         await running
 
     virtual_time.run(life())
-    return _figures(setup, models, effects, journal.last_id() - handovers_before, gateway.samples)
-
-
-def _figures(
-    setup: Setup, models: dict[str, SimModel], effects: SimEffects, handovers: int, samples: list[Sample]
-) -> Figures:
-    ttft, ended = [], 0
-    points: list[tuple[float, float]] = []
-    within: dict[str, bytearray] = {}
-    every = sum(len(model.cluster.requests) for model in models.values()) // 5000 + 1
+    ended, within = 0, {}
     for name, model in models.items():
         requests, served = model.cluster.requests, model.cluster.served
         good = within[name] = bytearray(len(requests))
         for n, arrival_s in enumerate(requests.arrival_s):
             first_s, end_s = served.first_token_s[n], served.end_s[n]
-            if first_s >= 0:
-                ttft.append(first_s - arrival_s)
-                if n % every == 0:
-                    points.append((arrival_s - UP_S, first_s - arrival_s))
             if end_s >= 0:
                 ended += 1
                 tpot_s = (end_s - first_s) / max(requests.output[n] - 1, 1)
                 good[n] = first_s - arrival_s <= setup.slo_ttft_s and tpot_s <= setup.slo_tpot_s
-    ttft.sort()
-
-    def percentile(q: float) -> float | None:
-        return ttft[min(int(q * len(ttft)), len(ttft) - 1)] if ttft else None
-
-    return Figures(
-        requests_served=ended,
-        slo_attainment=sum(map(sum, within.values())) / sum(map(len, within.values())),
-        ttft_p50_s=percentile(0.5),
-        ttft_p95_s=percentile(0.95),
-        training_gpu_hours=effects.training_device_s / 3600,
-        handovers=handovers,
-        samples=[replace(sample, at_s=sample.at_s - UP_S) for sample in samples],
-        first_tokens=points,
-        trained=[(from_s - UP_S, until_s - UP_S, devices) for from_s, until_s, devices in effects.trained],
-        within=within,
-    )
+    trained = [(from_s - UP_S, to_s - UP_S, devices) for from_s, to_s, devices in effects.trained]
+    hours = effects.training_device_s / 3600
+    return Figures(ended, hours, journal.last_id() - handovers_before, trained, within)

@@ -45,11 +45,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._start_s + self._jumping.jumped_s
 
 
-class VirtualClock:
-    """The clock of a virtual loop: "now" is the running loop's time."""
-
-    def now_s(self) -> float:
-        return asyncio.get_running_loop().time()
+def now_s() -> float:
+    """The running loop's time, as a clock for the scheduler."""
+    return asyncio.get_running_loop().time()
 
 
 def run(main: Coroutine[Any, Any, T], start_s: float = 0.0) -> T:

@@ -90,21 +90,19 @@ def required(
     config: SchedulerConfig,
     *,
     switch_device_s: float = 0.0,
-) -> tuple[Hysteresis, float | None]:
-    """The replicas this model should have now (in the returned hysteresis), and when to re-evaluate without an event.
+) -> tuple[Hysteresis, list[float | None]]:
+    """The replicas this model should have now (in the returned hysteresis), and times at which to re-evaluate without
+    an event.
 
     switch_device_s: device seconds of training that releasing devices and taking them again would cost.
     """
     want = wanted_now(deployment, now_s, config)
     idle = IdlePolicy(config)
-    reviews: list[float] = []
-    if (end_s := idle.one_until_s(deployment)) is not None and end_s > now_s:
-        reviews.append(end_s)
-    if (end_s := idle.floor_until_s(deployment)) is not None and end_s > now_s:
-        want = max(want, min(deployment.standby.replicas if deployment.standby else 0, deployment.max_replicas))
-        reviews.append(end_s)
+    reviews = [idle.one_until_s(deployment), end_s := idle.floor_until_s(deployment)]
+    if deployment.standby is not None and end_s is not None and end_s > now_s:
+        want = max(want, min(deployment.standby.replicas, deployment.max_replicas))
     if want >= hysteresis.replicas:
-        return replace(hysteresis, replicas=want, low_since_s=None, low_peak=0), min(reviews, default=None)
+        return replace(hysteresis, replicas=want, low_since_s=None, low_peak=0), reviews
     since_s = now_s if hysteresis.low_since_s is None else hysteresis.low_since_s
     # When an operator's idle time runs out, all replicas sleep, whatever demand came before.
     peak = want if idle.operator_says_sleep(deployment, now_s) else max(hysteresis.low_peak, want)
@@ -113,12 +111,12 @@ def required(
     pays_after_s = switch_device_s / spare_devices if spare_devices else 0.0
     due_s = since_s + idle.give_back_after_s(deployment, pays_after_s, now_s)
     if due_s > now_s:
-        return replace(hysteresis, low_since_s=since_s, low_peak=peak), min([*reviews, due_s])
+        return replace(hysteresis, low_since_s=since_s, low_peak=peak), [*reviews, due_s]
     # To the highest count needed since then, not the current one.
     if peak == want:
-        return replace(hysteresis, replicas=peak, low_since_s=None, low_peak=want), min(reviews, default=None)
+        return replace(hysteresis, replicas=peak, low_since_s=None, low_peak=want), reviews
     found = replace(hysteresis, replicas=peak, low_since_s=now_s, low_peak=want)
-    return found, min([*reviews, now_s + idle.lower_for_s(deployment)])
+    return found, [*reviews, now_s + idle.lower_for_s(deployment)]
 
 
 def slots(

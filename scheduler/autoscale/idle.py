@@ -1,9 +1,9 @@
 """Decides how long a model without requests stays awake; the only place that does.
 
-An operator's number (`idle_sleep_s`, `scheduler.core.idle`) applies as given: one replica stays awake for that long
+An operator's number (`idle_sleep_s`) applies as given: one replica stays awake for that long
 after the last request, then all sleep except the minimum. Without it, the box's settings hold a replica for as long as
 the hysteresis of `auto` needs (`give_back_after_s`), and it sleeps only when the devices are wanted. Models that nobody
-deployed have the box's own limit (`limit_s`): they sleep then at the latest, and may be given back earlier.
+deployed have the box's own limit (`idle_limit_s`): they sleep then at the latest, and may be given back earlier.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class IdlePolicy:
 
     def one_until_s(self, deployment: DeploymentView) -> float | None:
         """Until when the last request alone keeps one replica; None: there was none."""
-        own_s = deployment.idle.settings.idle_sleep_s
+        own_s = deployment.idle_sleep_s
         return _after(deployment, self.lower_for_s(deployment) if own_s is None else own_s)
 
     def lower_for_s(self, deployment: DeploymentView) -> float:
@@ -53,14 +53,14 @@ class IdlePolicy:
 
     def operator_says_sleep(self, deployment: DeploymentView, now_s: float) -> bool:
         """The same, by the operator's number: no hand-over cost delays it."""
-        return deployment.idle.settings.idle_sleep_s is not None and self.asleep(deployment, now_s)
+        return deployment.idle_sleep_s is not None and self.asleep(deployment, now_s)
 
     def awake(self, deployment: DeploymentView) -> tuple[float | None, str]:
         """Until when a model without requests stays awake (None: no time limit ends it), and why, without a full stop.
         The mode's share for serving takes precedence."""
         if least := deployment.floor_replicas:
             return None, f"at least {least} {'is' if least == 1 else 'are'} kept awake (pinned or min_replicas)"
-        own_s, limit_s = deployment.idle.settings.idle_sleep_s, deployment.idle.limit_s
+        own_s, limit_s = deployment.idle_sleep_s, deployment.idle_limit_s
         if own_s is not None:
             return self.sleep_at_s(deployment), f"its idle_sleep_s is {own_s:g} s"
         kept = "it has no idle_sleep_s" if limit_s is None else "nobody deployed it"
@@ -71,7 +71,7 @@ class IdlePolicy:
 
 
 def _sleep_after_s(deployment: DeploymentView) -> float:
-    own_s, limit_s = deployment.idle.settings.idle_sleep_s, deployment.idle.limit_s
+    own_s, limit_s = deployment.idle_sleep_s, deployment.idle_limit_s
     return own_s if own_s is not None else inf if limit_s is None else limit_s
 
 

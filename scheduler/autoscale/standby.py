@@ -29,29 +29,6 @@ _ALL_LATE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
-    """What moving devices costs. take_s: from the decision to a replica that answers. pause_s: what a change of size
-    costs a running job on each of its devices. training_devices: how many those are with no replica awake. rest_s:
-    replicas are given back after this long without need, or after the job's devices have idled for `2 x pause_s`,
-    whichever is later, but after `latest_s` at the latest."""
-
-    take_s: float
-    pause_s: float
-    training_devices: int
-    rest_s: float
-    latest_s: float
-
-    def stop_s(self, replicas: int) -> float:
-        """Device seconds of training that a change to this many replicas costs."""
-        return self.pause_s * max(self.training_devices - replicas, 1)
-
-
-def standby_costs(config: SchedulerConfig, devices: int) -> Costs:
-    """The costs of moving devices according to the box's settings."""
-    return Costs(config.reaction_s, config.job_pause_s, devices, config.give_back_after_s, config.give_back_at_latest_s)
-
-
-@dataclass(frozen=True, slots=True)
 class Seen:
     """What happened since the last report.
 
@@ -75,32 +52,32 @@ class Seen:
 
 
 class Shadow:
-    """One choice, simulated. `free`: when each replica has computed its prompts, a heap."""
+    """One choice, simulated. `free`: when each replica has computed its prompts, a heap. devices: that may train."""
 
-    __slots__ = (
-        *("choice", "target_s", "free", "busy_until_s", "replicas", "coming", "coming_at_s", "rested_at_s"),
-        *("low_since_s", "low_peak", "late", "cost_s"),
-    )
-
-    def __init__(self, choice: Standby, target_s: float):
+    def __init__(self, choice: Standby, target_s: float, config: SchedulerConfig, devices: int):
         self.choice, self.target_s, self.replicas = choice, target_s, choice.replicas
+        self.config, self.devices = config, devices
         self.free, self.busy_until_s = [0.0] * choice.replicas, 0.0
         self.coming, self.coming_at_s, self.rested_at_s = 0, 0.0, 0.0
         self.low_since_s, self.low_peak, self.late, self.cost_s = -1.0, 0, 0.0, 0.0
 
-    def live(self, now_s: float, passed_s: float, seen: Seen, most: int, costs: Costs) -> None:
+    def stop_s(self, replicas: int) -> float:
+        """Device seconds of training that a change to this many replicas costs."""
+        return self.config.job_pause_s * max(self.devices - replicas, 1)
+
+    def live(self, now_s: float, passed_s: float, seen: Seen, most: int) -> None:
         """Let `passed_s` pass, in which this was seen."""
         if self.coming and self.coming_at_s <= now_s:
             self.replicas, self.coming = self.coming, 0
             self._spread(now_s)
         self.cost_s += passed_s * max(self.replicas, self.coming)
         if seen.works_s:
-            self.late += self._serve(now_s, seen, costs)
-        self._move(now_s, seen.load / FULL, most, costs)
+            self.late += self._serve(now_s, seen)
+        self._move(now_s, seen.load / FULL, most)
 
-    def _serve(self, now_s: float, seen: Seen, costs: Costs) -> float:
+    def _serve(self, now_s: float, seen: Seen) -> float:
         if not self.free:
-            self._take(1, now_s, costs)
+            self._take(1, now_s)
         free, target_s, late = self.free, self.target_s, 0.0
         for work_s in seen.works_s:
             end_s = max(free[0], now_s) + work_s
@@ -113,7 +90,7 @@ class Shadow:
             late = max(late, len(seen.works_s) * min(over / _ALL_LATE, 1.0))
         return late
 
-    def _move(self, now_s: float, filled: float, most: int, costs: Costs) -> None:
+    def _move(self, now_s: float, filled: float, most: int) -> None:
         want = max(math.ceil(filled), self.choice.replicas)
         if self.busy_until_s > now_s:
             backlog_s = sum(max(at_s - now_s, 0.0) for at_s in self.free)
@@ -122,7 +99,7 @@ class Shadow:
         if want >= (self.coming or n):
             self.low_since_s = -1.0
             if want > (self.coming or n) and not self.coming and now_s >= self.rested_at_s:
-                self._take(want, now_s, costs)
+                self._take(want, now_s)
             return
         if self.coming:
             return
@@ -131,16 +108,20 @@ class Shadow:
         self.low_peak = max(self.low_peak, want)
         if self.low_peak >= n:
             return
-        pay_s = 2 * costs.stop_s(n) / (n - self.low_peak)
-        rest_s = max(costs.rest_s, min(pay_s, costs.latest_s))
+        pay_s = 2 * self.stop_s(n) / (n - self.low_peak)
+        rest_s = max(self.config.give_back_after_s, min(pay_s, self.config.give_back_at_latest_s))
         if now_s - self.low_since_s >= rest_s and now_s >= self.rested_at_s:
-            self.replicas, self.rested_at_s, self.low_since_s = self.low_peak, now_s + costs.pause_s, -1.0
+            self.replicas, self.rested_at_s, self.low_since_s = self.low_peak, now_s + self.config.job_pause_s, -1.0
             self._spread(now_s)
-            self.cost_s += costs.stop_s(self.low_peak)
+            self.cost_s += self.stop_s(self.low_peak)
 
-    def _take(self, want: int, now_s: float, costs: Costs) -> None:
-        self.coming, self.coming_at_s, self.rested_at_s = want, now_s + costs.take_s, now_s + costs.pause_s
-        self.cost_s += costs.stop_s(want)
+    def _take(self, want: int, now_s: float) -> None:
+        self.coming, self.coming_at_s, self.rested_at_s = (
+            want,
+            now_s + self.config.reaction_s,
+            now_s + self.config.job_pause_s,
+        )
+        self.cost_s += self.stop_s(want)
         if not self.free:
             self.free = [self.coming_at_s] * want
 
@@ -176,13 +157,15 @@ def levels(least: int, most: int) -> list[int]:
 class StandbyLearner:
     """The learner of one model. Owned by the receiver of the load reports, which calls `seen` for each of them.
 
-    least, most: replicas. target_s: for the time to first token. late_share: share of requests that may be late.
+    devices: how many replicas' worth of them there is. least, most: replicas. target_s: for the time to first token.
     """
 
-    def __init__(self, costs: Costs, *, least: int, most: int, target_s: float, late_share: float):
-        self._costs, self._most, self._late_share, self.target_s = costs, most, late_share, target_s
+    def __init__(self, config: SchedulerConfig, devices: int, *, least: int, most: int, target_s: float):
+        self._most, self._late_share, self.target_s = most, config.late_requests_share, target_s
         numbers = levels(least, max(most, least))
-        self._shadows = [Shadow(Standby(n, share), target_s) for share in (EARLY, PATIENT) for n in numbers]
+        self._shadows = [
+            Shadow(Standby(n, share), target_s, config, devices) for share in (EARLY, PATIENT) for n in numbers
+        ]
         self._in_force = next((one for one in self._shadows if one.choice.replicas), self._shadows[-1])
         self._at_s: float | None = None
         self._seen_s = 0.0  # since the first request
@@ -202,7 +185,7 @@ class StandbyLearner:
         for shadow in self._shadows:
             shadow.late *= fade
             shadow.cost_s *= fade
-            shadow.live(now_s, passed_s, seen, self._most, self._costs)
+            shadow.live(now_s, passed_s, seen, self._most)
         if self._seen_s >= KNOWN_S and self._requests >= KNOWN_REQUESTS:
             self._in_force = self._cheapest_in_time()
         return self.best
@@ -221,5 +204,5 @@ class StandbyLearner:
             fewest = min(shadow.late for shadow in self._shadows)
             able = [shadow for shadow in self._shadows if shadow.late <= fewest]
         best = min(able, key=lambda shadow: shadow.cost_s)
-        stays = now in able and now.cost_s - best.cost_s <= 2 * self._costs.stop_s(now.choice.replicas)
+        stays = now in able and now.cost_s - best.cost_s <= 2 * now.stop_s(now.choice.replicas)
         return now if stays else best

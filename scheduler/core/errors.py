@@ -1,7 +1,6 @@
 """Errors of the scheduler.
 
 SchedulerError
-├── InvalidWorkload      a job, deployment or policy with values that contradict each other
 ├── InvalidSchedule      a mode window with an invalid cron expression, time zone or policy
 ├── NodeNameTaken        a node joined under a name that another node of the box has
 ├── EffectFailed         a verb failed; the only exception an Effects implementation may raise
@@ -23,14 +22,6 @@ class SchedulerError(Exception):
     """Base of everything raised by `scheduler`."""
 
 
-class InvalidWorkload(SchedulerError, ValueError):
-    """A job, deployment or policy whose values contradict each other; the message names value and remedy."""
-
-    def __init__(self, what: str, given: object, expected: str):
-        super().__init__(f"{what}: {given!r} given, {expected} expected")
-        self.what, self.given, self.expected = what, given, expected
-
-
 class InvalidSchedule(SchedulerError, ValueError):
     """An invalid mode window; `param` names the field of mode_schedule.Window at fault."""
 
@@ -50,21 +41,19 @@ class EffectFailed(SchedulerError):
     """A verb failed to achieve its effect.
 
     Args:
-        verb: the verb of the Effects protocol, e.g. "wake_replica".
-        target: replica or job id.
         reason: one sentence for users.
         blame: whose fault it is.
         of_settings: an engine does not start with what it was given, and no memory, device or other process has a part
             in that.
 
-    `undone`: False if what came before it in its move could not be taken back.
+    `step`: verb and target of the step that failed. `undone`: False if what came before it could not be taken back.
     """
 
-    undone = True
+    step, undone = "", True
 
-    def __init__(self, verb: str, target: str, reason: str, blame: Blame = "own", *, of_settings: bool = False):
-        super().__init__(f"{verb} {target}: {reason}")
-        self.verb, self.target, self.reason, self.blame, self.of_settings = verb, target, reason, blame, of_settings
+    def __init__(self, reason: str, blame: Blame = "own", *, of_settings: bool = False):
+        super().__init__(reason)
+        self.reason, self.blame, self.of_settings = reason, blame, of_settings
 
 
 class StepCancelled(SchedulerError):

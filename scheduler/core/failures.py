@@ -11,7 +11,7 @@ reported by several handles, or several engines that died of one cause. It is no
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,11 +26,11 @@ Cause = Literal["memory", "device", "configuration"]
 wrong."""
 
 
-LONGEST_REASON = 700  # characters of a failure message shown to users; logs have all
+LONGEST_REASON = 700
 
 
 def first_line(reason: str) -> str:
-    """The part of a failure message shown to users."""
+    """The part of a failure message shown to users; logs have all."""
     return reason.partition("\n")[0][:LONGEST_REASON]
 
 
@@ -51,8 +51,9 @@ class Failure:
     """Consecutive failures of a job or model.
 
     count: those by its own fault; a step of progress, or a replica that stayed open long enough, resets it. tries: all
-    failures; a lifetime longer than the previous wait resets it. reason, blame: of the last failure. step: training
-    progress at the last failure. version: the version that failed.
+    failures; a lifetime longer than the previous wait resets it. step: training progress at the last failure. version:
+    the version that failed. reason, blame: of the last failure. lasting: a model failed so often by its own fault, or
+    by its configuration, that waiting for the next try is most likely useless.
     """
 
     count: int = 0
@@ -63,32 +64,17 @@ class Failure:
     blame: Blame = "own"
     wait_s: float = 0.0
     not_before_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Trouble:
-    """A model whose engines fail, for users and for waiting requests. lasting: it failed so often by its own fault, or
-    by its configuration, that waiting for the next try is most likely useless."""
-
-    model: str
-    version: str
-    reason: str
-    blame: Blame
-    count: int
-    tries: int
-    not_before_s: float
-    lasting: bool
+    lasting: bool = False
 
 
 class Failures:
-    """Failures of jobs, models and hand-over moves. Lives in the loop's memory: a restarted controller tries again.
-    on_trouble: called with a model and its trouble whenever that changes; None: it is over."""
+    """Failures of jobs, models and hand-over moves. Lives in the loop's memory: a restarted controller tries again."""
 
-    def __init__(self, config: SchedulerConfig, on_trouble: Callable[[str, Trouble | None], None]):
-        self._config, self._on_trouble = config, on_trouble
-        self._jobs: dict[str, Failure] = {}
-        self._models: dict[str, Failure] = {}
-        self._moves: dict[str, int] = {}
+    def __init__(self, config: SchedulerConfig):
+        self._config = config
+        self.jobs: dict[str, Failure] = {}
+        self.models: dict[str, Failure] = {}
+        self.moves: Counter[str] = Counter()
 
     def backoff_s(self, count: int, longest_s: float | None = None) -> float:
         longest_s = longest_s or self._config.backoff_max_s
@@ -98,7 +84,7 @@ class Failures:
         self, job_id: str, step: int, reason: str, now_s: float, *, blame: Blame = "own", lived_s: float = 0.0
     ) -> Failure:
         """Record a failure of a job; progress since the last one resets the count. lived_s: how long it ran."""
-        failure = self._jobs.setdefault(job_id, Failure())
+        failure = self.jobs.setdefault(job_id, Failure())
         if step > failure.step:
             failure.count, failure.step = 0, step
         self._add(failure, reason, now_s, blame, lived_s)
@@ -120,15 +106,15 @@ class Failures:
         at_start: bool = False,
     ) -> Failure:
         """Record a failure of a model's replica. lived_s: how long it had been open. at_start: no engine started."""
-        failure = self._models.setdefault(model, Failure())
-        if failure.version != version:
-            failure = self._models[model] = Failure(version=version)
+        failure = self.models.get(model)
+        if failure is None or failure.version != version:
+            failure = self.models[model] = Failure(version=version)
         if lived_s >= self._config.replica_stable_s:
             failure.count = 0
         self._add(failure, reason, now_s, blame, lived_s, at_start=at_start)
+        failure.lasting = failure.blame == "input" or failure.count >= self._config.replica_attempts
         ids = {"model": model, "version": version}
         log.warning("%s; next try in %.1f s", reason, failure.not_before_s - now_s, extra=ids)
-        self._on_trouble(model, self.trouble(model, failure))
         return failure
 
     def _add(
@@ -137,83 +123,39 @@ class Failures:
         if failure.not_before_s > now_s:  # an echo; if the two disagree on the blame, the milder one counts
             if failure.blame == "own" and blame != "own":
                 failure.count -= blame != "input"
-                failure.blame, failure.reason = blame, reason
+                failure.blame, failure.reason = blame, first_line(reason)
             return
         if lived_s > failure.wait_s:
             failure.tries = 0
         own = blame in ("own", "input")
         failure.tries += 1
         failure.count += own
-        failure.reason, failure.blame = reason, blame
+        failure.reason, failure.blame = first_line(reason), blame
         hopeless = at_start and own and failure.count >= self._config.replica_attempts
         failure.wait_s = self.backoff_s(failure.tries, self._config.start_backoff_max_s if hopeless else None)
         failure.not_before_s = now_s + failure.wait_s
 
     def is_echo(self, model: str, version: str, now_s: float) -> bool:
         """Whether the death of an engine of this version is that of another one's load, which is waited out already."""
-        failure = self._models.get(model)
+        failure = self.models.get(model)
         return failure is not None and failure.version != version and failure.not_before_s > now_s
 
-    def model_stable(self, model: str, version: str) -> None:
-        """A replica of this version stayed open long enough."""
-        if self.model(model, version) is not None:
-            self.forget_model(model)
-
-    def job(self, job_id: str) -> Failure | None:
-        return self._jobs.get(job_id)
-
     def model(self, model: str, version: str) -> Failure | None:
-        failure = self._models.get(model)
+        failure = self.models.get(model)
         return failure if failure is not None and failure.version == version else None
-
-    def trouble(self, model: str, failure: Failure) -> Trouble:
-        lasting = failure.blame == "input" or failure.count >= self._config.replica_attempts
-        return Trouble(
-            model,
-            failure.version,
-            first_line(failure.reason),
-            failure.blame,
-            failure.count,
-            failure.tries,
-            failure.not_before_s,
-            lasting,
-        )
-
-    def forget_job(self, job_id: str) -> None:
-        self._jobs.pop(job_id, None)
 
     def keep(self, workload: Workload) -> None:
         """Forget what is no longer in the workload, such as cancelled jobs."""
-        if self._jobs:
-            there = {job.id for job in workload.jobs}
-            self._jobs = {job_id: failure for job_id, failure in self._jobs.items() if job_id in there}
-        gone = self._models.keys() - {deployment.model for deployment in workload.deployments} if self._models else ()
-        for model in sorted(gone):
-            self.forget_model(model)
-
-    def forget_model(self, model: str) -> None:
-        """Retry the model at once, as if it had never failed."""
-        if self._models.pop(model, None) is not None:
-            self._on_trouble(model, None)
+        for failures, there in (
+            (self.jobs, {job.id for job in workload.jobs}),
+            (self.models, {deployment.model for deployment in workload.deployments}),
+        ):
+            for name in failures.keys() - there:
+                del failures[name]
 
     def retry(self, cause: Cause) -> None:
         """Retry at once what may have failed for this cause. Recovered memory does not clear failures that raised an
         error of their own."""
-        failures = [*self._jobs.values(), *self._models.values()]
-        for failure in failures:
+        for failure in [*self.jobs.values(), *self.models.values()]:
             if cause != "memory" or failure.blame != "own":
                 failure.not_before_s, failure.tries, failure.wait_s = 0.0, 0, 0.0
-        for model, failure in self._models.items():
-            if not failure.tries:
-                self._on_trouble(model, self.trouble(model, failure))
-
-    def move_failed(self, name: str) -> float:
-        """Backoff in seconds for the holder of a failed move."""
-        self._moves[name] = self._moves.get(name, 0) + 1
-        return self.backoff_s(self._moves[name])
-
-    def move_failures(self, name: str) -> int:
-        return self._moves.get(name, 0)
-
-    def move_done(self, name: str) -> None:
-        self._moves.pop(name, None)

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, get_args
 
-from scheduler.core.errors import InvalidWorkload
-from scheduler.core.idle import Idle
+from scheduler.core.errors import Blame
 from scheduler.core.inventory import Device
 
 JobPhase = Literal["wanted", "running", "suspended", "paused"]
@@ -42,14 +41,6 @@ class Policy:
     train_devices: int | None = None
     serving_floor: int = 0
 
-    def __post_init__(self) -> None:
-        if self.kind not in POLICIES:
-            raise InvalidWorkload("policy", self.kind, "serve, train, split or auto")
-        if self.kind == "split" and (self.train_devices is None or self.train_devices < 0):
-            raise InvalidWorkload("train_devices of policy split", self.train_devices, "a number of devices, 0 or more")
-        if self.serving_floor < 0:
-            raise InvalidWorkload("serving_floor", self.serving_floor, "a number of devices, 0 or more")
-
 
 @dataclass(frozen=True, slots=True)
 class JobView:
@@ -61,7 +52,7 @@ class JobView:
     every size from `min_devices` to `max_devices`. `priority`: higher first. `not_before_s`: end of backoff. `lacks`:
     what the box lacks for it to start, as a sentence; it starts only when this is "". `failed`: its last failure.
     `pause_s`: what a change of size costs it on each of its devices, as measured; None: the scheduler's setting.
-    `nodes`: it must run wholly on one of these; empty: anywhere, also across nodes.
+    `nodes`: it runs wholly on one of these; empty: on any.
     """
 
     id: str
@@ -85,18 +76,6 @@ class JobView:
     failed: str = ""
     busy: Busy = None
     pause_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_devices <= self.max_devices:
-            raise InvalidWorkload(
-                f"devices of job {self.id}", (self.min_devices, self.max_devices), "1 <= min_devices <= max_devices"
-            )
-        if self.allowed_sizes and not self.sizes:
-            raise InvalidWorkload(
-                f"allowed_sizes of job {self.id}",
-                self.allowed_sizes,
-                f"at least one size from {self.min_devices} to {self.max_devices}",
-            )
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -186,7 +165,9 @@ class DeploymentView:
     """A model that may be served.
 
     `version`: the active one. `target_inflight`: requests per replica (None: the scheduler's setting).
-    `idle`: how long it stays awake without requests (`scheduler.autoscale.idle`).
+    `idle_sleep_s`: an operator's number: one replica stays awake for that long after the last request, then it sleeps;
+    None: it sleeps only when the devices are wanted. `idle_limit_s`: of models that nobody deployed, which sleep after
+    it at the latest (`scheduler.autoscale.idle`).
     `kv_tokens`: what the KV cache of one replica holds, None if unknown.
     `prefill_tokens_per_s`, `ttft_target_s`: measured rate of one replica and target for the time to first token; where
     both are known, waiting tokens also raise the replica count. `tpot_target_s`: target per further token; while the
@@ -211,7 +192,8 @@ class DeploymentView:
     ttft_target_s: float | None = None
     tpot_target_s: float | None = None
     standby: Standby | None = None
-    idle: Idle = Idle()
+    idle_sleep_s: float | None = None
+    idle_limit_s: float | None = None
     pinned: bool = False
     failed: str = ""
     not_before_s: float = 0.0
@@ -227,14 +209,6 @@ class DeploymentView:
     def family(self) -> str:
         return self.beside or self.model
 
-    def __post_init__(self) -> None:
-        if self.tensor_parallel < 1:
-            raise InvalidWorkload(f"tensor_parallel of {self.model}", self.tensor_parallel, "1 or more")
-        if not 0 <= self.min_replicas <= self.max_replicas:
-            raise InvalidWorkload(
-                f"replicas of {self.model}", (self.min_replicas, self.max_replicas), "0 <= min_replicas <= max_replicas"
-            )
-
     @property
     def floor_replicas(self) -> int:
         return max(self.min_replicas, 1 if self.pinned and self.max_replicas else 0)
@@ -247,7 +221,7 @@ class ReplicaView:
     state: "starting", "ready" (awake, takes no requests yet), "open", "draining" (awake, takes no new requests),
     "asleep", "dead". `since_s`: when the state began. `settings`: those that it was started with. `answered`: False if
     it did not answer when it was observed, and the state is the last that it reported. `refused`: a version that
-    engines of the model do not load while they run, so that a new one takes its place.
+    engines of the model do not load while they run, so that a new one takes its place. `failed`, `blame`: why it died.
     """
 
     id: str
@@ -260,10 +234,16 @@ class ReplicaView:
     settings: str = ""
     answered: bool = True
     refused: str = ""
+    failed: str = ""
+    blame: Blame = "own"
 
     @property
     def awake(self) -> bool:
         return self.state in AWAKE
+
+    @property
+    def build(self) -> Build:
+        return Build(self.version, len(self.devices), self.settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,42 +300,21 @@ class PlanInput:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaPlan:
-    """The wanted state of a replica: "open" on its devices, or "asleep" on its last devices without holding them.
-    `settings`: those that a new engine gets."""
-
-    id: str
-    model: str
-    version: str
-    tensor_parallel: int
-    devices: tuple[str, ...]
-    state: str
-    settings: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """A job's group of ranks, one per device."""
-
-    job_id: str
-    devices: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Allocation:
     """Who should hold what. A replica not named here should be stopped; a job not named should hold nothing.
 
+    replicas: "open" on their devices, or "asleep" without holding them. groups: by job, a device for each rank.
     waiting: job id to the sentence why it does not run. notes: model to the sentence why it has fewer replicas than
     needed. hysteresis: input of the next plan. review_at_s: when the answer may change without an event.
     """
 
-    replicas: tuple[ReplicaPlan, ...] = ()
-    groups: tuple[GroupPlan, ...] = ()
+    replicas: tuple[ReplicaView, ...] = ()
+    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     waiting: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
     hysteresis: dict[str, Hysteresis] = field(default_factory=dict)
     review_at_s: float | None = None
 
     @property
-    def open_replicas(self) -> tuple[ReplicaPlan, ...]:
+    def open_replicas(self) -> tuple[ReplicaView, ...]:
         return tuple(r for r in self.replicas if r.state == "open")

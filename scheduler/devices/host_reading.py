@@ -1,10 +1,15 @@
-"""Reads how much memory the host has left for the box: the machine, or a control group above us if it has less."""
+"""Reads how much memory the host has left for the box: the machine, or a control group above us if it has less; and
+asks its store of weights."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from weights.memory.store import WeightStore
 
 _UNLIMITED = 2**60
 _CGROUPS = Path("sys/fs/cgroup")
@@ -32,6 +37,14 @@ def read_memory(root: Path = Path("/")) -> MemoryReading:
         if limit < total and free < available:
             total, available, where = limit, max(0, free), f"control group {name}"
     return MemoryReading(total, available, _stalled(root), where, swap_used)
+
+
+async def ask_store(store: WeightStore, method: str, *arguments: Any) -> Any:
+    """What a store answers, off the event loop: `idle_bytes` (of freed segments, and of versions that nobody reads and
+    another tier has); `trim_pool` and `evict` (of so many bytes), which return the bytes freed."""
+    if method == "idle_bytes":
+        return (await asyncio.to_thread(store.usage)).pool_bytes, await asyncio.to_thread(store.evictable_bytes)
+    return await asyncio.to_thread(getattr(store, method), *arguments)
 
 
 def _fields(path: Path) -> Iterator[tuple[str, int]]:

@@ -1,11 +1,10 @@
-"""Reads the health of this node's devices, each kind in its own way; returns nothing for kinds without health data."""
+"""Reads the health of this node's devices, which are of one kind; returns nothing for kinds without health data."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Collection
-from itertools import groupby
 
 from runtime.devices.kind import Reading
 from runtime.devices.kinds import kind_of
@@ -21,9 +20,7 @@ class DeviceReadings:
     """Reads on demand."""
 
     def __init__(self, devices: tuple[Device, ...]):
-        by_kind = groupby(sorted(devices, key=lambda device: device.kind), key=lambda device: device.kind)
-        watches = (kind_of(name).watch({device.index: device.id for device in alike}) for name, alike in by_kind)
-        self._watches = [watch for watch in watches if watch is not None]
+        self._watch = kind_of(devices[0].kind).watch({device.index: device.id for device in devices})
         self._reading: asyncio.Task[tuple[Reading, ...]] | None = None
         self._waits = False
         self._raised = ""  # by the last look's drivers
@@ -53,4 +50,4 @@ class DeviceReadings:
     def read(self, let_go: Collection[str] = ()) -> tuple[Reading, ...]:
         """One reading per device that reports health but of those to let go, by id: nothing of them stays open. Takes
         milliseconds: call it off the event loop."""
-        return tuple(reading for watch in self._watches for reading in watch(let_go))
+        return () if self._watch is None else tuple(self._watch(let_go))

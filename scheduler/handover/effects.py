@@ -15,37 +15,26 @@ Contract of every verb:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from scheduler.core.errors import Blame
-from scheduler.core.inventory import Device
-from scheduler.core.workload import ReplicaPlan, ReplicaView
+from scheduler.core.inventory import Device, Holder
+from scheduler.core.workload import ReplicaView
 
 Detail = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaDied:
-    """An engine process ended without being stopped. `blame`: whose fault that was."""
-
-    replica_id: str
-    reason: str
-    blame: Blame = "own"
-
-
-@dataclass(frozen=True, slots=True)
 class GroupEnded:
-    """A job's group ended by itself: it finished, or failed. Not sent for an end that the loop requested.
+    """How a job's group ended by itself.
 
-    `run`: which incarnation, as `start_group` named it; "" of one that this controller found running. `step`: the last
-    training step that is safe (in a snapshot or published); a higher value than at the previous failure counts as
-    progress. `retryable`: False if a retry cannot help (bad data, invalid configuration). `blame`: whose fault it was.
+    `step`: the last training step that is safe (in a snapshot or published); a higher value than at the previous
+    failure counts as progress. `retryable`: False if a retry cannot help (bad data, invalid configuration). `blame`:
+    whose fault it was.
     """
 
-    job_id: str
-    run: str
     outcome: Literal["succeeded", "failed", "cancelled"]
     step: int = 0
     error: str = ""
@@ -54,40 +43,55 @@ class GroupEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupObserved:
+class GroupView:
     """A group of ranks that was started and neither suspended nor stopped.
 
-    `ended`: it ended by itself; repeats its GroupEnded event until `stop_group` cleans it up, so that an end while no
-    loop is listening is not lost.
+    `ended`: it ended by itself, and only its processes remain, until `stop_group` cleans them up. `run`: which
+    incarnation, as `start_group` named it; "" of one that this controller found running.
     """
 
     job_id: str
     devices: tuple[str, ...]
-    run: str = ""
+    since_s: float = 0.0
     ended: GroupEnded | None = None
+    run: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
-    """The observed state, read from the processes themselves, never from a record of requests."""
+class Box:
+    """Devices, engines and groups at one moment, as read from the processes themselves; whoever has a process on a
+    device holds it. Never changed in place."""
 
-    devices: tuple[Device, ...]
-    replicas: tuple[ReplicaView, ...] = ()
-    groups: tuple[GroupObserved, ...] = ()
+    devices: Mapping[str, Device] = field(default_factory=dict)
+    replicas: Mapping[str, ReplicaView] = field(default_factory=dict)
+    groups: Mapping[str, GroupView] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, devices: Iterable[Device], replicas: Iterable[ReplicaView], groups: Iterable[GroupView]) -> Box:
+        return cls({d.id: d for d in devices}, {r.id: r for r in replicas}, {g.job_id: g for g in groups})
 
-@dataclass(frozen=True, slots=True)
-class InventoryChanged:
-    """Devices or nodes were added or removed: call `observe`."""
+    @property
+    def holders(self) -> dict[str, Holder]:
+        """By device: the engine that is not asleep, or the job."""
+        found = {d: Holder("replica", r.id) for r in self.replicas.values() if r.state != "asleep" for d in r.devices}
+        return found | {d: Holder("job", g.job_id) for g in self.groups.values() for d in g.devices}
 
+    def with_replica(self, replica: ReplicaView) -> Box:
+        return replace(self, replicas={**self.replicas, replica.id: replica})
 
-Event = ReplicaDied | GroupEnded | InventoryChanged
+    def with_group(self, group: GroupView) -> Box:
+        return replace(self, groups={**self.groups, group.job_id: group})
+
+    def without(self, holder: Holder) -> Box:
+        if holder.kind == "job":
+            return replace(self, groups={k: g for k, g in self.groups.items() if k != holder.id})
+        return replace(self, replicas={k: r for k, r in self.replicas.items() if k != holder.id})
 
 
 class Effects(Protocol):
-    """The verbs. All but `observe` and `next_event` are steps of a hand-over."""
+    """The verbs. All but `observe` and `changed` are steps of a hand-over."""
 
-    async def start_replica(self, plan: ReplicaPlan) -> Detail:
+    async def start_replica(self, plan: ReplicaView) -> Detail:
         """Start an engine process on the plan's devices, in this order by tensor-parallel rank, and load the version.
         Ends "ready": healthy, fingerprint agreed, taking no requests."""
 
@@ -109,22 +113,22 @@ class Effects(Protocol):
 
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
         """Change the version of an awake replica, keeping its requests. EffectFailed: the old version is still served,
-        or the engine is dead and a ReplicaDied event reports it."""
+        or the engine is dead."""
 
     async def start_group(self, job_id: str, devices: tuple[str, ...], run: str) -> Detail:
         """Start one rank per device, from the job's newest snapshot if it has one. Ends when the ranks are in their
-        training loop, or have already ended (a GroupEnded event reports that)."""
+        training loop, or have already ended."""
 
     async def suspend_group(self, job_id: str) -> Detail:
-        """Snapshot the last step boundary, or the next if it is near, and end all ranks. If the job finished or failed
-        first, it succeeds too: the group has no process any more, and a GroupEnded event says what happened.
+        """Snapshot the last step boundary, or the next if it is near, and end all ranks. If the job finished
+        first, it succeeds too: the detail has "ended", and `observe` shows the group, on no device, until `stop_group`.
         EffectFailed: no snapshot was made; the group still runs or is dead."""
 
     async def stop_group(self, job_id: str) -> Detail:
         """End all ranks by force, without a snapshot; earlier snapshots stay. Unknown or ended: succeeds."""
 
-    async def observe(self) -> Observed:
+    async def observe(self) -> Box:
         """Read the current state. Called at start, after failures and periodically."""
 
-    async def next_event(self) -> Event:
-        """Wait for the next spontaneous event, in order. Events may repeat what `observe` already returned."""
+    async def changed(self) -> None:
+        """Wait until a process has ended by itself, or a node has come or gone: call `observe`."""

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed, StepCancelled
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import ReplicaState, ReplicaView
-from scheduler.handover.effects import Effects
-from scheduler.handover.moves import SERVING, Box, GroupView, Handover, Move
-from scheduler.handover.ports import Clock, HandoverRecord, HandoverState, Journal, StepRecord, StepState
+from scheduler.core.workload import Policy, ReplicaState, Workload
+from scheduler.handover.effects import Box, Detail, Effects, GroupView
+from scheduler.handover.moves import SERVING, Handover, Move
+from scheduler.handover.ports import HandoverRecord, HandoverState, Journal, StepRecord, StepState
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +72,14 @@ class Listener(Protocol):
     def unwanted(self, move: Move) -> str:
         """Why a move that is about to take devices should no longer do so; empty if it should."""
 
-    def step_done(self, move: Move, verb: str, took_s: float) -> None: ...
+    def step_done(self, move: Move, verb: str, took_s: float, detail: Detail) -> None: ...
 
     def move_ended(self, end: MoveEnd) -> None: ...
 
 
 class Runner:
-    """One hand-over. `run` returns when every move has ended; it raises only for bugs."""
+    """One hand-over. `run` returns when every move has ended; it raises only for bugs. `before`, `policy`, `workload`:
+    as they were when it was decided."""
 
     def __init__(
         self,
@@ -86,12 +87,14 @@ class Runner:
         listener: Listener,
         effects: Effects,
         journal: Journal,
-        clock: Clock,
+        clock: Callable[[], float],
         config: SchedulerConfig,
+        policy: Policy,
+        workload: Workload,
     ):
-        self.handover = handover
+        self.handover, self.before, self.policy, self.workload = handover, listener.box, policy, workload
         self._listener, self._effects, self._journal = listener, effects, journal
-        self._clock, self._config = clock, config
+        self._now_s, self._config = clock, config
         self._left: dict[Holder, asyncio.Future[bool]] = {}
         self._skipped: set[Move] = set()
         self._doing: dict[int, Doing] = {}
@@ -101,8 +104,8 @@ class Runner:
     def begin(self, reason: str, asked_by: str, asked_for: str) -> None:
         """Write the journal record. Nothing else happens before this has returned."""
         loop = asyncio.get_running_loop()
-        self._left = {move.holder: loop.create_future() for move in self.handover.free}
-        now_s = self._clock.now_s()
+        self._left = {move.holder: loop.create_future() for move in self.handover.moves if move.side == "free"}
+        now_s = self._now_s()
         record = HandoverRecord(self.handover.id, reason, "running", now_s, asked_by=asked_by, asked_for=asked_for)
         self._journal.begin(record)
 
@@ -111,7 +114,7 @@ class Runner:
         states = {end.state for end in ends}
         state: HandoverState = "failed" if "failed" in states else "done" if states <= {"done"} else "undone"
         errors = "; ".join(end.error for end in ends if end.error and end.state != "skipped")
-        self._journal.end(self.handover.id, state, self._clock.now_s(), errors)
+        self._journal.end(self.handover.id, state, self._now_s(), errors)
         return state
 
     @property
@@ -200,15 +203,15 @@ class Runner:
             else:
                 continue
             self._note(move, "acquire", "failed", {"error": reason})
-            raise EffectFailed("acquire", move.lease, reason, "outside")
+            failure = EffectFailed(reason, "outside")
+            failure.step = f"acquire {move.lease}"
+            raise failure
         if plan is None:
             self._box = self._box.with_group(GroupView(move.holder.id, move.devices, now_s, run=move.lease))
         elif plan.id in self._box.replicas:
             self._replica(plan.id, "starting")
         else:
-            self._box = self._box.with_replica(
-                ReplicaView(plan.id, plan.model, plan.version, "starting", plan.devices, now_s, settings=plan.settings)
-            )
+            self._box = self._box.with_replica(replace(plan, state="starting", since_s=now_s))
         self._note(move, "acquire")
 
     async def change_in_place(self, move: Move) -> None:
@@ -237,7 +240,8 @@ class Runner:
         except StepCancelled as cancelled:
             end = MoveEnd(move, "cancelled" if cancelled.undone else "failed", cancelled.reason)
         except EffectFailed as error:
-            end = MoveEnd(move, "undone" if error.undone else "failed", str(error), error)
+            text = f"{error.step}: {error.reason}"
+            end = MoveEnd(move, "undone" if error.undone else "failed", text, error)
         finally:
             if move.side == "free":
                 self._left[move.holder].set_result(end.state == "done")
@@ -275,14 +279,14 @@ class Runner:
             failure = error
         except TimeoutError:
             reason = f"took longer than its limit of {limit_s:g} s"
-            failure = EffectFailed(verb, move.holder.id, reason, "own" if verb in _LOADS else "outside")
+            failure = EffectFailed(reason, "own" if verb in _LOADS else "outside")
         except asyncio.CancelledError:
             if not doing.off or task.uncancel():  # the loop itself is ending
                 raise
             failure = StepCancelled(doing.off)
         else:
             self._end(move, record, "done", detail)
-            return self._listener.step_done(move, verb, self._now_s() - doing.since_s)
+            return self._listener.step_done(move, verb, self._now_s() - doing.since_s, detail)
         finally:
             del self._doing[record.seq]
         if undoes is None:
@@ -290,6 +294,7 @@ class Runner:
         if isinstance(failure, StepCancelled):
             self._end(move, record, "skipped", {"reason": failure.reason})
         else:
+            failure.step = f"{verb} {move.holder.id}"
             self._end(move, record, "failed", {"error": failure.reason})
         raise failure
 
@@ -308,9 +313,6 @@ class Runner:
             ids = {"job_id" if move.holder.kind == "job" else "replica": move.holder.id}
             ids |= {key: merged[key] for key in ("model", "version") if key in merged}
             log.log(level, "%s %s: %s", record.verb, record.target, merged.get("error", state), extra=ids)
-
-    def _now_s(self) -> float:
-        return self._clock.now_s()
 
     @property
     def _box(self) -> Box:

@@ -6,64 +6,17 @@ so a device never has two holders; an engine that has not reported its devices m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from scheduler.core.inventory import Device, Holder, node_of
-from scheduler.core.workload import Allocation, ReplicaPlan, ReplicaView
-from scheduler.handover.effects import Observed
+from scheduler.core.inventory import Holder, node_of
+from scheduler.core.workload import Allocation, ReplicaView
+from scheduler.handover.effects import Box
 
 How = Literal["sleep", "stop", "suspend", "end", "wake", "start", "train", "swap", "open"]
 SERVING = ("open", "ready", "draining")
 """States of an engine that may have requests."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupView:
-    """An existing group of ranks. `ended`: its work is over, only its processes remain. `run`: see GroupEnded."""
-
-    job_id: str
-    devices: tuple[str, ...]
-    since_s: float = 0.0
-    ended: bool = False
-    run: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """Devices, engines and groups at one moment; whoever has a process on a device holds it. Never changed in place."""
-
-    devices: Mapping[str, Device] = field(default_factory=dict)
-    replicas: Mapping[str, ReplicaView] = field(default_factory=dict)
-    groups: Mapping[str, GroupView] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, observed: Observed, now_s: float) -> Box:
-        return cls(
-            devices={d.id: d for d in observed.devices},
-            replicas={r.id: replace(r, since_s=now_s, answered=True) for r in observed.replicas},
-            groups={
-                g.job_id: GroupView(g.job_id, g.devices, now_s, g.ended is not None, g.run) for g in observed.groups
-            },
-        )
-
-    @property
-    def holders(self) -> dict[str, Holder]:
-        """By device: the engine that is not asleep, or the job."""
-        found = {d: Holder("replica", r.id) for r in self.replicas.values() if r.state != "asleep" for d in r.devices}
-        return found | {d: Holder("job", g.job_id) for g in self.groups.values() for d in g.devices}
-
-    def with_replica(self, replica: ReplicaView) -> Box:
-        return replace(self, replicas={**self.replicas, replica.id: replica})
-
-    def with_group(self, group: GroupView) -> Box:
-        return replace(self, groups={**self.groups, group.job_id: group})
-
-    def without(self, holder: Holder) -> Box:
-        if holder.kind == "job":
-            return replace(self, groups={k: g for k, g in self.groups.items() if k != holder.id})
-        return replace(self, replicas={k: r for k, r in self.replicas.items() if k != holder.id})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +34,7 @@ class Move:
     how: How
     lease: str
     devices: tuple[str, ...] = ()
-    plan: ReplicaPlan | None = None
+    plan: ReplicaView | None = None
     needs: frozenset[Holder] = frozenset()
 
     @property
@@ -91,14 +44,14 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
+    """The moves, those that leave first."""
+
     id: int
-    free: tuple[Move, ...] = ()
-    take: tuple[Move, ...] = ()
-    swap: tuple[Move, ...] = ()
+    moves: tuple[Move, ...] = ()
 
     @property
-    def moves(self) -> tuple[Move, ...]:
-        return self.free + self.swap + self.take
+    def take(self) -> tuple[Move, ...]:
+        return tuple(move for move in self.moves if move.side == "take")
 
 
 def moves(
@@ -123,7 +76,7 @@ def moves(
         return f"{handover_id}:{holder.kind}:{holder.id}"
 
     plans = {r.id: r for r in wanted.replicas}
-    groups = {g.job_id: frozenset(g.devices) for g in wanted.groups}
+    groups = {job_id: frozenset(devices) for job_id, devices in wanted.groups.items()}
     free, take, swap = [], [], []
     for replica in box.replicas.values():
         holder = Holder("replica", replica.id)
@@ -140,8 +93,8 @@ def moves(
             free.append(Move(holder, "free", how, lease(holder), replica.devices if replica.state != "asleep" else ()))
     for group in box.groups.values():
         holder = Holder("job", group.job_id)
-        if holder not in busy and (group.ended or groups.get(group.job_id) != frozenset(group.devices)):
-            gone = group.ended or group.job_id in over or group.job_id in forced
+        if holder not in busy and (group.ended is not None or groups.get(group.job_id) != frozenset(group.devices)):
+            gone = group.ended is not None or group.job_id in over or group.job_id in forced
             free.append(Move(holder, "free", "end" if gone else "suspend", lease(holder), group.devices))
 
     leaving = {move.holder for move in free}
@@ -155,7 +108,7 @@ def moves(
             # Its own old devices too: a job must not start before it is suspended.
             needs = ({move.holder} & leaving).union(*(on.get(device, ()) for device in ("", *move.devices)))
             take.append(replace(move, needs=frozenset(needs)))
-    return Handover(handover_id, tuple(free), tuple(take), tuple(_one_first(swap, box, busy)))
+    return Handover(handover_id, (*free, *_one_first(swap, box, busy), *take))
 
 
 def _takes(box: Box, wanted: Allocation, lease: Callable[[Holder], str], leaving: Collection[Holder]) -> Iterator[Move]:
@@ -163,16 +116,20 @@ def _takes(box: Box, wanted: Allocation, lease: Callable[[Holder], str], leaving
         holder, now = Holder("replica", plan.id), box.replicas.get(plan.id)
         if now is None or now.state == "asleep":
             yield Move(holder, "take", "start" if now is None else "wake", lease(holder), plan.devices, plan)
-    for group in wanted.groups:
-        holder = Holder("job", group.job_id)
-        if group.job_id not in box.groups or holder in leaving:
-            yield Move(holder, "take", "train", lease(holder), group.devices)
+    for job_id, devices in wanted.groups.items():
+        holder = Holder("job", job_id)
+        if job_id not in box.groups or holder in leaving:
+            yield Move(holder, "take", "train", lease(holder), devices)
 
 
 def only_with_room(handover: Handover, book_engine: Callable[[str, str], bool]) -> Handover:
     """The hand-over without the engines that lack memory on the host of their node now (`book_engine`: model, node)."""
-    booked = (m for m in handover.take if m.plan is None or book_engine(m.plan.model, node_of(m.devices[0])))
-    return replace(handover, take=tuple(booked))
+    kept = (
+        move
+        for move in handover.moves
+        if move.side != "take" or move.plan is None or book_engine(move.plan.model, node_of(move.devices[0]))
+    )
+    return replace(handover, moves=tuple(kept))
 
 
 def _one_first(swap: Iterable[Move], box: Box, busy: Collection[Holder]) -> Iterator[Move]:

@@ -1,4 +1,4 @@
-"""Interfaces the loop needs besides effects: the store of workloads, the journal of hand-overs, the clock.
+"""Interfaces the loop needs besides effects: the store of workloads, the journal of hand-overs.
 
 A journal is a log of events, written before and after each step; a write returns when it is durable. The loop needs it
 neither for the current state (it observes) nor for the wanted state (it plans), but to close what a crash left open, to
@@ -7,12 +7,11 @@ never reuse a number, and as a history.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from scheduler.core.failures import Trouble
+from scheduler.core.failures import Failure
 from scheduler.core.workload import Build, Workload
 
 StepState = Literal["doing", "done", "failed", "skipped"]
@@ -100,7 +99,7 @@ class StateStore(Protocol):
     def job_ended(self, job_id: str, outcome: Outcome, error: str) -> None:
         """It has ended; the next `load` omits it. May be repeated after a crash."""
 
-    def model_trouble(self, model: str, trouble: Trouble | None) -> None:
+    def model_trouble(self, model: str, trouble: Failure | None) -> None:
         """Its replicas fail and are retried at `trouble.not_before_s`; open ones stay open. None: the trouble is
         over."""
 
@@ -110,15 +109,3 @@ class StateStore(Protocol):
     def settings_failed(self, model: str, failed: Build, served: Build, reason: str) -> bool:
         """No engine starts with these settings: put those that served in force again, unless they were changed
         meanwhile. False if those that served are gone."""
-
-
-class Clock(Protocol):
-    """The box's clock. Timers use the event loop's own time, which a simulation replaces together with this."""
-
-    def now_s(self) -> float:
-        """Seconds since the epoch."""
-
-
-class SystemClock:
-    def now_s(self) -> float:
-        return time.time()

@@ -1,38 +1,34 @@
-"""Keeps what the scheduler knows of the world: the last observed box, events since then, and failures.
+"""Keeps what the scheduler knows of the world: the last observed box, and failures.
 
-`look` observes the box again and again; events only make changes known sooner. The state of a holder that a hand-over
-is moving comes from its moves: neither an observation nor an event changes it until they have ended.
+The state of a holder that a hand-over is moving comes from its moves: no observation changes it until they have ended.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Failures
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import ReplicaView
-from scheduler.handover.effects import Effects, Event, GroupEnded, InventoryChanged, Observed, ReplicaDied
-from scheduler.handover.moves import Box
-from scheduler.handover.ports import Clock, StateStore
+from scheduler.handover.effects import Box, Effects, GroupEnded, GroupView
+from scheduler.handover.ports import StateStore
 
 log = logging.getLogger(__name__)
 
 
 class ClusterState:
-    """Owns the box, the failures and the events not yet applied. `look_again_s`: when to observe the world again."""
+    """The part of the loop that owns the box and the failures. `look_again_s`: when to observe the world again."""
 
-    def __init__(self, effects: Effects, clock: Clock, config: SchedulerConfig, store: StateStore):
+    def __init__(self, effects: Effects, clock: Callable[[], float], config: SchedulerConfig, store: StateStore):
         self._effects, self._clock, self._config, self._store = effects, clock, config, store
         self.box = Box()
-        self.failures = Failures(config, store.model_trouble)
+        self.failures = Failures(config)
         self.look_again_s = 0.0
-        self._events: deque[Event] = deque()
-        self._ended: dict[str, GroupEnded] = {}
 
     # --- observing
 
@@ -40,91 +36,51 @@ class ClusterState:
         """Observe the world and apply what it shows of holders that are outside `moving` before and after the reading.
         False if it cannot be read now; then `look_again_s` is soon."""
         busy = frozenset(moving)
-        self.look_again_s = self._clock.now_s() + self._config.observe_every_s
+        self.look_again_s = self._clock() + self._config.observe_every_s
         try:
             observed = await self._effects.observe()
         except EffectFailed as error:
             log.warning("the box cannot be observed (%s)", error)
-            self.look_again_s = self._clock.now_s() + self._config.backoff_first_s
+            self.look_again_s = self._clock() + self._config.backoff_first_s
             return False
         self._merge(observed, busy | frozenset(moving))
-        self._events.extend(g.ended for g in observed.groups if g.ended is not None)
-        self.apply_events(moving)
         return True
 
-    def _merge(self, observed: Observed, busy: frozenset[Holder]) -> None:
+    def _merge(self, observed: Box, busy: frozenset[Holder]) -> None:
         """Apply the observed state of every holder except those whose moves changed it during the reading."""
-        now_s, old = self._clock.now_s(), self.box
-        fresh = Box.of(observed, now_s)
-        replicas = dict(fresh.replicas)
-        silent = {replica.id for replica in observed.replicas if not replica.answered}
-        # "ended" means ended and reported to the store: the events applied after this report the remaining ones.
-        groups = {job_id: replace(group, ended=False) for job_id, group in fresh.groups.items()}
-        for replica in old.replicas.values():
-            seen = replicas.get(replica.id)
-            if seen is not None:
-                seen = replicas[replica.id] = replace(seen, refused=replica.refused)
-            if Holder("replica", replica.id) in busy:
-                replicas[replica.id] = replica
-            elif seen is not None and (replica.id in silent or seen.state == replica.state == "dead"):
-                replicas[replica.id] = replica
-            elif seen is None and replica.awake:
-                replicas[replica.id] = self._dead(replica, "its supervisor is gone", "outside")
-            elif seen is not None and seen.state == replica.state:
-                replicas[replica.id] = replace(seen, since_s=replica.since_s)
-            elif seen is not None and seen.state == "dead":
-                replicas[replica.id] = self._dead(replica, "its process died")
-        for group in old.groups.values():
-            if Holder("job", group.job_id) in busy:
-                groups[group.job_id] = group
-            elif group.job_id in groups:
-                groups[group.job_id] = replace(groups[group.job_id], since_s=group.since_s, ended=group.ended)
+        now_s, old = self._clock(), self.box
+        replicas: dict[str, ReplicaView] = {}
+        for seen in observed.replicas.values():
+            known = old.replicas.get(seen.id)
+            if known is None:
+                replicas[seen.id] = replace(seen, since_s=now_s, answered=True)
+            elif not seen.answered or seen.state == known.state == "dead":
+                replicas[seen.id] = known
+            elif seen.state == "dead":
+                replicas[seen.id] = self._dead(known, seen.failed or "its process died", seen.blame)
+            else:
+                since_s = known.since_s if seen.state == known.state else now_s
+                replicas[seen.id] = replace(seen, since_s=since_s, refused=known.refused)
+        for known in old.replicas.values():
+            if known.id not in observed.replicas and known.awake and Holder("replica", known.id) not in busy:
+                replicas[known.id] = self._dead(known, "its supervisor is gone", "outside")
+        since = {group.job_id: group.since_s for group in old.groups.values()}
+        groups = {g.job_id: replace(g, since_s=since.get(g.job_id, now_s)) for g in observed.groups.values()}
         for holder in busy:
-            if holder.kind == "replica" and holder.id not in old.replicas:
-                replicas.pop(holder.id, None)
-            if holder.kind == "job" and holder.id not in old.groups:
-                groups.pop(holder.id, None)
-        self.box = Box(fresh.devices, replicas, groups)
+            views: dict[str, Any] = replicas if holder.kind == "replica" else groups
+            before: Mapping[str, Any] = old.replicas if holder.kind == "replica" else old.groups
+            views.pop(holder.id, None)
+            if holder.id in before:
+                views[holder.id] = before[holder.id]
+        self.box = Box(observed.devices, replicas, groups)
+        for group in groups.values():
+            known_group = old.groups.get(group.job_id)
+            if group.ended is not None and (known_group is None or known_group.ended is None):
+                self._group_ended(group, group.ended)
 
-    # --- events
-
-    def hear(self, event: Event) -> None:
-        self._events.append(event)
-
-    @property
-    def unheard(self) -> bool:
-        """Whether events wait for the moves of their holders."""
-        return bool(self._events)
-
-    def ended_meanwhile(self, job_id: str) -> bool:
-        """Whether the job's ranks ended by themselves while a hand-over was moving it."""
-        return job_id in self._ended
-
-    def apply_events(self, moving: Container[Holder]) -> None:
-        """Apply every event whose holder is not being moved; other events wait until its move ends."""
-        later: list[Event] = []
-        while self._events:
-            event = self._events.popleft()
-            match event:
-                case ReplicaDied(replica_id, reason, blame):
-                    if Holder("replica", replica_id) in moving:
-                        later.append(event)
-                    elif (replica := self.box.replicas.get(replica_id)) is not None and replica.state != "dead":
-                        self.box = self.box.with_replica(self._dead(replica, reason, blame))
-                case GroupEnded():
-                    if Holder("job", event.job_id) in moving:
-                        self._ended[event.job_id] = event
-                        later.append(event)
-                    else:
-                        self._ended.pop(event.job_id, None)
-                        self._group_ended(event)
-                case InventoryChanged():
-                    self.look_again_s = 0.0
-        self._events.extend(later)
-
-    def _dead(self, replica: ReplicaView, reason: str, blame: Blame = "own") -> ReplicaView:
+    def _dead(self, replica: ReplicaView, reason: str, blame: Blame) -> ReplicaView:
         """Mark the replica dead. One that held no devices affected nobody when it died: it is only started again."""
-        now_s = self._clock.now_s()
+        now_s = self._clock()
         if replica.awake and not self.failures.is_echo(replica.model, replica.version, now_s):
             lived_s = now_s - replica.since_s if replica.state in ("open", "draining") else 0.0
             reason = f"its engine died: {reason}"
@@ -132,28 +88,23 @@ class ClusterState:
         devices = () if replica.state == "asleep" else replica.devices
         return replace(replica, state="dead", devices=devices, since_s=now_s)
 
-    def _group_ended(self, event: GroupEnded) -> None:
-        group = self.box.groups.get(event.job_id)
-        if group is not None and (group.ended or group.run != event.run):
-            return  # already reported, or about an earlier incarnation
-        if group is not None:
-            self.box = self.box.with_group(replace(group, ended=True))
-        if event.outcome == "failed" and event.retryable:
-            if group is not None:  # else it was stopped in the meantime, for a reason in the store
-                lived_s = self._clock.now_s() - group.since_s
-                self.job_failed(event.job_id, event.step, event.error, blame=event.blame, lived_s=lived_s)
+    def _group_ended(self, group: GroupView, ended: GroupEnded) -> None:
+        if ended.outcome == "failed" and ended.retryable:
+            lived_s = self._clock() - group.since_s
+            self.job_failed(group.job_id, ended.step, ended.error, blame=ended.blame, lived_s=lived_s)
         else:
-            self._store.job_ended(event.job_id, event.outcome, event.error)
-            self.failures.forget_job(event.job_id)
+            self._store.job_ended(group.job_id, ended.outcome, ended.error)
+            self.failures.jobs.pop(group.job_id, None)
 
     # --- failures
 
     def open_replicas_are_stable(self) -> None:
         """Replicas that have been open for long enough clear their model's failures."""
-        now_s = self._clock.now_s()
+        now_s = self._clock()
         for replica in self.box.replicas.values():
             if replica.state == "open" and now_s - replica.since_s >= self._config.replica_stable_s:
-                self.failures.model_stable(replica.model, replica.version)
+                if self.failures.model(replica.model, replica.version) is not None:
+                    del self.failures.models[replica.model]
 
     def version_refused(self, model: str, version: str, reason: str) -> None:
         """A running engine does not load the version: no other of the model is asked, new ones take their places."""
@@ -164,11 +115,11 @@ class ClusterState:
         log.warning("a new engine is started for this version: %s", reason, extra=ids)
 
     def job_failed(self, job_id: str, step: int, error: str, *, blame: Blame = "own", lived_s: float = 0.0) -> None:
-        now_s = self._clock.now_s()
+        now_s = self._clock()
         failure = self.failures.job_failed(job_id, step, error, now_s, blame=blame, lived_s=lived_s)
         if self.failures.hopeless(failure):
             often = "" if failure.blame == "input" else f" (failed {failure.count} times without a step of progress)"
             self._store.job_ended(job_id, "failed", f"{error}{often}")
-            self.failures.forget_job(job_id)
+            self.failures.jobs.pop(job_id, None)
             return
         log.warning("%s; next try in %.1f s", error, failure.not_before_s - now_s, extra={"job_id": job_id})

@@ -9,45 +9,29 @@ requests for the model than when the drain began) triggers the question, so a pl
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import Allocation, Policy, ReplicaView, Workload
-from scheduler.handover.moves import Box, Handover
+from scheduler.core.workload import Policy, Workload
+from scheduler.handover.effects import Box
+from scheduler.handover.handover import Doing, Runner
 from scheduler.loop.view import Transition
 
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """A replica being drained. `replica`: its state before. `policy`, `requests` of its model: when it was decided.
-    `waiting`: holders whose moves wait for its devices."""
-
-    replica: ReplicaView
-    policy: Policy
-    requests: int
-    waiting: tuple[Holder, ...]
-
-    @property
-    def holder(self) -> Holder:
-        return Holder("replica", self.replica.id)
+Drain = tuple[Runner, Doing]
 
 
-def drains_of(handover: Handover, box: Box, policy: Policy, workload: Workload) -> dict[Holder, Drain]:
-    """The drains of a hand-over that is about to begin, of replicas that are open."""
-    requests = _requests(workload)
-    found = {}
-    for move in handover.free:
-        replica = box.replicas.get(move.holder.id)
-        if replica is not None and replica.state == "open":
-            waiting = tuple(take.holder for take in handover.take if move.holder in take.needs)
-            found[move.holder] = Drain(replica, policy, requests.get(replica.model, 0), waiting)
+def worth_asking(runners: Iterable[Runner], policy: Policy, workload: Workload) -> list[Drain]:
+    """The drains of open replicas whose reason may be gone: the mode changed, or the model has more requests than when
+    the hand-over was decided."""
+    found = []
+    for runner in runners:
+        before, now = _requests(runner.workload), _requests(workload)
+        for doing in runner.doing:
+            replica = runner.before.replicas.get(doing.move.holder.id)
+            if doing.verb == "drain_replica" and replica is not None and replica.state == "open":
+                if runner.policy != policy or now.get(replica.model, 0) > before.get(replica.model, 0):
+                    found.append((runner, doing))
     return found
-
-
-def worth_asking(drains: Iterable[Drain], policy: Policy, workload: Workload) -> list[Drain]:
-    """The drains whose reason may be gone: the mode changed, or the model has more requests than then."""
-    requests = _requests(workload)
-    return [d for d in drains if d.policy != policy or requests.get(d.replica.model, 0) > d.requests]
 
 
 def as_if_not_begun(
@@ -55,21 +39,16 @@ def as_if_not_begun(
 ) -> tuple[Box, dict[Holder, Transition]]:
     """Box and movements as they would be without these drains and the takes that wait for them."""
     replicas, left = dict(box.replicas), dict(moving)
-    for drain in drains:
-        if drain.replica.id in replicas:
-            replicas[drain.replica.id] = drain.replica
-        left.pop(drain.holder, None)
-        for holder in drain.waiting:
-            found = left.pop(holder, None)
+    for runner, doing in drains:
+        drained = doing.move.holder
+        if drained.id in replicas:
+            replicas[drained.id] = runner.before.replicas[drained.id]
+        left.pop(drained, None)
+        for take in runner.handover.take:
+            found = left.pop(take.holder, None) if drained in take.needs else None
             if found is not None and found.moves > 1:  # it also leaves devices, and continues with that
-                left[holder] = Transition(found.moves - 1, (), None)
+                left[take.holder] = Transition(found.moves - 1, (), None)
     return replace(box, replicas=replicas), left
-
-
-def to_cancel(drains: Iterable[Drain], allocation: Allocation) -> list[Drain]:
-    """The drains whose replica stays open in place in the plan made as if they had not begun."""
-    stays = {(plan.id, plan.devices) for plan in allocation.open_replicas}
-    return [drain for drain in drains if (drain.replica.id, drain.replica.devices) in stays]
 
 
 def _requests(workload: Workload) -> dict[str, int]:

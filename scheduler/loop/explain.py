@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.failures import Trouble
-from scheduler.core.inventory import Holder
-from scheduler.core.workload import FULL, Allocation, DeploymentView, PlanInput, Policy, ReplicaView, Standby
+from scheduler.core.failures import Failure
+from scheduler.core.workload import FULL, Allocation, JobView, PlanInput, Policy, ReplicaView
 from scheduler.handover.handover import STEPS, Doing
 from scheduler.handover.moves import Handover, Move
 
 
 def _count(n: int, what: str) -> str:
     return f"{n} {what}{'s' * (n != 1)}"
+
+
+_DONE = {
+    "open": "takes requests again",
+    "suspend": "is suspended at its next step",
+    "sleep": "finishes its requests and goes to sleep",
+    "end": "is over and leaves its devices",
+    "stop": "is stopped",
+}
 
 
 def sentence(move: Move) -> str:
@@ -27,44 +35,30 @@ def sentence(move: Move) -> str:
         return f"{who} {move.how}s with {plan.model} on {on}"
     if plan is not None and move.how == "swap":
         return f"{who} changes to version {plan.version}"
-    return (
-        f"{who} "
-        + {
-            "open": "takes requests again",
-            "suspend": "is suspended at its next step",
-            "sleep": "finishes its requests and goes to sleep",
-            "end": "is over and leaves its devices",
-            "stop": "is stopped",
-        }[move.how]
-    )
+    return f"{who} {_DONE[move.how]}"
 
 
 def because(move: Move, allocation: Allocation, plan_input: PlanInput) -> str:
     """Why a move is wanted, without a full stop."""
-    devices = set(move.devices) or _held(move.holder, plan_input)
+    views: Sequence[JobView | ReplicaView] = plan_input.jobs if move.holder.kind == "job" else plan_input.replicas
+    now = next((view for view in views if view.id == move.holder.id), None)
+    devices = set(move.devices or (now.devices if now is not None else ()))
     unusable = [d for d in plan_input.devices if d.id in devices and not d.usable]
     if move.side == "free" and unusable:
         return f"{unusable[0].id} is {unusable[0].health} ({unusable[0].health_reason or 'no reason was given'})"
     if move.holder.kind == "job":
-        return _why_job(move, allocation, plan_input)
-    return _why_replica(move, devices, allocation, plan_input)
+        return _why_job(move, now if isinstance(now, JobView) else None, allocation, plan_input)
+    return _why_replica(move, now if isinstance(now, ReplicaView) else None, devices, allocation, plan_input)
 
 
-def _held(holder: Holder, plan_input: PlanInput) -> set[str]:
-    views = plan_input.jobs if holder.kind == "job" else plan_input.replicas
-    return {d for view in views if view.id == holder.id for d in view.devices}
-
-
-def _why_job(move: Move, allocation: Allocation, plan_input: PlanInput) -> str:
-    job = next((j for j in plan_input.jobs if j.id == move.holder.id), None)
+def _why_job(move: Move, job: JobView | None, allocation: Allocation, plan_input: PlanInput) -> str:
     if job is None:
         return "it has ended or was cancelled"
-    group = next((g for g in allocation.groups if g.job_id == job.id), None)
     if move.side == "free":
-        if group is None:
+        if (group := allocation.groups.get(job.id)) is None:
             return _as_clause(allocation.waiting.get(job.id, "training gives its devices back"))
-        return f"it continues with {_count(len(group.devices), 'device')} instead of {len(job.devices)}"
-    training = sum(len(g.devices) for g in allocation.groups)
+        return f"it continues with {_count(len(group), 'device')} instead of {len(job.devices)}"
+    training = sum(map(len, allocation.groups.values()))
     size = f"from {job.sizes[0]} to {job.sizes[-1]}" if len(job.sizes) > 1 else str(job.sizes[0])
     share = f"{training} of {len(plan_input.devices)} devices in {mode_of(plan_input.policy)}"
     return f"training gets {share}, and it takes {size}"
@@ -76,12 +70,13 @@ def _as_clause(reason: str) -> str:
     return f"it needs {text.removeprefix('Needs ')}" if text.startswith("Needs ") else text[:1].lower() + text[1:]
 
 
-def _why_replica(move: Move, devices: set[str], allocation: Allocation, plan_input: PlanInput) -> str:
-    model = next((r.model for r in plan_input.replicas if r.id == move.holder.id), move.plan.model if move.plan else "")
+def _why_replica(
+    move: Move, now: ReplicaView | None, devices: set[str], allocation: Allocation, plan_input: PlanInput
+) -> str:
+    model = now.model if now is not None else move.plan.model if move.plan is not None else ""
     deployment = next((d for d in plan_input.deployments if d.model == model), None)
     if deployment is None:
         return "its model is no longer served"
-    now = next((r for r in plan_input.replicas if r.id == move.holder.id), None)
     if move.side == "free" and now is not None and now.refused == deployment.version != now.version:
         return f"{deployment.version} is the active version of {model}, and needs a new engine"
     if move.side == "swap":
@@ -93,25 +88,18 @@ def _why_replica(move: Move, devices: set[str], allocation: Allocation, plan_inp
         if deployment.floor_replicas:
             return f"{model} keeps at least {_count(deployment.floor_replicas, 'replica')}"
         return f"{mode_of(plan_input.policy)} gives serving its devices, and {model} was asked for lately"
-    for group in allocation.groups:
-        if devices & set(group.devices):
-            return f"job {group.job_id} gets {', '.join(sorted(devices & set(group.devices)))}"
-    for replica in allocation.open_replicas:
-        if replica.id != move.holder.id and devices & set(replica.devices):
-            return f"replica {replica.id} of {replica.model} gets {', '.join(sorted(devices & set(replica.devices)))}"
-    if any(r.id == move.holder.id and r.state == "dead" for r in plan_input.replicas):
+    takers = [(f"job {job_id}", taken) for job_id, taken in allocation.groups.items()]
+    takers += [(f"replica {r.id} of {r.model}", r.devices) for r in allocation.open_replicas if r.id != move.holder.id]
+    for who, taken in takers:
+        if shared := devices & set(taken):
+            return f"{who} gets {', '.join(sorted(shared))}"
+    if now is not None and now.state == "dead":
         return "its engine died"
     return f"{mode_of(plan_input.policy)} leaves serving fewer devices" if requests else f"nobody asks for {model} now"
 
 
 def mode_of(policy: Policy) -> str:
     return f"mode {policy.kind}" + (f" {policy.train_devices}" if policy.kind == "split" else "")
-
-
-def sentences(handover: Handover, allocation: Allocation, plan_input: PlanInput) -> list[str]:
-    """One sentence per move with its reason, in the order in which they begin."""
-    texts = [f"{sentence(move)}, because {because(move, allocation, plan_input)}." for move in handover.moves]
-    return [f"{text[0].upper()}{text[1:]}" for text in texts]
 
 
 def reason_of(handover: Handover, policy: Policy) -> str:
@@ -129,9 +117,9 @@ def waits_for(doing: Doing, now_s: float) -> str:
     )
 
 
-def not_serving(trouble: Trouble, replicas: Iterable[ReplicaView], now_s: float) -> str:
+def not_serving(model: str, trouble: Failure, replicas: Iterable[ReplicaView], now_s: float) -> str:
     """Status text of a model whose engines fail, without a full stop."""
-    states = {replica.state for replica in replicas if replica.model == trouble.model}
+    states = {replica.state for replica in replicas if replica.model == model}
     is_open = "open" in states
     if "starting" in states or "ready" in states:
         when = "it is tried again now"
@@ -142,39 +130,38 @@ def not_serving(trouble: Trouble, replicas: Iterable[ReplicaView], now_s: float)
     return f"{'a further engine does not start' if is_open else 'not serving'}: {trouble.reason}; {when}"
 
 
-def _standby(deployment: DeploymentView, learned: Standby) -> str:
-    return (
-        f"Its traffic taught to keep {_count(learned.replicas, 'replica')} awake, and to wake more when the "
-        f"backlog takes {learned.backlog_share:.0%} of the target for the first token or requests fill {FULL:.0%} of "
-        f"them; one replica computes about "
-        f"{deployment.prefill_tokens_per_s or 0:,.0f} prompt tokens/s."
-    )
-
-
-def _idle(deployment: DeploymentView, config: SchedulerConfig, now_s: float) -> str:
-    until_s, because = IdlePolicy(config).awake(deployment)
-    how_long = "" if until_s is None else f" for {max(until_s - now_s, 0.0):.0f} s more without a request"
-    return f"Stays awake{how_long}, because {because}."
-
-
 def explain(
     handover: Handover, allocation: Allocation, plan_input: PlanInput, config: SchedulerConfig, now_s: float
 ) -> dict[str, Any]:
     """What would be done and why, as plain values: one sentence per move, per waiting job, per model kept short."""
-    running = {g.job_id: list(g.devices) for g in allocation.groups}
     opened: dict[str, list[list[str]]] = {}
     for replica in allocation.open_replicas:
         opened.setdefault(replica.model, []).append(list(replica.devices))
-    idle = [d for d in plan_input.deployments if d.model in opened and not d.demand.requests]
+    standby, idle = {}, {}
+    for d in plan_input.deployments:
+        if d.standby:
+            standby[d.model] = (
+                f"Its traffic taught to keep {_count(d.standby.replicas, 'replica')} awake, and to wake more when the "
+                f"backlog takes {d.standby.backlog_share:.0%} of the target for the first token or requests fill "
+                f"{FULL:.0%} of them; one replica computes about {d.prefill_tokens_per_s or 0:,.0f} prompt tokens/s."
+            )
+        if d.model in opened and not d.demand.requests:
+            until_s, why = IdlePolicy(config).awake(d)
+            how_long = "" if until_s is None else f" for {max(until_s - now_s, 0.0):.0f} s more without a request"
+            idle[d.model] = f"Stays awake{how_long}, because {why}."
     return {
         "policy": plan_input.policy.kind,
         "train_devices": plan_input.policy.train_devices,
         "serving_floor": plan_input.policy.serving_floor,
-        "steps": sentences(handover, allocation, plan_input),
+        "steps": [
+            f"{text[0].upper()}{text[1:]}, because {because(move, allocation, plan_input)}."
+            for move in handover.moves
+            if (text := sentence(move))
+        ],
         "waiting": dict(allocation.waiting),
         "notes": dict(allocation.notes),
-        "standby": {d.model: _standby(d, d.standby) for d in plan_input.deployments if d.standby},
-        "idle": {d.model: _idle(d, config, now_s) for d in idle},
-        "jobs": running,
+        "standby": standby,
+        "idle": idle,
+        "jobs": {job_id: list(devices) for job_id, devices in allocation.groups.items()},
         "models": opened,
     }

@@ -4,18 +4,8 @@ know it."""
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 from scheduler.core.failures import Cause
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """`by` asked for `what`, before the round of this generation."""
-
-    generation: int
-    by: str
-    what: str
 
 
 class Inbox:
@@ -24,7 +14,7 @@ class Inbox:
     def __init__(self) -> None:
         self.generation = 0
         self.changed = asyncio.Event()
-        self._requests: list[Request] = []
+        self._requests: list[tuple[int, str, str]] = []  # generation, who asked, what for
         self._gone: list[Cause] = []
 
     def nudge(self, by: str = "", what: str = "") -> int:
@@ -33,7 +23,7 @@ class Inbox:
         by, what: the person who asked, "" for the box itself, and what for; without `what` nobody did."""
         self.generation += 1
         if what:
-            self._requests.append(Request(self.generation, by or "box", what))
+            self._requests.append((self.generation, by or "box", what))
         self.changed.set()
         return self.generation
 
@@ -46,7 +36,7 @@ class Inbox:
         gone, self._gone = self._gone, []
         return gone
 
-    def newest_request(self, settled: int) -> Request | None:
-        """The newest request after this generation; earlier ones are forgotten."""
-        self._requests = [request for request in self._requests if request.generation > settled]
-        return self._requests[-1] if self._requests else None
+    def newest_request(self, settled: int) -> tuple[str, str] | None:
+        """Who asked last after this generation, and what for; earlier requests are forgotten."""
+        self._requests = [request for request in self._requests if request[0] > settled]
+        return self._requests[-1][1:] if self._requests else None

@@ -15,34 +15,32 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.errors import Blame, Stopped
-from scheduler.core.failures import Trouble, first_line, goes_back_to
+from scheduler.core.errors import EffectFailed, Stopped
+from scheduler.core.failures import Failure, first_line, goes_back_to
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import Allocation, Build, Hysteresis, PlanInput, Policy, Workload
+from scheduler.core.workload import Allocation, Build, PlanInput, Policy, Workload
 from scheduler.handover import moves as moves_
-from scheduler.handover.effects import Effects
+from scheduler.handover.effects import Box, Detail, Effects
 from scheduler.handover.handover import Doing, MoveEnd, Runner
-from scheduler.handover.moves import Box, Handover, Move
-from scheduler.handover.ports import Clock, Journal, StateStore, SystemClock
+from scheduler.handover.moves import Handover, Move
+from scheduler.handover.ports import Journal, StateStore
 from scheduler.loop import drain_cancellation, mode_schedule, view
 from scheduler.loop.cluster_state import ClusterState
-from scheduler.loop.drain_cancellation import Drain
-from scheduler.loop.explain import explain, mode_of, not_serving, reason_of, waits_for
+from scheduler.loop.explain import explain, mode_of, reason_of, waits_for
 from scheduler.loop.inbox import Inbox
 from scheduler.loop.job_pauses import JobPauses
 from scheduler.loop.view import Transition
 from scheduler.plan.plan import plan
-from scheduler.plan.queue import positions
 
 log = logging.getLogger(__name__)
 
 
-class SchedulerLoop:
+class SchedulerLoop(ClusterState):
     """Owns the observed state and the planner's hysteresis; all of it runs on one asyncio loop, without locks.
 
     `run` ends only by `stop`, cancellation, or an error that is a bug (then restart the process: the real state lives
@@ -56,7 +54,7 @@ class SchedulerLoop:
         journal: Journal,
         *,
         inbox: Inbox | None = None,
-        clock: Clock | None = None,
+        clock: Callable[[], float] = time.time,
         config: SchedulerConfig | None = None,
         book_engine: Callable[[str, str], bool] = lambda model, node: True,
         too_large: Callable[[str], str] = lambda model: "",
@@ -64,16 +62,13 @@ class SchedulerLoop:
         """book_engine: whether the host memory of this node allows one more engine of this model now. The loop asks
         before each start and wake, and asks again in the next round for a refused model. too_large: why no host ever
         has the memory for an engine of this model, which is a failure of the model; "" where one may have."""
-        self._effects, self._store, self._journal = effects, store, journal
+        super().__init__(effects, clock, config or SchedulerConfig(), store)
+        self._journal, self._inbox = journal, inbox or Inbox()
         self._book_engine, self._too_large = book_engine, too_large
-        self._inbox, self._clock = inbox or Inbox(), clock or SystemClock()
-        self._config = config or SchedulerConfig()
-        self._state = ClusterState(effects, self._clock, self._config, store)
         self._reasons: dict[str, tuple[str, bool]] = {}
+        self._troubles: dict[str, Failure] = {}
         self._wake, self.nudge, self.retry = self._inbox.changed, self._inbox.nudge, self._inbox.retry
-        self._hysteresis: dict[str, Hysteresis] = {}
         self._transitions: dict[Holder, Transition] = {}
-        self._drains: dict[Holder, Drain] = {}
         self._pauses = JobPauses(self._config.job_pause_s, self._config.start_group_timeout_s)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._running: dict[int, Runner] = {}
@@ -89,15 +84,6 @@ class SchedulerLoop:
         self._plan_s = 0.0
         self._stopping = False
         self._crash: BaseException | None = None
-
-    @property
-    def box(self) -> Box:
-        """The last known state; a runner's steps update it as they end."""
-        return self._state.box
-
-    @box.setter
-    def box(self, box: Box) -> None:
-        self._state.box = box
 
     # --- from outside -------------------------------------------------------------------------------------------
 
@@ -128,24 +114,23 @@ class SchedulerLoop:
 
     def reset_failures(self, model: str) -> None:
         """This model was changed: try it again at once."""
-        self._state.failures.forget_model(model)
+        self.failures.models.pop(model, None)
         self.nudge()
 
-    def trouble(self, model: str, version: str) -> Trouble | None:
+    def trouble(self, model: str, version: str) -> Failure | None:
         """What keeps engines of this version from starting; None if nothing does."""
-        failure = self._state.failures.model(model, version)
-        return None if failure is None else self._state.failures.trouble(model, failure)
+        return self.failures.model(model, version)
 
     def status(self) -> dict[str, Any]:
         """Current state, hand-overs in progress, and why jobs wait; plain values for JSON."""
         plan_input = self._plan_input()
-        now_s = self._clock.now_s()
-        queue = positions(plan_input.jobs, now_s)
+        now_s = self._clock()
         return {
-            **view.status(self.box, plan_input, self._allocation, self._in_force, queue),
+            **view.status(self.box, plan_input, self._allocation, self._in_force, now_s),
             "troubles": [
-                {**asdict(t), "message": not_serving(t, self.box.replicas.values(), now_s)}
-                for t in self._troubles(plan_input)
+                view.trouble(deployment.model, failure, self.box.replicas.values(), now_s)
+                for deployment in plan_input.deployments
+                if (failure := self.trouble(deployment.model, deployment.version)) is not None
             ],
             "waits": [
                 waits_for(doing, now_s)
@@ -157,17 +142,10 @@ class SchedulerLoop:
             "plan_s": self._plan_s,
         }
 
-    def _troubles(self, plan_input: PlanInput) -> Iterator[Trouble]:
-        """Troubles of the models that should be served, in the versions that should be served."""
-        for deployment in plan_input.deployments:
-            trouble = self.trouble(deployment.model, deployment.version)
-            if trouble is not None:
-                yield trouble
-
     def explain(self, policy: Policy | None = None) -> dict[str, Any]:
         """What a round would do now under this policy (None: the current one), and why. Changes nothing."""
         plan_input = self._plan_input(policy)
-        now_s = self._clock.now_s()
+        now_s = self._clock()
         allocation = plan(plan_input, now_s, self._config)
         found = explain(self._moves(plan_input, allocation), allocation, plan_input, self._config, now_s)
         doing = [doing for runner in self._running.values() for doing in runner.doing]
@@ -187,10 +165,10 @@ class SchedulerLoop:
                 if self._crash is not None:
                     raise self._crash
                 generation = self._inbox.generation
-                self._state.apply_events(self._transitions)
-                if self._clock.now_s() >= self._state.look_again_s:
-                    await self._state.look(self._transitions)
-                if not self._round() and not self._transitions and not self._running and not self._state.unheard:
+                if self._clock() >= self.look_again_s:
+                    await self.look(self._transitions)
+                rests = not self._round() and not self._transitions and not self._running
+                if rests and self._clock() < self.look_again_s:
                     self._settled = max(self._settled, generation)
                 async with self._round_done:
                     self._round_done.notify_all()
@@ -211,16 +189,17 @@ class SchedulerLoop:
         if self._adopted:
             return
         for record in self._journal.unfinished():
-            self._journal.end(record.id, "undone", self._clock.now_s(), "interrupted by a restart of the controller")
+            self._journal.end(record.id, "undone", self._clock(), "interrupted by a restart of the controller")
         attempt = 0
-        while not await self._state.look(self._transitions):
+        while not await self.look(self._transitions):
             attempt += 1
-            await asyncio.sleep(self._state.failures.backoff_s(attempt))
+            await asyncio.sleep(self.failures.backoff_s(attempt))
         self._adopted = True
 
     async def _pump(self) -> None:
         while True:
-            self._state.hear(await self._effects.next_event())
+            await self._effects.changed()
+            self.look_again_s = 0.0
             self._wake.set()
 
     # --- one round ----------------------------------------------------------------------------------------------
@@ -228,25 +207,24 @@ class SchedulerLoop:
     def _round(self) -> bool:
         """Plan and start the resulting moves. True if it started a hand-over, or has to plan again."""
         self._workload = self._store.load(free_devices=len(self.box.devices.keys() - self.box.holders.keys()))
-        now_s = self._clock.now_s()
+        now_s = self._clock()
         for cause in self._inbox.take_gone():
-            self._state.failures.retry(cause)
+            self.failures.retry(cause)
         self._take_policy_in_force(now_s)
-        self._state.open_replicas_are_stable()
+        self.open_replicas_are_stable()
         self._note_what_serves()
         self._cancel_drains(now_s)
         self._cancel_starts(now_s)
-        self._state.failures.keep(self._workload)
-        unfinished = {job.id for job in self._workload.jobs}
-        self._pauses.keep(unfinished)
+        self.failures.keep(self._workload)
+        self._report_troubles()
+        self._pauses.keep({job.id for job in self._workload.jobs})
         plan_input = self._plan_input()
         if self._devices_came(plan_input):
-            self._state.failures.retry("device")
+            self.failures.retry("device")
             plan_input = self._plan_input()
         began_s = time.perf_counter()
         self._allocation = plan(plan_input, now_s, self._config)
         self._plan_s = time.perf_counter() - began_s
-        self._hysteresis = self._allocation.hysteresis
         wanted = self._moves(plan_input, self._allocation)
         if self._refused(wanted):
             self._wake.set()  # planned again without it, before anybody gives up devices for it
@@ -257,6 +235,13 @@ class SchedulerLoop:
             return False
         self._launch(handover, reason_of(handover, plan_input.policy))
         return True
+
+    def _report_troubles(self) -> None:
+        """Tell the store which models fail, once per change."""
+        before, self._troubles = self._troubles, {m: replace(f) for m, f in self.failures.models.items()}
+        for model in sorted(before.keys() | self._troubles.keys()):
+            if before.get(model) != (now := self._troubles.get(model)):
+                self._store.model_trouble(model, now)
 
     def _report_waiting(self, plan_input: PlanInput, now_s: float) -> None:
         """Tell the store why each job waits, once per change of the sentence or of the job's phase."""
@@ -275,12 +260,12 @@ class SchedulerLoop:
         """Whether it has engines that no memory of the box is enough for. Requests would wait for such a one as long as
         they are held, and nobody would say why."""
         told = {
-            (plan.model, Build(plan.version, plan.tensor_parallel, plan.settings)): why
+            (plan.model, plan.build): why
             for move in handover.take
             if (plan := move.plan) is not None and (why := self._too_large(plan.model))
         }
         for (model, build), why in told.items():
-            self._start_failed(model, build, why, "input", of_settings=True)
+            self._start_failed(model, build, EffectFailed(why, "input", of_settings=True))
         return bool(told)
 
     def _note_what_serves(self) -> None:
@@ -294,25 +279,23 @@ class SchedulerLoop:
     def _serves(self, model: str, build: Build) -> bool:
         """Whether an open engine of the model was started with this."""
         return any(
-            replica.state == "open"
-            and replica.model == model
-            and Build(replica.version, len(replica.devices), replica.settings) == build
+            replica.state == "open" and replica.model == model and replica.build == build
             for replica in self.box.replicas.values()
         )
 
-    def _start_failed(self, model: str, build: Build, reason: str, blame: Blame, *, of_settings: bool) -> None:
+    def _start_failed(self, model: str, build: Build, failure: EffectFailed) -> None:
         """An engine did not start. For its settings alone, the model has those again with which it served last, at
         once; requests that are held go to the engines with them. Not where another engine serves with them."""
         deployment = next((d for d in self._workload.deployments if d.model == model), None)
         served = None
-        if deployment is not None and of_settings and not self._serves(model, build):
+        if deployment is not None and failure.of_settings and not self._serves(model, build):
             served = goes_back_to(deployment, build)
-        if served is not None and self._store.settings_failed(model, build, served, first_line(reason)):
-            log.warning("its settings are those that served before: %s", reason, extra={"model": model})
-            self._state.failures.forget_model(model)
+        if served is not None and self._store.settings_failed(model, build, served, first_line(failure.reason)):
+            log.warning("its settings are those that served before: %s", failure.reason, extra={"model": model})
+            self.failures.models.pop(model, None)
         elif deployment is None or deployment.settings == build.settings:
-            now_s = self._clock.now_s()
-            self._state.failures.model_failed(model, build.version, reason, now_s, blame=blame, at_start=True)
+            now_s = self._clock()
+            self.failures.model_failed(model, build.version, failure.reason, now_s, blame=failure.blame, at_start=True)
         self._wake.set()  # what failed with settings that are in force no more says nothing about the next try
 
     def _moves(self, plan_input: PlanInput, allocation: Allocation) -> Handover:
@@ -324,9 +307,7 @@ class SchedulerLoop:
             busy=self._transitions.keys(),
             over={j for j in self.box.groups if j not in known},
             forced={
-                j
-                for j in self.box.groups
-                if self._state.failures.move_failures(f"free job {j}") >= self._config.suspend_attempts
+                j for j in self.box.groups if self.failures.moves[f"free job {j}"] >= self._config.suspend_attempts
             },
         )
 
@@ -345,22 +326,18 @@ class SchedulerLoop:
 
     def _cancel_drains(self, now_s: float) -> None:
         """Cancel drains that the loop would not start now; see drain_cancellation.py."""
-        under_way = {
-            doing.move.holder: (runner, doing)
-            for runner in self._running.values()
-            for doing in runner.doing
-            if doing.verb == "drain_replica" and doing.move.holder in self._drains
-        }
         policy = self._in_force.policy
-        drains = drain_cancellation.worth_asking((self._drains[h] for h in under_way), policy, self._workload)
+        drains = drain_cancellation.worth_asking(self._running.values(), policy, self._workload)
         if not drains:
             return
         box, moving = drain_cancellation.as_if_not_begun(self.box, self._transitions, drains)
         wanted = plan(self._plan_input(box=box, moving=moving), now_s, self._config)
-        for drain in drain_cancellation.to_cancel(drains, wanted):
-            runner, doing = under_way[drain.holder]
-            runner.cancel(doing, f"{mode_of(policy)} keeps replica {drain.replica.id} open")
-            self._transitions[drain.holder].target = drain.replica.devices
+        stays = {(replica.id, replica.devices) for replica in wanted.open_replicas}
+        for runner, doing in drains:
+            holder, devices = doing.move.holder, runner.before.replicas[doing.move.holder.id].devices
+            if (holder.id, devices) in stays:
+                runner.cancel(doing, f"{mode_of(policy)} keeps replica {holder.id} open")
+                self._transitions[holder].target = devices
 
     def _cancel_starts(self, now_s: float) -> None:
         """Cancel starts of jobs that have ended or are paused, and long ones of jobs that would give up devices now if
@@ -380,14 +357,12 @@ class SchedulerLoop:
             return
         moving = {holder: moving for holder, moving in self._transitions.items() if holder not in long}
         wanted = plan(self._plan_input(moving=moving), now_s, self._config)
-        keeps = {group.job_id: set(group.devices) for group in wanted.groups}
         for holder, (runner, doing) in long.items():
-            if not keeps.get(holder.id, set()).issuperset(doing.move.devices):
+            if not set(doing.move.devices).issubset(wanted.groups.get(holder.id, ())):
                 runner.cancel(doing, "its devices are wanted, and its ranks take long to prepare")
                 self._pauses.start_gave_way(holder.id)
 
     def _launch(self, handover: Handover, reason: str) -> None:
-        self._drains |= drain_cancellation.drains_of(handover, self.box, self._in_force.policy, self._workload)
         for move in handover.moves:
             moving = self._transitions.setdefault(move.holder, Transition(0, (), None))
             moving.moves += 1
@@ -398,7 +373,8 @@ class SchedulerLoop:
                     self._store.job_coming(move.holder.id, move.devices, len(answering & set(move.devices)))
             elif move.side == "swap":
                 moving.target = move.devices
-        runner = Runner(handover, self, self._effects, self._journal, self._clock, self._config)
+        policy, workload = self._in_force.policy, self._workload
+        runner = Runner(handover, self, self._effects, self._journal, self._clock, self._config, policy, workload)
         runner.begin(reason, *self._requested())
         self._running[handover.id] = runner
         task = asyncio.create_task(runner.run(), name=f"handover {handover.id}")
@@ -414,7 +390,7 @@ class SchedulerLoop:
         """Who asked for the hand-over that begins now (a key's name, "box", "window <id>" or "scheduler"), and what
         for."""
         if (request := self._inbox.newest_request(self._settled)) is not None:
-            return request.by, request.what
+            return request
         now = self._in_force
         if now.window is not None and now.since_s != self._window_since_s:
             # The first hand-over since it began; later ones follow demand and the queue again.
@@ -431,23 +407,20 @@ class SchedulerLoop:
     # --- what the runner reports --------------------------------------------------------------------------------
 
     def unwanted(self, move: Move) -> str:
-        if move.holder.kind == "job" and move.side == "take" and self._state.ended_meanwhile(move.holder.id):
-            return "the job ended by itself in the meantime"
-        return ""
+        return "the job ended by itself in the meantime" if self._transitions[move.holder].over else ""
 
-    def step_done(self, move: Move, verb: str, took_s: float) -> None:
+    def step_done(self, move: Move, verb: str, took_s: float, detail: Detail) -> None:
+        self._transitions[move.holder].over = verb == "suspend_group" and "ended" in (detail or {})
         self._pauses.step_done(verb, move.holder.id, took_s)
         if verb == "start_group":
             self._store.job_running(move.holder.id, move.devices)
 
     def move_ended(self, end: MoveEnd) -> None:
         move, holder, failure = end.move, end.move.holder, end.failure
-        self._drains.pop(holder, None)
-        if end.state != "done":
-            self._state.look_again_s = 0.0
+        self.look_again_s = 0.0  # what was seen of the holder meanwhile was discarded
         if failure is None:  # done, skipped or cancelled
             if end.state == "done":
-                self._state.failures.move_done(move.name)
+                self.failures.moves.pop(move.name, None)
             elif move.side == "take":
                 self._transitions[holder].target, self._transitions[holder].take = (), None
             self._clear_in_progress(holder)
@@ -455,29 +428,29 @@ class SchedulerLoop:
         if move.side == "free":
             if holder.kind == "replica":
                 self._transitions[holder].target = ()  # it should have stayed after all, but could not
-            wait_s = self._state.failures.move_failed(move.name)
+            self.failures.moves[move.name] += 1
+            wait_s = self.failures.backoff_s(self.failures.moves[move.name])
             ids = {"job_id" if holder.kind == "job" else "replica": holder.id}
             log.warning("%s failed, next try in %.1f s: %s", move.name, wait_s, end.error, extra=ids)
             asyncio.get_running_loop().call_later(wait_s, self._try_again, holder)
             return
         if move.plan is None:
-            self._state.job_failed(holder.id, -1, failure.reason, blame=failure.blame)
+            self.job_failed(holder.id, -1, failure.reason, blame=failure.blame)
         else:
             model, version = move.plan.model, move.plan.version
             if move.how == "start":
-                build = Build(version, move.plan.tensor_parallel, move.plan.settings)
-                self._start_failed(model, build, failure.reason, failure.blame, of_settings=failure.of_settings)
+                self._start_failed(model, move.plan.build, failure)
             elif failure.blame == "version":
-                self._state.version_refused(model, version, failure.reason)
+                self.version_refused(model, version, failure.reason)
             else:
-                now_s = self._clock.now_s()
-                self._state.failures.model_failed(model, version, failure.reason, now_s, blame=failure.blame)
+                now_s = self._clock()
+                self.failures.model_failed(model, version, failure.reason, now_s, blame=failure.blame)
         self._clear_in_progress(holder)
 
     def _try_again(self, holder: Holder) -> None:
         """Observe first: readings of a holder are discarded while a hand-over moves it. Without this, an engine that
         died with the failed step was drained again forever."""
-        self._state.look_again_s = 0.0
+        self.look_again_s = 0.0
         self._clear_in_progress(holder)
 
     def _clear_in_progress(self, holder: Holder) -> None:
@@ -494,25 +467,30 @@ class SchedulerLoop:
         box: Box | None = None,
         moving: dict[Holder, Transition] | None = None,
     ) -> PlanInput:
-        return view.plan_input(
-            self.box if box is None else box,
-            self._transitions if moving is None else moving,
-            self._workload,
-            self._state.failures,
-            self._pauses,
+        """The planner's input: the current state, with every moving holder shown at its target."""
+        box, moving = box or self.box, self._transitions if moving is None else moving
+        busy = {d for m in moving.values() for d in m.target}
+        busy |= {d for d, holder in box.holders.items() if holder in moving}
+        workload = self._workload
+        return PlanInput(
             policy=policy or self._in_force.policy,
-            hysteresis=self._hysteresis,
+            devices=tuple(view.device(d, workload.cordoned) for d in box.devices.values()),
+            jobs=tuple(view.job(j, box, moving, self.failures, self._pauses) for j in workload.jobs),
+            deployments=tuple(view.deployment(d, self.failures) for d in workload.deployments),
+            replicas=tuple(view.replicas(box, moving, self._clock())),
+            busy_devices=frozenset(busy),
+            hysteresis=self._allocation.hysteresis,
             handover_id=self._journal.last_id() + 1,
-            now_s=self._clock.now_s(),
+            max_asleep=workload.max_asleep,
         )
 
     # --- at rest ------------------------------------------------------------------------------------------------
 
     async def _pause(self) -> None:
         """Wait for a nudge, an event, the end of a move, or the next observation time."""
-        known = (self._state.look_again_s, self._allocation.review_at_s, self._in_force.until_s)
+        known = (self.look_again_s, self._allocation.review_at_s, self._in_force.until_s)
         times = [t for t in known if t is not None]
-        wait_s = max(min(times) - self._clock.now_s(), 0.001)
+        wait_s = max(min(times) - self._clock(), 0.001)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._wake.wait()

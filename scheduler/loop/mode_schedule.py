@@ -44,7 +44,11 @@ class Window:
     id: str = ""
 
     def __post_init__(self) -> None:
-        check_zone(self.tz)
+        try:
+            ZoneInfo(self.tz)
+        except (ZoneInfoNotFoundError, ValueError, OSError):
+            expected = 'an IANA name expected, e.g. "UTC", "Europe/Berlin" or "Asia/Shanghai"'
+            raise InvalidSchedule(f"time zone {self.tz!r} is not known: {expected}", "tz") from None
         check_cron(self.cron, "cron")
         if self.until is not None:
             check_cron(self.until, "until")
@@ -62,13 +66,16 @@ class Window:
 
     def next_s(self, now_s: float) -> float:
         """The first beginning after now."""
-        return next_firing_s(self.cron, self.tz, now_s)
+        return self._next_s(self.cron, now_s)
+
+    def _next_s(self, cron: str, after_s: float) -> float:
+        return _once(cron, croniter(cron, datetime.fromtimestamp(int(after_s), ZoneInfo(self.tz))).get_next)
 
     def end_s(self, began_s: float) -> float | None:
         """When the window that began then ends; None: no end of its own."""
         if self.for_s is not None:
             return began_s + self.for_s
-        return None if self.until is None else next_firing_s(self.until, self.tz, began_s)
+        return None if self.until is None else self._next_s(self.until, began_s)
 
     def edge_s(self, now_s: float) -> float | None:
         """The latest beginning or end at or before now; None if it has not begun for a year."""
@@ -139,17 +146,6 @@ def preview(
     return out
 
 
-def check_zone(tz: str) -> None:
-    """Raises InvalidSchedule."""
-    try:
-        ZoneInfo(tz)
-    except (ZoneInfoNotFoundError, ValueError, OSError):
-        raise InvalidSchedule(
-            f'time zone {tz!r} is not known: an IANA name expected, e.g. "UTC", "Europe/Berlin" or "Asia/Shanghai"',
-            "tz",
-        ) from None
-
-
 def check_cron(cron: str, param: str) -> None:
     """Raises InvalidSchedule."""
     # croniter also accepts "R" (random at each evaluation) and "H"; a schedule must give the same result every time.
@@ -164,11 +160,6 @@ def check_cron(cron: str, param: str) -> None:
         croniter(cron, datetime(2026, 1, 1)).get_next(datetime)
     except CroniterBadDateError:
         raise InvalidSchedule(f"schedule {cron!r} never fires: no such date comes", param) from None
-
-
-def next_firing_s(cron: str, tz: str, after_s: float) -> float:
-    """The first time after this one that the expression fires in the time zone; both are right (`check_cron`)."""
-    return _once(cron, croniter(cron, datetime.fromtimestamp(int(after_s), ZoneInfo(tz))).get_next)
 
 
 def _once(cron: str, step: Callable[[type[datetime]], datetime]) -> float:

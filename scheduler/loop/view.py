@@ -2,78 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scheduler.core.failures import Failures, first_line
+from scheduler.core.failures import Failure, Failures
 from scheduler.core.inventory import CORDONED, Device, Holder
 from scheduler.core.workload import (
     Allocation,
     DeploymentView,
-    Hysteresis,
     JobView,
     PlanInput,
-    Policy,
     ReplicaView,
-    Workload,
 )
-from scheduler.handover.moves import Box, Move
+from scheduler.handover.effects import Box
+from scheduler.handover.moves import Move
+from scheduler.loop.explain import not_serving
 from scheduler.loop.job_pauses import JobPauses
 from scheduler.loop.mode_schedule import InForce
-from scheduler.plan.queue import QueuePosition
+from scheduler.plan.queue import positions
 
 
 @dataclass(slots=True)
 class Transition:
-    """A holder that a hand-over is moving: `moves` still to end, `target` the devices it will hold (if any)."""
+    """A holder that a hand-over is moving: `moves` still to end, `target` the devices it will hold (if any). `over`: it
+    ended by itself before it was suspended."""
 
     moves: int
     target: tuple[str, ...]
     take: Move | None
+    over: bool = False
 
 
-def plan_input(
-    box: Box,
-    moving: Mapping[Holder, Transition],
-    workload: Workload,
-    failures: Failures,
-    pauses: JobPauses,
-    *,
-    policy: Policy,
-    hysteresis: dict[str, Hysteresis],
-    handover_id: int,
-    now_s: float,
-) -> PlanInput:
-    """The planner's input: the current state, with every moving holder shown at its target."""
-    busy = {d for m in moving.values() for d in m.target}
-    busy |= {d for d, holder in box.holders.items() if holder in moving}
-    return PlanInput(
-        policy=policy,
-        devices=tuple(_device(d, workload.cordoned) for d in box.devices.values()),
-        jobs=tuple(_job(j, box, moving, failures, pauses) for j in workload.jobs),
-        deployments=tuple(_deployment(d, failures) for d in workload.deployments),
-        replicas=tuple(_replicas(box, moving, now_s)),
-        busy_devices=frozenset(busy),
-        hysteresis=hysteresis,
-        handover_id=handover_id,
-        max_asleep=workload.max_asleep,
-    )
+def device(device: Device, cordoned: frozenset[str]) -> Device:
+    drains = device.id in cordoned and device.health == "ok"
+    return replace(device, health="draining", health_reason=CORDONED) if drains else device
 
 
-def _device(device: Device, cordoned: frozenset[str]) -> Device:
-    if device.id in cordoned and device.health == "ok":
-        return replace(device, health="draining", health_reason=CORDONED)
-    return device
-
-
-def _job(
+def job(
     job: JobView, box: Box, all_moving: Mapping[Holder, Transition], failures: Failures, pauses: JobPauses
 ) -> JobView:
     group = box.groups.get(job.id)
     moving = all_moving.get(Holder("job", job.id))
-    failure = failures.job(job.id)
-    alive = group is not None and not group.ended
+    failure = failures.jobs.get(job.id)
+    alive = group is not None and group.ended is None
     phase = job.phase
     if phase != "paused":
         phase = "running" if alive else "suspended" if phase == "running" else phase
@@ -88,24 +60,20 @@ def _job(
         devices=devices,
         since_s=group.since_s if group else 0.0,
         not_before_s=failure.not_before_s if failure else 0.0,
-        failed=first_line(failure.reason) if failure else "",
+        failed=failure.reason if failure else "",
         busy=busy,
-        pause_s=pauses.pause_s(job.id),
+        pause_s=pauses.pause_s.get(job.id),
     )
 
 
-def _deployment(deployment: DeploymentView, failures: Failures) -> DeploymentView:
+def deployment(deployment: DeploymentView, failures: Failures) -> DeploymentView:
     failure = failures.model(deployment.model, deployment.version)
     if failure is None:
         return deployment
-    return replace(
-        deployment,
-        failed=first_line(failure.reason),
-        not_before_s=failure.not_before_s,
-    )
+    return replace(deployment, failed=failure.reason, not_before_s=failure.not_before_s)
 
 
-def _replicas(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) -> list[ReplicaView]:
+def replicas(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) -> list[ReplicaView]:
     views = dict(box.replicas)
     for holder, moving in all_moving.items():
         if holder.kind != "replica":
@@ -113,22 +81,24 @@ def _replicas(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) -
         found = views.get(holder.id)
         waking = moving.take.plan if moving.take is not None else None
         if moving.target and waking is not None and found is None:
-            found = ReplicaView(
-                holder.id, waking.model, waking.version, "starting", moving.target, now_s, settings=waking.settings
-            )
+            found = replace(waking, state="starting", since_s=now_s)
         if found is not None:
             views[holder.id] = replace(found, busy="coming" if moving.target else "leaving")
     return list(views.values())
 
 
+def trouble(model: str, failure: Failure, replicas: Iterable[ReplicaView], now_s: float) -> dict[str, Any]:
+    """A model whose engines fail, as plain values for JSON."""
+    shown = ("version", "reason", "blame", "count", "tries", "not_before_s", "lasting")
+    message = not_serving(model, failure, replicas, now_s)
+    return {"model": model, **{name: getattr(failure, name) for name in shown}, "message": message}
+
+
 _OF_DEVICES = ("id", "node", "index", "kind", "name", "memory_bytes", "health", "health_reason")
 
 
-def status(
-    box: Box, shown: PlanInput, allocation: Allocation, in_force: InForce, queue: Sequence[QueuePosition]
-) -> dict[str, Any]:
+def status(box: Box, shown: PlanInput, allocation: Allocation, in_force: InForce, now_s: float) -> dict[str, Any]:
     """Mode, devices with their holders, replicas and jobs (in the order of the queue) as plain values for JSON."""
-    jobs = {j.id: j for j in shown.jobs}
     held = box.holders
     return {
         "policy": {
@@ -156,14 +126,14 @@ def status(
         ],
         "jobs": [
             {
-                "id": position.job_id,
-                "position": position.position,
-                "phase": "running" if position.job_id in box.groups else jobs[position.job_id].phase,
-                "devices": list(box.groups[position.job_id].devices) if position.job_id in box.groups else [],
-                "reason": position.reason,
-                "message": allocation.waiting.get(position.job_id, ""),
+                "id": job.id,
+                "position": position,
+                "phase": "running" if job.id in box.groups else job.phase,
+                "devices": list(box.groups[job.id].devices) if job.id in box.groups else [],
+                "reason": reason,
+                "message": allocation.waiting.get(job.id, ""),
             }
-            for position in queue
+            for position, (job, reason) in enumerate(positions(shown.jobs, now_s), 1)
         ],
         "notes": dict(allocation.notes),
     }

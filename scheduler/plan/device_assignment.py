@@ -11,7 +11,7 @@ from scheduler.autoscale import demand as demand_
 from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import node_of
-from scheduler.core.workload import DeploymentView, GroupPlan, JobView, PlanInput, ReplicaPlan, ReplicaView
+from scheduler.core.workload import DeploymentView, JobView, PlanInput, ReplicaState, ReplicaView
 from scheduler.plan.free_devices import FreeDevices
 
 
@@ -47,8 +47,8 @@ class DeviceAssignment:
             and demand_.usable(d, now_s)
         }
         self.reviews: list[float] = []
-        self.out: dict[str, ReplicaPlan] = {}
-        self.groups: dict[str, GroupPlan] = {}
+        self.out: dict[str, ReplicaView] = {}
+        self.groups: dict[str, tuple[str, ...]] = {}
 
     def placed(self, models: Iterable[str]) -> dict[str, int]:
         """Number of replicas of each of these models that got devices."""
@@ -61,7 +61,7 @@ class DeviceAssignment:
 
     def short(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Jobs that got fewer devices side by side than planned, mapped to how many they got."""
-        found = {j: len(self.groups[j].devices) if j in self.groups else 0 for j in sizes if not self.jobs[j].busy}
+        found = {j: len(self.groups.get(j, ())) for j in sizes if not self.jobs[j].busy}
         return {j: count for j, count in found.items() if count < sizes[j]}
 
     def place(self, serving: Mapping[str, int], sizes: Mapping[str, int], *, keep_jobs: bool = True) -> list[str]:
@@ -85,10 +85,10 @@ class DeviceAssignment:
             job = self.jobs[job_id]
             keeps = job.busy == "coming" or (len(job.devices) == size and self.works.issuperset(job.devices))
             if keeps and (keep_jobs or not job.movable):
-                self.groups[job_id] = GroupPlan(job_id, job.devices)
+                self.groups[job_id] = job.devices
                 self.take(job.devices)
         for job_id, size in sizes.items():
-            if job_id not in self.groups and self.bound(self.jobs[job_id]):
+            if job_id not in self.groups and self.several_nodes:
                 self.place_job(job_id, size)  # engines can move to other devices, it cannot
         counts = self.keep_replicas(serving)
         unplaced = []
@@ -99,10 +99,6 @@ class DeviceAssignment:
                 self.place_job(job_id, size)
         return unplaced
 
-    def bound(self, job: JobView) -> bool:
-        """Whether the choice of devices is restricted: the job needs all of them on one of several nodes."""
-        return bool(job.nodes) and self.several_nodes
-
     def place_job(self, job_id: str, size: int) -> None:
         job = self.jobs[job_id]
         devices = self.free.choose(size, nodes=job.nodes, near=job.devices, only=self.unheld)
@@ -110,7 +106,7 @@ class DeviceAssignment:
             # The devices for its growth are still being released: keep its size rather than stop it for nothing.
             devices = job.devices if self.free.has(job.devices) else None
         if devices is not None:
-            self.groups[job_id] = GroupPlan(job_id, devices)
+            self.groups[job_id] = devices
             self.take(devices)
 
     def take(self, devices: tuple[str, ...]) -> None:
@@ -171,31 +167,23 @@ class DeviceAssignment:
                 continue
             if not demand_.usable(deployment, self.now_s) or count - nth <= falling:
                 return True
-            devices = self.free.choose(deployment.tensor_parallel, single_node=True, only=self.unheld)
+            devices = self.free.choose(deployment.tensor_parallel, only=self.unheld)
             if devices is None:
                 return False
             new_id = f"r{self.plan_input.handover_id}-{self.new}"
             self.new += 1
-            self.out[new_id] = ReplicaPlan(
-                new_id,
-                deployment.model,
-                deployment.version,
-                deployment.tensor_parallel,
-                devices,
-                "open",
-                deployment.settings,
+            self.out[new_id] = ReplicaView(
+                new_id, deployment.model, deployment.version, "open", devices, settings=deployment.settings
             )
             self.take(devices)
         return True
 
-    def note_replica(self, replica: ReplicaView, state: str) -> None:
+    def note_replica(self, replica: ReplicaView, state: ReplicaState) -> None:
         deployment = self.deployments.get(replica.model)
         moves = deployment is not None and not replica.busy and demand_.usable(deployment, self.now_s)
         moves = moves and replica.id not in self.outdated
         version = deployment.version if deployment is not None and moves and state == "open" else replica.version
-        self.out[replica.id] = ReplicaPlan(
-            replica.id, replica.model, version, len(replica.devices), replica.devices, state, replica.settings
-        )
+        self.out[replica.id] = replace(replica, state=state, version=version)
 
     def defer(self) -> None:
         """Drop what cannot begin yet because a hand-over in progress is still releasing its devices.
@@ -211,16 +199,16 @@ class DeviceAssignment:
         for replica_id, plan_ in list(self.out.items()):
             if replica_id not in known and not self.deferred.isdisjoint(plan_.devices):
                 del self.out[replica_id]
-        for job_id, group in list(self.groups.items()):
+        for job_id, devices in list(self.groups.items()):
             job = self.jobs[job_id]
-            if job.busy or self.deferred.isdisjoint(group.devices):
+            if job.busy or self.deferred.isdisjoint(devices):
                 continue
             del self.groups[job_id]
             taken = {d for r in self.out.values() if r.state == "open" for d in r.devices}
-            taken |= {d for g in self.groups.values() for d in g.devices}
+            taken = taken.union(*self.groups.values())
             stays = job.phase == "running" and job.devices and len(job.devices) in job.sizes
             if stays and self.works.issuperset(job.devices) and taken.isdisjoint(job.devices):
-                self.groups[job_id] = GroupPlan(job_id, job.devices)
+                self.groups[job_id] = job.devices
 
     # --- what is left -------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from itertools import groupby
 
 from scheduler.core.inventory import Device, node_of
 
@@ -41,36 +40,26 @@ class FreeDevices:
         self,
         count: int,
         *,
-        single_node: bool = False,
         nodes: Collection[str] = (),
         near: Collection[str] = (),
         only: FreeDevices | None = None,
     ) -> tuple[str, ...] | None:
-        """The best `count` devices, in node and index order; None if there are too few. Takes nothing.
+        """The best `count` devices of one node, in index order; None if no node has as many. Takes nothing.
 
         Args:
-            single_node: refuse devices of more than one node (a tensor-parallel engine).
-            nodes: take them all from one of these; empty: from anywhere.
+            nodes: take them from one of these; empty: from any.
             near: devices to prefer (what the holder has now).
             only: first try within these fewer (devices that no holder has to leave).
         """
         if nodes:
             within = only._on(nodes) if only is not None else None
-            return self._on(nodes).choose(count, single_node=True, near=near, only=within)
-        if near:
-            again = self._choose_near(count, near)
-            if again is not None:
-                return again
-        if only is not None:
-            chosen = only.choose(count, single_node=True) or (
-                None if single_node or self._tightest(count) is not None else only.choose(count)
-            )
-            if chosen is not None:
-                return chosen
+            return self._on(nodes).choose(count, near=near, only=within)
+        if near and (again := self._choose_near(count, near)) is not None:
+            return again
+        if only is not None and (unheld := only.choose(count)) is not None:
+            return unheld
         node = self._tightest(count)
-        if node is not None:
-            return _pick(list(self._nodes[node].values()), count, frozenset())
-        return None if single_node else self._choose_across(count)
+        return None if node is None else _pick(list(self._nodes[node].values()), count, frozenset())
 
     def _on(self, nodes: Collection[str]) -> FreeDevices:
         """Those on these nodes."""
@@ -84,79 +73,41 @@ class FreeDevices:
         node = min(fitting, key=lambda n: (-own[n], len(self._nodes[n])))
         return _pick(list(self._nodes[node].values()), count, frozenset(near))
 
-    def _choose_across(self, count: int) -> tuple[str, ...] | None:
-        """Takes as few nodes as possible: the fullest first, the last one by best fit. None if there are too few."""
-        chosen: list[str] = []
-        for node in sorted(self._nodes, key=lambda n: -len(self._nodes[n])):
-            rest = count - len(chosen)
-            if len(self._nodes[node]) >= rest:
-                others = FreeDevices(d for left in self._nodes.values() for d in left.values() if d.id not in chosen)
-                tight = others._tightest(rest) or node
-                return (*chosen, *_pick(list(self._nodes[tight].values()), rest, frozenset()))
-            chosen += [d.id for d in sorted(self._nodes[node].values(), key=lambda d: d.index)]
-        return None
-
 
 def _pick(devices: list[Device], count: int, prefer: frozenset[str]) -> tuple[str, ...]:
-    """`count` of one node's devices: closest together first, those in `prefer` first among equals."""
+    """`count` of one node's devices: most direct links among them, then as few NUMA nodes as possible, then most of
+    those in `prefer`, then the tightest NUMA node. A node is small (at most 16), so a group grows from every device."""
     if count < len(devices):
-        if count > 1 and _partly_linked(devices):
-            devices = _closest_by_links(devices, count, prefer)
-        else:
-            devices = _closest_by_numa(devices, count, prefer)
+        on_numa = Counter(d.numa_node for d in devices)
+
+        def score(group: list[Device]) -> tuple[int, ...]:
+            ids = {d.id for d in group}
+            numa = {d.numa_node for d in group}
+            return (
+                -sum(len(d.linked & ids) for d in group),
+                sum(len(d.linked & ids) for d in devices if d.id not in ids),  # links of the others that it breaks
+                len(numa),
+                -len(ids & prefer),
+                sum(on_numa[n] for n in numa),
+                *sorted(d.index for d in group),
+            )
+
+        seeds: Iterable[Device] = devices
+        if not any(d.linked for d in devices):  # then one of each NUMA node is enough
+            first = sorted(devices, key=lambda d: (d.id not in prefer, d.index), reverse=True)
+            seeds = {d.numa_node: d for d in first}.values()
+        devices = min((_grown(seed, devices, count, prefer) for seed in seeds), key=score)
     return tuple(d.id for d in sorted(devices, key=lambda d: d.index))
 
 
-def _partly_linked(devices: list[Device]) -> bool:
-    """Whether some pairs have a direct link and some do not; where all or none have one, only NUMA matters."""
-    ids = frozenset(d.id for d in devices)
-    links = sum(len(d.linked & ids) for d in devices)
-    return 0 < links < len(devices) * (len(devices) - 1)
-
-
-def _closest_by_numa(devices: list[Device], count: int, prefer: frozenset[str]) -> list[Device]:
-    def numa(d: Device) -> int:
-        return -1 if d.numa_node is None else d.numa_node
-
-    groups = [
-        sorted(group, key=lambda d: (d.id not in prefer, d.index))
-        for _, group in groupby(sorted(devices, key=numa), key=numa)
-    ]
-    kept = {id(g): sum(d.id in prefer for d in g) for g in groups}
-    fitting = [g for g in groups if len(g) >= count]
-    if fitting:
-        return min(fitting, key=lambda g: (-min(kept[id(g)], count), len(g), g[0].index))[:count]
-    groups.sort(key=lambda g: (-kept[id(g)], -len(g), g[0].index))
-    return [d for group in groups for d in group][:count]
-
-
-def _closest_by_links(devices: list[Device], count: int, prefer: frozenset[str]) -> list[Device]:
-    """From every seed add the best linked device; keep the group with most links (a node is small: at most 16)."""
-    best: tuple[tuple[int, int, int, int], list[Device]] | None = None
-    for seed in devices:
-        group, rest = [seed], [d for d in devices if d is not seed]
-        while len(group) < count:
-            ids = {d.id for d in group}
-            nxt = min(
-                rest,
-                key=lambda d: (
-                    -len(d.linked & ids),
-                    d.numa_node != seed.numa_node,
-                    d.id not in prefer,
-                    d.index,
-                ),
-            )
-            group.append(nxt)
-            rest.remove(nxt)
+def _grown(seed: Device, devices: list[Device], count: int, prefer: frozenset[str]) -> list[Device]:
+    """`count` devices around this one: the best linked next, then the nearest."""
+    group, rest = [seed], [d for d in devices if d is not seed]
+    while len(group) < count:
         ids = {d.id for d in group}
-        outside = {d.id for d in rest}
-        score = (
-            -sum(len(d.linked & ids) for d in group),
-            sum(len(d.linked & outside) for d in group),  # breaks as few links of the others as possible
-            -sum(d.id in prefer for d in group),
-            min(d.index for d in group),
+        nearest = min(
+            rest, key=lambda d: (-len(d.linked & ids), d.numa_node != seed.numa_node, d.id not in prefer, d.index)
         )
-        if best is None or score < best[0]:
-            best = (score, group)
-    assert best is not None
-    return best[1]
+        group.append(nearest)
+        rest.remove(nearest)
+    return group

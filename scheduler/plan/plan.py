@@ -28,14 +28,14 @@ def plan(plan_input: PlanInput, now_s: float, config: SchedulerConfig | None = N
     assignment.defer()
     assignment.let_sleep()
     late = {job_id: "Its devices are still being given back by their last holder." for job_id in jobs.sizes}
-    reviews = [*shares.reviews, *assignment.reviews, *([] if jobs.review_at_s is None else [jobs.review_at_s])]
+    reviews = [*shares.reviews, *assignment.reviews, *jobs.reviews]
     return Allocation(
         replicas=tuple(assignment.out[r] for r in sorted(assignment.out)),
-        groups=tuple(assignment.groups[j] for j in sorted(assignment.groups)),
+        groups=dict(sorted(assignment.groups.items())),
         waiting={**jobs.waiting, **{j: why for j, why in late.items() if j not in assignment.groups}},
         notes=shares.notes,
         hysteresis=shares.hysteresis,
-        review_at_s=min((t for t in reviews if t > now_s), default=None),
+        review_at_s=min((t for t in reviews if t is not None and t > now_s), default=None),
     )
 
 

@@ -12,16 +12,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from scheduler.core.inventory import node_of
 from scheduler.core.workload import JobView
 
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """sizes: job id to devices, only jobs that get some. waiting: job id to the reason why it gets none."""
+    """sizes: job id to devices, only jobs that get some. waiting: job id to the reason why it gets none. reviews: times
+    at which that may change without an event."""
 
     sizes: dict[str, int]
     waiting: dict[str, str]
-    review_at_s: float | None
+    reviews: list[float | None]
 
 
 URGENCY = 1.5
@@ -62,58 +64,35 @@ def order(jobs: Sequence[JobView], now_s: float) -> list[JobView]:
     return sorted(jobs, key=key)
 
 
-@dataclass(frozen=True, slots=True)
-class QueuePosition:
-    """A job's place in the queue. `reason`: why it waits, as one of Slurm's reason codes; None while it has devices.
+def positions(jobs: Sequence[JobView], now_s: float) -> list[tuple[JobView, str | None]]:
+    """Every job in queue order, with the reason why it waits as one of Slurm's codes; None while it has devices.
 
     Held: an operator keeps it. JobHeldUser: paused by request. BeginTime: in backoff after a failure. Priority: others
     are ahead of it. Resources: next to run, it waits for devices, or for something the box lacks.
     """
-
-    job_id: str
-    position: int
-    reason: str | None
-
-
-def positions(jobs: Sequence[JobView], now_s: float) -> list[QueuePosition]:
-    """Every job in queue order, from position 1."""
     out, waiting = [], False
-    for position, job in enumerate(order(jobs, now_s), 1):
-        reason = None
-        if job.held:
-            reason = "Held"
-        elif job.phase == "paused":
-            reason = "JobHeldUser"
-        elif job.not_before_s > now_s:
-            reason = "BeginTime"
-        elif job.lacks:
-            reason = "Resources"
-        elif not job.devices or job.busy == "leaving":
+    for job in order(jobs, now_s):
+        barred = _barred(job, now_s)
+        reason = barred[0] if barred else None
+        if not reason and (barred or not job.devices):
             reason = "Priority" if waiting else "Resources"
             waiting = True
-        out.append(QueuePosition(job.id, position, reason))
+        out.append((job, reason))
     return out
 
 
-class _Rooms:
-    """Working devices per node, less those given to jobs that are bound to nodes. None: unknown, no bound."""
+def _most(job: JobView, rooms: Mapping[str, int]) -> int:
+    """The most devices that one of the job's nodes has."""
+    return max([rooms.get(node, 0) for node in job.nodes] if job.nodes else rooms.values(), default=0)
 
-    def __init__(self, rooms: Mapping[str, int] | None):
-        self.works, self.left = rooms, dict(rooms or {})
 
-    def most(self, job: JobView, rooms: Mapping[str, int], otherwise: int) -> int:
-        """The most that one of the job's nodes has; `otherwise` for a job that may run anywhere."""
-        bound = self.works is not None and job.nodes
-        return max((rooms.get(node, 0) for node in job.nodes), default=0) if bound else otherwise
-
-    def give(self, job: JobView, size: int) -> None:
-        """Takes devices where the placement will: on its current node, else on its tightest node with enough."""
-        if not job.nodes or self.works is None:
-            return
-        here = [d.partition("/")[0] for d in job.devices]
-        fitting = [n for n in job.nodes if self.left.get(n, 0) >= size]
-        best = min(fitting or list(job.nodes), key=lambda n: (n not in here, self.left.get(n, 0)))
-        self.left[best] = self.left.get(best, 0) - size
+def _give(job: JobView, size: int, left: dict[str, int]) -> None:
+    """Takes devices where the placement will: on its current node, else on its tightest node with enough."""
+    here, nodes = {node_of(d) for d in job.devices}, job.nodes or tuple(left)
+    fitting = [node for node in nodes if left.get(node, 0) >= size] or nodes
+    if fitting:
+        best = min(fitting, key=lambda node: (node not in here, left.get(node, 0)))
+        left[best] = left.get(best, 0) - size
 
 
 def _ahead(job: JobView, ahead: JobView) -> str:
@@ -121,62 +100,63 @@ def _ahead(job: JobView, ahead: JobView) -> str:
     return f"job {ahead.id} and others ahead of it" if ahead.owner == job.owner else "jobs ahead of it"
 
 
-def _barred(job: JobView, now_s: float) -> tuple[str, float | None] | None:
-    """Why the job gets nothing, however many devices are free, and when that ends by itself; None: it may have some."""
+def _barred(job: JobView, now_s: float) -> tuple[str, str, float | None] | None:
+    """Why the job gets nothing, however many devices are free (code, sentence), and when that ends by itself; None: it
+    may have some."""
     if job.phase == "paused":
-        return "Paused by request; `appliance job resume` puts it back into the queue.", None
+        why = "Paused by request; `appliance job resume` puts it back into the queue."
+        return "JobHeldUser", why, None
     if job.held:
-        return "Held by an operator; release it to let it run.", None
+        return "Held", "Held by an operator; release it to let it run.", None
     if job.lacks:
-        return job.lacks, None
+        return "Resources", job.lacks, None
     if job.not_before_s > now_s:
         cause = f" ({job.failed})" if job.failed else ""
-        return f"Failed a moment ago{cause}; tries again in {job.not_before_s - now_s:.0f} s.", job.not_before_s
+        why = f"Failed a moment ago{cause}; tries again in {job.not_before_s - now_s:.0f} s."
+        return "BeginTime", why, job.not_before_s
     if job.busy == "leaving":
-        return "Is being suspended.", None
+        return "", "Is being suspended.", None
     return None
 
 
 def allot(
     jobs: Sequence[JobView],
     budget: int,
-    total: int,
     now_s: float,
     dwell_s: float,
     why: str,
-    works_on: Mapping[str, int] | None = None,
+    works_on: Mapping[str, int],
     found: Mapping[str, int] | None = None,
 ) -> Queue:
     """Sizes within `budget` devices.
 
     Args:
         budget: devices that training may have. Jobs that must not be preempted keep theirs even beyond it.
-        total: working devices of the box.
         dwell_s: a running job does not grow before this long after its last start.
         why: what holds the other devices, e.g. "mode serve gives training no devices".
-        works_on: working devices by node; limits a job that is bound to some nodes to what one of them has.
+        works_on: working devices by node; a job has what one node has.
         found: jobs that found only this many devices side by side, fewer than were left for them.
     """
-    rooms = _Rooms(works_on)
+    rooms = dict(works_on)
     sizes: dict[str, int] = {}
     waiting: dict[str, str] = {}
     left, ordered = budget, order(jobs, now_s)
-    reviews = [from_s for j in jobs if (from_s := urgent_from_s(j)) is not None and from_s > now_s]
+    reviews = [urgent_from_s(job) for job in jobs]
     for job in ordered:
         if job.keeps_devices(now_s):
             sizes[job.id] = len(job.devices)
             left -= len(job.devices)
-            rooms.give(job, len(job.devices))
+            _give(job, len(job.devices), rooms)
     ahead: JobView | None = None
     for job in ordered:
         if job.id in sizes:
             ahead = ahead or job
             continue
         if (barred := _barred(job, now_s)) is not None:
-            waiting[job.id], again_s = barred
-            reviews += [] if again_s is None else [again_s]
+            _, waiting[job.id], again_s = barred
+            reviews.append(again_s)
             continue
-        most = min(left, rooms.most(job, rooms.left, left))
+        most = min(left, _most(job, rooms))
         size = job.largest_within(max(min(most, (found or {}).get(job.id, left)), 0))
         now = len(job.devices) if job.phase == "running" else 0
         grown_again_s = job.since_s + dwell_s
@@ -186,17 +166,17 @@ def allot(
         if size:
             sizes[job.id] = size
             left -= size
-            rooms.give(job, size)
+            _give(job, size, rooms)
             ahead = ahead or job
         elif found and job.id in found:
             waiting[job.id] = f"Needs {_at_least(job)} of one node; those left are not side by side."
         else:
-            largest = rooms.most(job, works_on or {}, total)
+            total, largest = sum(works_on.values()), _most(job, works_on)
             waiting[job.id] = _too_few(job, total, largest, budget, why) or (
                 f"Needs {_at_least(job)}; {max(most, 0)} of training's {budget} are left by "
                 f"{_ahead(job, ahead) if ahead else 'jobs that are not preempted'}."
             )
-    return Queue(sizes, waiting, min(reviews, default=None))
+    return Queue(sizes, waiting, reviews)
 
 
 def _at_least(job: JobView) -> str:

@@ -27,7 +27,7 @@ class Shares:
         self._works_on = Counter(d.node for d in plan_input.devices if d.usable)
         self._total = sum(self._works_on.values())
         self.deployments: dict[str, DeploymentView] = {d.model: d for d in plan_input.deployments}
-        self.reviews: list[float] = []
+        self.reviews: list[float | None] = []
         self.notes: dict[str, str] = {}
         self.hysteresis: dict[str, Hysteresis] = {}
         self._remember()
@@ -44,7 +44,7 @@ class Shares:
         budget, why = self._training_budget(claimed)
         # A manual change of mode takes effect at once; only `auto`, which changes by itself, dwells.
         dwell_s = self._config.job_dwell_s if self._policy.kind == "auto" else 0.0
-        jobs = queue.allot(self._plan_input.jobs, budget, self._total, self._now_s, dwell_s, why, self._works_on, found)
+        jobs = queue.allot(self._plan_input.jobs, budget, self._now_s, dwell_s, why, self._works_on, found)
         lendable = self._total - sum(jobs.sizes.values())
         return claimed, self._replicas(lendable, limits, eager=False, base=claimed), jobs
 
@@ -65,7 +65,7 @@ class Shares:
         )
         switch_device_s = 2 * max(stops_s, default=0.0) if self._policy.kind == "auto" else 0.0
         for model, deployment in self.deployments.items():
-            hysteresis, review_s = demand_.required(
+            hysteresis, reviews = demand_.required(
                 deployment,
                 self._plan_input.hysteresis.get(model, Hysteresis()),
                 self._now_s,
@@ -77,13 +77,7 @@ class Shares:
             if since_s != hysteresis.waiting_since_s:
                 hysteresis = replace(hysteresis, waiting_since_s=since_s)
             self.hysteresis[model] = hysteresis
-            if review_s is not None:
-                self.reviews.append(review_s)
-            if deployment.not_before_s > self._now_s:
-                self.reviews.append(deployment.not_before_s)
-            sleep_at_s = IdlePolicy(self._config).sleep_at_s(deployment)
-            if sleep_at_s is not None:
-                self.reviews.append(sleep_at_s)
+            self.reviews += [*reviews, deployment.not_before_s, IdlePolicy(self._config).sleep_at_s(deployment)]
 
     def _serving_capacity(self) -> int:
         """Devices that serving may claim before training gets any."""
@@ -142,14 +136,10 @@ class Shares:
         wishes = demand_.slots(
             tuple(self.deployments.values()), self._plan_input.replicas, self.hysteresis, self._now_s, self._config
         )
-        self.reviews += [
-            r.since_s + self._config.turn_s for r in self._plan_input.replicas if r.state == "open" and left <= 0
-        ]
-        self.reviews += [
-            last_s + self._config.turn_s
-            for d in self.deployments.values()
-            if left <= 0 and (last_s := d.demand.last_request_s) is not None
-        ]
+        if left <= 0:
+            turns = [r.since_s for r in self._plan_input.replicas if r.state == "open"]
+            turns += [d.demand.last_request_s or 0.0 for d in self.deployments.values()]
+            self.reviews += [since_s + self._config.turn_s for since_s in turns]
         for slot in wishes:
             if slot.nth < counts.get(slot.model, 0) or not (slot.wanted or eager):
                 continue

@@ -94,7 +94,7 @@ class Supervisor:
         method raises."""
         if self._over.done():
             raise SupervisorDied(self.name, self._over.result())
-        answer = asyncio.ensure_future(_awaited(getattr(self.actor, method).remote(*arguments, **named)))
+        answer = asyncio.ensure_future(getattr(self.actor, method).remote(*arguments, **named))
         try:
             await asyncio.wait({answer, self._over}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
@@ -138,35 +138,31 @@ class Supervisor:
             self._attending.cancel()
 
 
-async def _awaited(answer: Awaitable[Any]) -> Any:
-    return await answer
-
-
-async def within(verb: str, target: str, answer: Awaitable[Any], seconds: float = ANSWER_S) -> Any:
+async def within(answer: Awaitable[Any], seconds: float = ANSWER_S) -> Any:
     """An answer that should come at once. Raises EffectFailed if it takes longer: a stopped supervisor must not block
     its caller."""
     try:
         async with asyncio.timeout(seconds):
             return await answer
     except TimeoutError as error:
-        raise EffectFailed(verb, target, f"its supervisor has not answered for {seconds:.0f} s", "outside") from error
+        raise EffectFailed(f"its supervisor has not answered for {seconds:.0f} s", "outside") from error
 
 
-async def ask(verb: str, target: str, answer: Awaitable[Any]) -> Any:
+async def ask(answer: Awaitable[Any]) -> Any:
     """Await an actor's or group's answer. Any error there becomes EffectFailed with the error's first line."""
     try:
         return await answer
     except RayTaskError as error:
-        raise _failed(verb, target, getattr(error, "cause", None) or error) from error
+        raise _failed(getattr(error, "cause", None) or error) from error
     except RayError as error:
-        raise EffectFailed(verb, target, first_line(error), "outside") from error
+        raise EffectFailed(first_line(error), "outside") from error
     except (RuntimeLayerError, ServeError, TrainError, OSError, TimeoutError) as error:
-        raise _failed(verb, target, error) from error
+        raise _failed(error) from error
 
 
-def _failed(verb: str, target: str, error: BaseException) -> EffectFailed:
+def _failed(error: BaseException) -> EffectFailed:
     of_settings = isinstance(error, EngineRefused)
-    return EffectFailed(verb, target, first_line(error), blame_of(error), of_settings=of_settings)
+    return EffectFailed(first_line(error), blame_of(error), of_settings=of_settings)
 
 
 def blame_of(error: BaseException) -> Blame:

@@ -16,7 +16,7 @@ import logging
 
 from runtime.devices.kinds import kind_of
 from scheduler.core.errors import EffectFailed
-from scheduler.handover.effects import Event, Observed
+from scheduler.handover.effects import Box
 from scheduler.ray.groups import Groups, Jobs
 from scheduler.ray.nodes import Nodes, OnDeath
 from scheduler.ray.replicas import Replicas, Routing, Versions
@@ -25,7 +25,7 @@ from serve.core.config import EngineConfig
 log = logging.getLogger(__name__)
 
 
-class RayEffects:
+class RayEffects(Replicas, Groups):
     """Implements `scheduler.handover.effects.Effects` in the controller's asyncio loop. Ray must be initialised."""
 
     def __init__(
@@ -39,40 +39,33 @@ class RayEffects:
     ):
         """on_death: called for each rank or engine that ends without being stopped. Logical CPU devices are left out:
         they are one piece of hardware, so a death on one of them is not evidence against it."""
-        self._nodes, self._on_death = nodes, on_death
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._replicas = Replicas(nodes, routing, versions, engine, self._events.put_nowait)
-        self._groups = Groups(nodes, jobs, self._events.put_nowait)
-        self._replicas.on_death = self._groups.on_death = self._died
+        self._changed = asyncio.Event()
 
-        self.start_replica, self.stop_replica = self._replicas.start_replica, self._replicas.stop_replica
-        self.open_replica, self.drain_replica = self._replicas.open_replica, self._replicas.drain_replica
-        self.sleep_replica, self.wake_replica = self._replicas.sleep_replica, self._replicas.wake_replica
-        self.swap_replica, self.unload_adapter = self._replicas.swap_replica, self._replicas.unload_adapter
-        self.resident_bytes = self._replicas.resident_bytes
-        self.start_group, self.suspend_group = self._groups.start_group, self._groups.suspend_group
-        self.stop_group, self.profile_group = self._groups.stop_group, self._groups.profile_group
+        def died(device_ids: tuple[str, ...], holder: str, reason: str) -> None:
+            real = tuple(d.id for d in nodes.devices if d.id in device_ids and not kind_of(d.kind).on_host)
+            if real:
+                on_death(real, holder, reason)
 
-    def _died(self, device_ids: tuple[str, ...], holder: str, reason: str) -> None:
-        real = tuple(d.id for d in self._nodes.devices if d.id in device_ids and not kind_of(d.kind).on_host)
-        if real:
-            self._on_death(real, holder, reason)
+        Replicas.__init__(self, nodes, routing, versions, engine, self._changed.set, died)
+        Groups.__init__(self, nodes, jobs, self._changed.set, died)
 
     async def watch(self) -> None:
-        """Turn nodes that join and leave into events, for as long as it runs."""
-        await self._nodes.watch(self._events.put_nowait)
+        """Notice nodes that join and leave, for as long as it runs."""
+        await self._nodes.watch(self._changed.set)
 
-    async def observe(self) -> Observed:
+    async def observe(self) -> Box:
         await self._nodes.look()
-        return Observed(self._nodes.devices, await self._replicas.observe(), await self._groups.observe())
+        return Box.of(self._nodes.devices, await self.observe_replicas(), await self.observe_groups())
 
-    async def next_event(self) -> Event:
-        return await self._events.get()
+    async def changed(self) -> None:
+        await self._changed.wait()
+        self._changed.clear()
 
     async def stop_everything(self) -> None:
-        """End all engines and ranks; the box is stopping."""
-        for stop_all in (self._replicas.stop_all, self._groups.stop_all):
-            try:
-                await stop_all()
-            except EffectFailed as error:  # its remaining processes end with Ray
-                log.warning("%s", error)
+        """End all engines and ranks; the box is stopping. Processes that remain end with Ray."""
+        verbs = [*map(self.stop_replica, list(self._engines)), *map(self.stop_group, list(self._groups))]
+        for failed in await asyncio.gather(*verbs, return_exceptions=True):
+            if isinstance(failed, EffectFailed):
+                log.warning("%s", failed)
+            elif failed is not None:
+                raise failed

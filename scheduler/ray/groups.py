@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from runtime.devices.kinds import kind_of
 from runtime.errors import SupervisorDied
 from scheduler.core.errors import EffectFailed
-from scheduler.handover.effects import Detail, Event, GroupEnded, GroupObserved, InventoryChanged
+from scheduler.handover.effects import Detail, GroupEnded, GroupView
 from scheduler.ray.actors import ANSWER_S, IDLE_HUNG_S, LOOK_S, RANK, Supervisor, actor_names, ask, find_actor, within
 from scheduler.ray.node import NodeConfig, stored_bytes
 from scheduler.ray.nodes import Nodes, OnDeath
@@ -65,28 +65,31 @@ class Jobs(Protocol):
 
 
 class Groups:
-    """The verbs on groups, and the observation of groups."""
+    """The verbs on groups, and the observation of groups. on_death: called for a rank that died of its device."""
 
-    def __init__(self, nodes: Nodes, jobs: Jobs, tell: Callable[[Event], None]):
-        self._nodes, self._jobs, self._tell = nodes, jobs, tell
-        self.on_death: OnDeath = lambda device_ids, holder, reason: None
+    def __init__(
+        self,
+        nodes: Nodes,
+        jobs: Jobs,
+        tell: Callable[[], None],
+        on_death: OnDeath = lambda device_ids, holder, reason: None,
+    ):
+        self._nodes, self._jobs, self._tell, self._on_death = nodes, jobs, tell, on_death
         self._hosts: dict[str, Supervisor] = {}
         self._seen: set[str] = set()  # devices whose supervisors have reported their state
         self._groups: dict[str, _RunningGroup] = {}
-        self._in_hand: dict[str, int] = {}  # job -> number of verbs that are starting or ending its ranks
-        self._handled = 0  # verbs begun so far; each may invalidate an earlier reading
+        self._in_hand: set[str] = set()  # jobs whose ranks a verb is starting or ending
+        self._touched: set[str] = set()  # jobs in hand since the last observation began
 
     @contextlib.contextmanager
     def _handling(self, job_id: str) -> Iterator[None]:
         """While a verb changes a job's ranks, `observe` does not adopt them."""
-        self._in_hand[job_id] = self._in_hand.get(job_id, 0) + 1
-        self._handled += 1
+        self._in_hand.add(job_id)
+        self._touched.add(job_id)
         try:
             yield
         finally:
-            self._in_hand[job_id] -= 1
-            if not self._in_hand[job_id]:
-                del self._in_hand[job_id]
+            self._in_hand.discard(job_id)
 
     async def start_group(self, job_id: str, devices: tuple[str, ...], run: str) -> Detail:
         with self._handling(job_id):
@@ -99,91 +102,85 @@ class Groups:
         running = self._groups.get(job_id)
         if running is not None and running.run == run:
             return None
-        node_config = self._nodes.config_of(device_ids, "start_group", job_id)
-        await self._nodes.wait_warm(node_config, "train", "start_group", job_id)
+        node_config = self._nodes.config_of(device_ids)
+        await self._nodes.wait_warm(node_config, "train")
         devices = [self._nodes.device(device_id) for device_id in device_ids]
         try:
             await self._jobs.catch_up(job_id)
             await self._jobs.prepare(job_id)
             spec = self._jobs.spec(job_id, devices[0].kind)
         except LookupError as error:
-            raise EffectFailed("start_group", job_id, str(error)) from error
+            raise EffectFailed(str(error)) from error
         snapshot = await asyncio.to_thread(self._jobs.newest_snapshot, job_id)
         read_bytes = await asyncio.to_thread(stored_bytes, snapshot) if snapshot else None
         if node_config.name != self._nodes.home.name:
             spec, snapshot = await outfit(self._nodes, node_config, spec, snapshot)
-        hosts = [_Host(host) for host in await self._living_hosts(job_id, device_ids)]
-        coming = self._result_transfer(job_id, node_config)
-        group = Group(self._teller(job_id, coming), on_question=lambda asked: self._jobs.answer(job_id, asked))
+        living = await asyncio.gather(*(self._living_host(job_id, device_id) for device_id in device_ids))
+        group, coming = self._new_group(job_id, node_config)
         began_s = time.monotonic()
         try:
             addresses = [kind_of(device.kind).address(device.index) for device in devices]
-            await ask("start_group", job_id, group.start(spec, hosts, addresses, str(snapshot) if snapshot else None))
+            hosts = [_Host(host) for host in living]
+            await ask(group.start(spec, hosts, addresses, str(snapshot) if snapshot else None))
         except BaseException:
             if coming is not None:
                 coming.stop()
             raise
-        self._attend(job_id, group, run, device_ids, coming)
+        self._attend(job_id, _RunningGroup(group, run, device_ids, coming))
         return {
             "seconds": time.monotonic() - began_s,
             "snapshot": snapshot.name if snapshot else None,
             "bytes": read_bytes,
         }
 
-    def _result_transfer(self, job_id: str, node_config: NodeConfig) -> ResultTransfer | None:
-        """What ranks on a node other than home need; None at home."""
-        if node_config.name == self._nodes.home.name:
-            return None
-        return ResultTransfer(self._nodes, node_config.name, job_id, lambda event: self._jobs.on_event(job_id, event))
-
-    def _teller(self, job_id: str, coming: ResultTransfer | None) -> Callable[[dict[str, Any]], None]:
-        return (lambda event: self._jobs.on_event(job_id, event)) if coming is None else coming.take
+    def _new_group(self, job_id: str, node_config: NodeConfig) -> tuple[Group, ResultTransfer | None]:
+        """A group for the job, and what brings the results of its ranks home from another node."""
+        tell, coming = partial(self._jobs.on_event, job_id), None
+        if node_config.name != self._nodes.home.name:
+            coming = ResultTransfer(self._nodes, node_config.name, job_id, tell)
+        return Group(tell if coming is None else coming.take, on_question=partial(self._jobs.answer, job_id)), coming
 
     async def suspend_group(self, job_id: str) -> Detail:
-        with self._handling(job_id):
-            return await self._suspend_group(job_id)
-
-    async def _suspend_group(self, job_id: str) -> Detail:
         running = self._groups.get(job_id)
         if running is None:
             return None
-        running.leaving = True
-        report = await ask("suspend_group", job_id, running.group.suspend())
-        await running.watcher
-        if report is None and running.ended is not None and running.ended.outcome == "failed":
-            raise EffectFailed("suspend_group", job_id, running.ended.error, running.ended.blame)
-        self._groups.pop(job_id, None)
-        return asdict(report) if report is not None else None
+        with self._handling(job_id):
+            running.leaving = True
+            report = await ask(running.group.suspend())
+            await running.watcher
+            if report is None and running.ended is not None and running.ended.outcome == "failed":
+                raise EffectFailed(running.ended.error, running.ended.blame)
+            if running.ended is not None:  # before it could be suspended: the next observation reports it
+                running.in_order = ()
+                return {"ended": running.ended.outcome}
+            self._groups.pop(job_id, None)
+            return asdict(report) if report is not None else None
 
     async def profile_group(self, job_id: str, steps: int) -> None:
         """Have the job's first rank profile its next steps. Raises EffectFailed if it does not run."""
         running = self._groups.get(job_id)
         if running is None or running.ended is not None:
-            raise EffectFailed("profile_group", job_id, "it does not run now")
-        await ask("profile_group", job_id, running.group.profile(steps))
+            raise EffectFailed("it does not run now")
+        await ask(running.group.profile(steps))
 
     async def stop_group(self, job_id: str) -> Detail:
         with self._handling(job_id):
-            return await self._stop_group(job_id)
+            running = self._groups.pop(job_id, None)
+            if running is not None:
+                running.watcher.cancel()
+                if running.ended is None:
+                    await ask(running.group.kill())
+                if running.coming is not None:
+                    running.coming.stop()
+            there = await self._hosts_there(patient=True)
+            for device_id in [device_id for device_id, status in there.items() if status["job_id"] == job_id]:
+                await ask(_Host(self._host(device_id)).kill())
+            await self._nodes.release_job(job_id)
+            self._jobs.on_stopped(job_id)
+            return None
 
-    async def _stop_group(self, job_id: str) -> Detail:
-        running = self._groups.pop(job_id, None)
-        if running is not None:
-            running.watcher.cancel()
-            if running.ended is None:
-                await ask("stop_group", job_id, running.group.kill())
-            if running.coming is not None:
-                running.coming.stop()
-        for host in await self._hosts_of(job_id):
-            await ask("stop_group", job_id, _Host(host).kill())
-        await self._nodes.release_job(job_id)
-        self._jobs.on_stopped(job_id)
-        return None
-
-    def _attend(
-        self, job_id: str, group: Group, run: str, in_order: tuple[str, ...], coming: ResultTransfer | None
-    ) -> None:
-        running = self._groups[job_id] = _RunningGroup(group, run, in_order, coming)
+    def _attend(self, job_id: str, running: _RunningGroup) -> None:
+        self._groups[job_id] = running
         running.watcher = asyncio.create_task(self._wait_group(job_id, running))
 
     async def _wait_group(self, job_id: str, running: _RunningGroup) -> None:
@@ -192,7 +189,7 @@ class Groups:
         if outcome.outcome == "suspended":
             if not running.leaving:  # an earlier controller suspended it: its devices are free, the job waits
                 self._groups.pop(job_id, None)
-                self._tell(InventoryChanged())
+                self._tell()
             return
         error = outcome.error or {}
         if missing and outcome.outcome == "succeeded":
@@ -200,38 +197,32 @@ class Groups:
         if outcome.outcome == "succeeded":
             await self._jobs.will_succeed(job_id)
         running.ended = GroupEnded(
-            job_id,
-            running.run,
             outcome.outcome,
             outcome.step,
             error.get("message", ""),
             error.get("retryable", True),
             error.get("blame", "own"),
         )
-        self._tell(running.ended)
+        self._tell()
         # Only after reporting the end: whatever fails below, the job's end is recorded.
         if error.get("by_device"):
             device_id = running.in_order[error["rank"]]
             if find_actor(RANK + device_id) is not None:  # else its node is gone, not the device at fault
-                self.on_death((device_id,), f"job {job_id}", error["reason"])
+                self._on_death((device_id,), f"job {job_id}", error["reason"])
 
     def _host(self, device_id: str) -> Supervisor:
         """The supervisor of a device, found or created, but never one known to be dead."""
         known = self._hosts.get(device_id)
         if known is None or known.over:
-            node_config = self._nodes.config_of((device_id,), "start_group", device_id)
+            node_config = self._nodes.config_of((device_id,))
             numa = node_config.numa_nodes([self._nodes.device(device_id)])
             warm, logs = node_config.warm_socket("train"), str(node_config.log_dir)
             actor = self._nodes.here(RankHost, RANK + device_id, node_config, warm, logs, *numa)
             known = self._hosts[device_id] = Supervisor(actor, RANK + device_id)
         return known
 
-    async def _living_hosts(self, job_id: str, device_ids: Sequence[str]) -> list[Supervisor]:
-        """Supervisors that have just answered. With cached handles of dead ones, a job failed within 60 ms with the
-        error of a death eight minutes earlier."""
-        return list(await asyncio.gather(*(self._living_host(job_id, device_id) for device_id in device_ids)))
-
     async def _living_host(self, job_id: str, device_id: str) -> Supervisor:
+        """A device's supervisor that has just answered: the cached handle may be that of a dead one."""
         until_s = time.monotonic() + FRESH_S
         while True:
             host = self._host(device_id)
@@ -245,13 +236,8 @@ class Groups:
             except SupervisorDied as error:
                 host.end(str(error))
                 if time.monotonic() > until_s:
-                    raise EffectFailed("start_group", job_id, str(error), "outside") from error
+                    raise EffectFailed(str(error), "outside") from error
             await asyncio.sleep(FRESH_EVERY_S)
-
-    async def _hosts_of(self, job_id: str) -> list[Supervisor]:
-        """Supervisors whose rank belongs to this job."""
-        there = await self._hosts_there(patient=True)
-        return [self._host(device) for device, status in there.items() if status["job_id"] == job_id]
 
     async def _hosts_there(self, *, patient: bool = False) -> dict[str, dict[str, Any]]:
         """By device, the status (RankHost.status) of supervisors that answer. A silent one is left out if it reported
@@ -264,13 +250,13 @@ class Groups:
         look = device_id in self._seen and not patient
         try:
             call = self._host(device_id).call("status")
-            status = await within("observe", device_id, call, LOOK_S if look else ANSWER_S)
+            status = await within(call, LOOK_S if look else ANSWER_S)
             self._seen.add(device_id)
             return status
         except EffectFailed as error:
             if not look:
                 raise
-            # `_groups` knows its world and hears of its end; one stopped supervisor used to hide all others.
+            # `_groups` knows its world and hears of its end.
             log.warning("%s", error)
             return None
         except (SupervisorDied, RayError):
@@ -279,34 +265,30 @@ class Groups:
                 gone.end("it does not report its state")
             return None
 
-    async def observe(self) -> tuple[GroupObserved, ...]:
+    async def observe_groups(self) -> tuple[GroupView, ...]:
         """Every group with a living rank, and groups that ended but are not cleaned up yet.
 
         If all ranks of a world whose controller died are there, this adopts them and they go on training.
         """
+        # A world that a verb ended during the reading looks as if it had lost its controller.
+        self._touched = set(self._in_hand)
         worlds: dict[str, dict[str, dict[str, Any]]] = {}
-        in_hand, handled = set(self._in_hand), self._handled
-        there = await self._hosts_there()
-        # A world that a verb ended during the reading looks as if it had lost its controller: a cancelled job was
-        # adopted this way, and its end counted as a failure.
-        if self._handled != handled:
-            in_hand |= {status["job_id"] for status in there.values()}
-        for device_id, status in there.items():
-            if status["job_id"] and status["job_id"] not in self._groups and status["job_id"] not in in_hand:
+        for device_id, status in (await self._hosts_there()).items():
+            if status["job_id"] and status["job_id"] not in self._touched:
                 worlds.setdefault(status["job_id"], {})[device_id] = status
-        found: dict[str, GroupObserved] = {}
+        found: dict[str, GroupView] = {}
         for job_id, statuses in worlds.items():
-            if job_id in self._in_hand or job_id in self._groups:
-                continue  # a verb began in the meantime
+            if job_id in self._touched or job_id in self._groups:
+                continue  # known, or a verb began in the meantime
             if is_whole(statuses.values()):
                 await self._adopt(job_id, statuses)
             elif any(status["alive"] for status in statuses.values()):
                 # The world was starting or dying: end it, and the job resumes from its snapshot.
                 why = "the controller restarted while the ranks were starting"
-                lost = GroupEnded(job_id, "", "failed", 0, why, blame="outside")
-                found[job_id] = GroupObserved(job_id, tuple(statuses), "", lost)
+                lost = GroupEnded("failed", 0, why, blame="outside")
+                found[job_id] = GroupView(job_id, tuple(statuses), ended=lost)
         for job_id, running in self._groups.items():
-            found[job_id] = GroupObserved(job_id, running.in_order, running.run, running.ended)
+            found[job_id] = GroupView(job_id, running.in_order, ended=running.ended, run=running.run)
         return tuple(found.values())
 
     async def _adopt(self, job_id: str, statuses: dict[str, dict[str, Any]]) -> None:
@@ -317,20 +299,16 @@ class Groups:
         except LookupError as error:
             log.warning("cannot read the progress made without a controller: %s", error, extra=ids)
         in_order = tuple(sorted(statuses, key=lambda device_id: statuses[device_id]["rank"]))
-        coming = self._result_transfer(job_id, self._nodes.config_of(in_order, "observe", job_id))
-        group = Group(self._teller(job_id, coming), on_question=lambda asked: self._jobs.answer(job_id, asked))
+        group, coming = self._new_group(job_id, self._nodes.config_of(in_order))
         await group.adopt(job_id, [_Host(self._host(device_id)) for device_id in in_order])
-        self._attend(job_id, group, "", in_order, coming)
-
-    async def stop_all(self) -> None:
-        await asyncio.gather(*(self.stop_group(job_id) for job_id in list(self._groups)))
+        self._attend(job_id, _RunningGroup(group, "", in_order, coming))
 
 
 @dataclass(slots=True)
 class _RunningGroup:
     group: Group
-    run: str  # see GroupEnded
-    in_order: tuple[str, ...]  # device of each rank
+    run: str  # see GroupView
+    in_order: tuple[str, ...]  # device of each rank; none once they left
     coming: ResultTransfer | None = None  # set if the ranks are on another node
     watcher: asyncio.Task | None = None
     ended: GroupEnded | None = None

@@ -22,6 +22,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from runtime.errors import CopyFailed
+from scheduler.devices.host_reading import ask_store
 from weights.format.errors import IntegrityError, StoreError, StoreFull, VersionNotFound
 from weights.format.names import step_of
 from weights.memory.lease import Lease, StoredVersion, unpin
@@ -130,18 +131,8 @@ class NodeCopies:
                 with contextlib.suppress(StoreError):
                     await asyncio.to_thread(store.remove, stored)
 
-    async def idle_bytes(self) -> tuple[int, int]:
-        """Bytes of freed segments, and of copies that nobody reads and that may be evicted."""
-        store = self._store()
-        return (await asyncio.to_thread(store.usage)).pool_bytes, await asyncio.to_thread(store.evictable_bytes)
-
-    async def trim_pool(self) -> int:
-        """Give the freed segments back to the host; returns their bytes."""
-        return await asyncio.to_thread(self._store().trim_pool, 0)
-
-    async def evict(self, nbytes: int) -> int:
-        """Give back this many bytes of what nobody reads, if there are as many; returns the bytes freed."""
-        return await asyncio.to_thread(self._store().evict, nbytes)
+    async def of_store(self, method: str, *arguments: Any) -> Any:
+        return await ask_store(self._store(), method, *arguments)
 
     async def _found_or_copied(
         self, store: WeightStore, source: Any, name: Name, remote: Path, *, pinned: bool

@@ -22,7 +22,6 @@ from runtime.devices.kind import Reading
 from scheduler.core.errors import EffectFailed, NodeNameTaken
 from scheduler.core.inventory import Device, NodeChange
 from scheduler.devices.host_reading import MemoryReading
-from scheduler.handover.effects import Event, InventoryChanged
 from scheduler.ray.actors import RANK, REPLICA, actor_names, ask, find_actor, named_actor, within
 from scheduler.ray.node import NODE, Node, NodeConfig, NodeReport
 from weights.format.errors import WeightsError
@@ -45,7 +44,7 @@ EMPTY_EVERY_S = 0.5
 OnDeath = Callable[[tuple[str, ...], str, str], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Known:
     config: NodeConfig
     ray_id: str
@@ -81,12 +80,12 @@ class Nodes:
         await announce(self.home)
         await self.look()
 
-    async def watch(self, tell: Callable[[Event], None]) -> None:
+    async def watch(self, tell: Callable[[], None]) -> None:
         """Report every node that joins or leaves."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             if await self.look():
-                tell(InventoryChanged())
+                tell()
 
     async def look(self) -> bool:
         """Add nodes that joined and drop nodes that are gone; True if there were any."""
@@ -94,53 +93,49 @@ class Nodes:
         before = {name: known.leaves for name, known in self._known.items()}
         removed = set(self._removed()) - {self.home.name}
         for name, known in list(self._known.items()):
-            if known.ray_id not in alive or name in removed:  # a removed one may not end as it is told
+            if known.ray_id not in alive or name in removed:  # a removed one may not end when it is asked to
                 level = logging.INFO if known.leaves else logging.ERROR
                 log.log(level, "node is gone with its %d devices", len(known.config.devices), extra={"node": name})
                 del self._known[name]
                 self._on_change(name, "left" if known.leaves else "lost", known.config.devices)
-        there = {full.removeprefix(NODE) for full in await actor_names() if full.startswith(NODE)}
-        for name in there & removed:
-            await self._end(name)
-        for name in there - set(before) - removed:
-            await self._take_in(name, alive)
-        for name, known in list(self._known.items()):
-            if find_actor(NODE + name) is None:  # only its agent died: engines and ranks there continue
+        agents = {}
+        for full in await actor_names():
+            if full.startswith(NODE) and (actor := find_actor(full)) is not None:
+                agents[full.removeprefix(NODE)] = actor
+        for name, actor in agents.items():
+            if name in removed:
+                # Ray's TLS lets it in as long as its certificate is valid: end its Ray whenever it is there.
+                log.warning("node was removed from the box: its Ray is ended", extra={"node": name})
+                await _answer(actor.end.remote())  # it dies of it, or is asked again by the next look
+            elif name not in before:
+                await self._take_in(name, actor, alive)
+        for name, known in self._known.items():
+            if name not in agents:  # only its agent died: engines and ranks there continue
                 try:
-                    self._known[name] = replace(known, actor=await _start(known.config, known.ray_id))
+                    known.actor = await _start(known.config, known.ray_id)
                 except (RayError, TimeoutError):
                     if name == self.home.name:
                         raise
                     log.warning("the node's agent does not start; the node seems to be dying", extra={"node": name})
         away = [name for name in self._known if name != self.home.name]
         for name, report in zip(away, await asyncio.gather(*map(self._reported, away)), strict=True):
-            if report is not None and (known := self._known.get(name)) is not None:
-                if report.leaves and not known.leaves:
+            if report is not None and (now := self._known.get(name)) is not None:
+                if report.leaves and not now.leaves:
                     log.info("node is leaving; its holders release its devices first", extra={"node": name})
-                self._known[name] = replace(known, leaves=known.leaves or report.leaves, memory=report.memory)
+                now.leaves, now.memory = now.leaves or report.leaves, report.memory
         return {name: known.leaves for name, known in self._known.items()} != before
-
-    async def _end(self, name: str) -> None:
-        """Ray's TLS lets a removed node in as long as its certificate is valid: end its Ray whenever it is there."""
-        actor = find_actor(NODE + name)
-        if actor is not None:
-            log.warning("node was removed from the box: its Ray is ended", extra={"node": name})
-            await _answer(actor.end.remote())  # it dies of it, or is asked again by the next look
 
     async def _reported(self, name: str) -> NodeReport | None:
         return await _answer(self._known[name].actor.report.remote())
 
-    async def _take_in(self, name: str, alive: dict[str, set[str]]) -> None:
-        actor = find_actor(NODE + name)
-        if actor is None:
-            return
-        node_config = await _answer(actor.config.remote(), START_S if name == self.home.name else ANSWER_S)
+    async def _take_in(self, name: str, actor: Any, alive: dict[str, set[str]]) -> None:
+        home = name == self.home.name
+        node_config = await _answer(actor.config.remote(), START_S if home else ANSWER_S)
         ray_id = node_config and _ray_id(node_config, alive)
         if ray_id is not None:
-            if name != self.home.name:
-                log.info("node joined with %d devices", len(node_config.devices), extra={"node": name})
             self._known[name] = _Known(node_config, ray_id, actor)
-            if name != self.home.name:
+            if not home:
+                log.info("node joined with %d devices", len(node_config.devices), extra={"node": name})
                 self._on_change(name, "joined", node_config.devices)
 
     def memory(self) -> dict[str, MemoryReading]:
@@ -149,27 +144,32 @@ class Nodes:
 
     async def poll(self) -> list[dict[str, Any]]:
         """Each node, home first, as it answers now. answered_s: None if it does not. memory: as it last said."""
+
+        async def poll_one(name: str) -> dict[str, Any]:
+            known, began_s = self._known[name], time.monotonic()
+            report = await self._reported(name)
+            memory = known.memory if report is None else report.memory
+            return {
+                "id": name,
+                "address": known.config.address,
+                "home": name == self.home.name,
+                "answered_s": None if report is None else time.monotonic() - began_s,
+                "leaves": known.leaves or (report is not None and report.leaves),
+                "devices": [device.id for device in known.config.devices],
+                "memory_bytes": None if memory is None else memory.total,
+                "memory_available_bytes": None if memory is None else memory.available,
+            }
+
         names = sorted(self._known, key=lambda name: (name != self.home.name, name))
-        return list(await asyncio.gather(*map(self._poll_one, names)))
+        return list(await asyncio.gather(*map(poll_one, names)))
 
-    async def _poll_one(self, name: str) -> dict[str, Any]:
-        known, began_s = self._known[name], time.monotonic()
-        report = await self._reported(name)
-        memory = report.memory if report is not None else known.memory
-        return {
-            "id": name,
-            "address": known.config.address,
-            "home": name == self.home.name,
-            "answered_s": None if report is None else time.monotonic() - began_s,
-            "leaves": known.leaves or (report is not None and report.leaves),
-            "devices": [device.id for device in known.config.devices],
-            "memory_bytes": None if memory is None else memory.total,
-            "memory_available_bytes": None if memory is None else memory.available,
-        }
+    async def on(self, node: str, method: str, *arguments: Any) -> Any:
+        """The answer of a node's agent. Raises EffectFailed."""
+        return await ask(getattr(self._actor(node), method).remote(*arguments))
 
-    async def of_agent(self, name: str, method: str, *arguments: Any) -> Any:
-        """The answer of a node's agent about its host's memory (NodeCopies). Raises EffectFailed."""
-        return await within(method, name, self._on(name, method, name, method, *arguments))
+    async def of_store(self, name: str, method: str, *arguments: Any) -> Any:
+        """What the store of weights on a node answers. Raises EffectFailed."""
+        return await within(self.on(name, "of_store", method, *arguments))
 
     async def forget(self, names: Collection[Name]) -> None:
         """Have the other nodes remove their copies of what was deleted at home. One that does not answer is named in
@@ -182,16 +182,14 @@ class Nodes:
 
     async def _tell_others(self, method: str, *arguments: Any, seconds: float, left: str) -> None:
         """left: what may stay on a node that does not answer in time."""
-        away = {name: known.actor for name, known in self._known.items() if name != self.home.name}
-        calls = (
-            within(method, name, ask(method, name, getattr(actor, method).remote(*arguments)), seconds)
-            for name, actor in away.items()
-        )
-        for name, answer in zip(away, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-            if isinstance(answer, EffectFailed):
-                log.warning("%s may stay there: %s", left, answer.reason, extra={"node": name})
-            elif isinstance(answer, BaseException):
-                raise answer
+
+        async def tell(name: str) -> None:
+            try:
+                await within(self.on(name, method, *arguments), seconds)
+            except EffectFailed as error:
+                log.warning("%s may stay there: %s", left, error.reason, extra={"node": name})
+
+        await asyncio.gather(*(tell(name) for name in self._known if name != self.home.name))
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -211,10 +209,9 @@ class Nodes:
 
     def device(self, device_id: str) -> Device:
         """Raises EffectFailed when the device or its node is gone."""
-        known = self._known.get(device_id.partition("/")[0])
-        found = next((d for d in known.config.devices if d.id == device_id), None) if known else None
+        found = next((d for d in self.devices if d.id == device_id), None)
         if found is None:
-            raise EffectFailed("use", device_id, f"device {device_id} is gone", "outside")
+            raise EffectFailed(f"device {device_id} is gone", "outside")
         return found
 
     def config(self, name: str) -> NodeConfig | None:
@@ -222,18 +219,16 @@ class Nodes:
         known = self._known.get(name)
         return known.config if known else None
 
-    def config_of(self, device_ids: tuple[str, ...], verb: str, target: str) -> NodeConfig:
-        """The one node that has all these devices. Raises EffectFailed for this verb and target."""
+    def config_of(self, device_ids: tuple[str, ...]) -> NodeConfig:
+        """The node that has these devices. Raises EffectFailed when one is gone."""
         nodes = {self.device(device_id).node for device_id in device_ids}
-        if len(nodes) != 1:
-            raise EffectFailed(verb, target, f"its devices {', '.join(device_ids)} are on {len(nodes)} nodes")
         return self._known[nodes.pop()].config
 
     def here(self, body: type, name: str, node_config: NodeConfig, *arguments: Any) -> Any:
         """Start or find an actor on this node. Raises EffectFailed when the node is gone."""
         known = self._known.get(node_config.name)
         if known is None:
-            raise EffectFailed("start", name, f"node {node_config.name} is gone")
+            raise EffectFailed(f"node {node_config.name} is gone")
         return named_actor(body, name, known.ray_id, *arguments)
 
     async def readings(self, let_go: Collection[str] = ()) -> tuple[Reading, ...]:
@@ -242,13 +237,11 @@ class Nodes:
         calls = (_answer(known.actor.readings.remote(let_go)) for known in self._known.values())
         return tuple(one for answer in await asyncio.gather(*calls) for one in answer or ())
 
-    async def wait_warm(self, node_config: NodeConfig, name: str, verb: str, target: str) -> None:
+    async def wait_warm(self, node_config: NodeConfig, name: str) -> None:
         """Returns when the node's warm parent accepts requests."""
-        await self._on(node_config.name, verb, target, "wait_warm", name, WARM_TIMEOUT_S)
+        await self.on(node_config.name, "wait_warm", name, WARM_TIMEOUT_S)
 
-    async def bring(
-        self, node_config: NodeConfig, version_dir: Path, holder: str, verb: str, target: str
-    ) -> tuple[Path, int]:
+    async def bring(self, node_config: NodeConfig, version_dir: Path, holder: str) -> tuple[Path, int]:
         """Ensure the node has this version, adapter or snapshot of home, which the caller holds, copying it if
         necessary. Returns its path there and the bytes copied. It stays there until `holder` takes another."""
         if node_config.name == self.home.name:
@@ -256,33 +249,25 @@ class Nodes:
         try:
             stored = StoredVersion.read(version_dir)
         except (WeightsError, OSError) as error:
-            raise EffectFailed(verb, target, f"{version_dir} cannot be read: {error}") from error
-        name, home = Name(stored.kind, stored.model, stored.version), self._actor(self.home.name, verb, target)
-        return await self._on(node_config.name, verb, target, "take", home, name, version_dir, holder)
+            raise EffectFailed(f"{version_dir} cannot be read: {error}") from error
+        name, home = Name(stored.kind, stored.model, stored.version), self._actor(self.home.name)
+        return await self.on(node_config.name, "take", home, name, version_dir, holder)
 
-    async def bring_home(self, node: str, name: Name, remote: Path, target: str) -> tuple[Path, int]:
+    async def bring_home(self, node: str, name: Name, remote: Path) -> tuple[Path, int]:
         """Copy home what the node wrote at `remote`; returns the new path and the bytes copied. Raises
         EffectFailed."""
-        there = self._actor(node, "bring_home", target)
-        kept = await self._on(self.home.name, "bring_home", target, "keep", there, name, remote)
-        await self._on(node, "bring_home", target, "unpin", remote)
+        there = self._actor(node)
+        kept = await self.on(self.home.name, "keep", there, name, remote)
+        await self.on(node, "unpin", remote)
         return kept
 
-    async def bring_job(self, node: str, folder: Path, verb: str, target: str) -> Path:
+    async def bring_job(self, node: str, folder: Path) -> Path:
         """The job's folder on another node, filled with the data in home's `folder`."""
-        return await self._on(node, verb, target, "take_job", self._actor(self.home.name, verb, target), folder)
+        return await self.on(node, "take_job", self._actor(self.home.name), folder)
 
-    async def forget_job(self, node: str, job_id: str, leases_only: bool) -> None:
-        """Free what the node keeps for this job, because the job no longer needs it there, or not for now."""
-        await self._on(node, "forget_job", job_id, "forget_job", job_id, leases_only)
-
-    async def _on(self, node: str, verb: str, target: str, method: str, *arguments: Any) -> Any:
-        """The answer of a node's agent. Raises EffectFailed."""
-        return await ask(verb, target, getattr(self._actor(node, verb, target), method).remote(*arguments))
-
-    def _actor(self, node: str, verb: str, target: str) -> Any:
+    def _actor(self, node: str) -> Any:
         if (known := self._known.get(node)) is None:
-            raise EffectFailed(verb, target, f"node {node} is gone")
+            raise EffectFailed(f"node {node} is gone")
         return known.actor
 
 

@@ -26,7 +26,6 @@ from weights.tiers.record import Name
 
 log = logging.getLogger(__name__)
 
-VERB = "start_group"
 _OVER = {"event": "over"}
 
 
@@ -40,9 +39,9 @@ async def outfit(
     job_id = spec.job_id
 
     async def bring(path: str, what: str) -> str:
-        return str((await nodes.bring(node_config, Path(path), f"job {job_id} {what}", VERB, job_id))[0])
+        return str((await nodes.bring(node_config, Path(path), f"job {job_id} {what}"))[0])
 
-    folder = await nodes.bring_job(node_config.name, Path(spec.run_dir), VERB, job_id)
+    folder = await nodes.bring_job(node_config.name, Path(spec.run_dir))
     there = replace(
         spec,
         base_path=await bring(spec.base_path, "base"),
@@ -95,7 +94,7 @@ class ResultTransfer:
         self.stop()
         if not self._missing:
             with contextlib.suppress(EffectFailed):  # the node is gone, and all it kept
-                await self._nodes.forget_job(self._node, self._job_id, leases_only=suspended)
+                await self._nodes.on(self._node, "forget_job", self._job_id, suspended)
         return self._missing
 
     def stop(self) -> None:
@@ -129,7 +128,7 @@ class ResultTransfer:
     async def _brought(self, event: dict[str, Any]) -> Path | None:
         remote, ids = Path(event["path"]), {"job_id": self._job_id, "node": self._node}
         try:
-            path, copied_bytes = await self._nodes.bring_home(self._node, name_at(remote), remote, self._job_id)
+            path, copied_bytes = await self._nodes.bring_home(self._node, name_at(remote), remote)
         except EffectFailed as error:
             # A newer snapshot will follow, or the job continues from an older one. A result has no second chance.
             log.error("%s of step %s not copied home: %s", event["event"], event.get("step"), error.reason, extra=ids)

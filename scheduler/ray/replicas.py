@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from functools import partialmethod
 from pathlib import Path
@@ -15,8 +15,8 @@ from ray.exceptions import RayError
 
 from runtime.errors import SupervisorDied
 from scheduler.core.errors import Blame, EffectFailed
-from scheduler.core.workload import ReplicaPlan, ReplicaView
-from scheduler.handover.effects import Detail, Event, ReplicaDied
+from scheduler.core.workload import ReplicaView
+from scheduler.handover.effects import Detail
 from scheduler.ray.actors import (
     ANSWER_S,
     LOOK_S,
@@ -87,7 +87,8 @@ class Versions(Protocol):
 @dataclass(slots=True)
 class _Engine:
     """What the controller knows of an engine. seen: its last report. watcher: waits for its end. hanging: gateways
-    prefer others, because it gives no sign of life. stopping: its end is nobody's failure."""
+    prefer others, because it gives no sign of life. stopping: its end is nobody's failure. died: of what, and whose
+    fault it was."""
 
     supervisor: Supervisor
     node_config: NodeConfig | None = None
@@ -95,6 +96,7 @@ class _Engine:
     watcher: asyncio.Task[Blame] | None = None
     hanging: bool = False
     stopping: bool = False
+    died: tuple[str, Blame] = ("", "own")
 
 
 class Replicas:
@@ -106,28 +108,26 @@ class Replicas:
         routing: Routing,
         versions: Versions,
         engine: EngineConfig,
-        tell: Callable[[Event], None],
+        tell: Callable[[], None],
+        on_death: OnDeath = lambda device_ids, holder, reason: None,
     ):
-        self._nodes, self._routing, self._versions, self._engine, self._tell = nodes, routing, versions, engine, tell
-        self.on_death: OnDeath = lambda device_ids, holder, reason: None
+        self._nodes, self._routing, self._versions, self._engine = nodes, routing, versions, engine
+        self._tell, self._on_death = tell, on_death
         self._engines: dict[str, _Engine] = {}
 
-    async def start_replica(self, plan: ReplicaPlan) -> Detail:
-        node_config = self._nodes.config_of(plan.devices, "start_replica", plan.id)
-        path, copied_bytes = await self._version_path("start_replica", plan.id, plan.model, plan.version, node_config)
-        try:
+    async def start_replica(self, plan: ReplicaView) -> Detail:
+        node_config = self._nodes.config_of(plan.devices)
+        async with self._brought(plan.model, plan.version, node_config) as (path, copied_bytes):
             spec = self._replica_spec(plan, node_config, path)
-            await self._nodes.wait_warm(node_config, "serve", "start_replica", plan.id)
+            await self._nodes.wait_warm(node_config, "serve")
             engine = self._living(plan.id)
             if engine is None:
                 warm, logs = node_config.warm_socket("serve"), str(node_config.log_dir)
                 actor = self._nodes.here(Replica, REPLICA + plan.id, node_config, warm, logs, self._engine)
                 engine = self._take_in(plan.id, actor)
             engine.node_config = node_config
-            detail = await ask("start_replica", plan.id, engine.supervisor.call("start", spec))
-        finally:
-            self._versions.taken(plan.model, plan.version)
-        engine.seen = ReplicaView(plan.id, plan.model, plan.version, "ready", plan.devices, settings=spec.settings)
+            detail = await ask(engine.supervisor.call("start", spec))
+        engine.seen = replace(plan, state="ready")
         self._watch(plan.id, engine)
         # Versions on other nodes are not read here.
         home = node_config.name == self._nodes.home.name
@@ -137,8 +137,6 @@ class Replicas:
     async def stop_replica(self, replica_id: str) -> Detail:
         self._routing.close(replica_id)
         engine = self._living(replica_id)
-        if engine is None and (actor := find_actor(REPLICA + replica_id)) is not None:
-            engine = self._take_in(replica_id, actor)
         if engine is not None:
             engine.stopping = True
             if engine.watcher is not None:
@@ -153,24 +151,24 @@ class Replicas:
                 await until_unnamed(REPLICA + replica_id)
             except TimeoutError as error:
                 reason = f"Ray still lists its actor {UNNAMED_TIMEOUT_S:.0f} s after it was killed"
-                raise EffectFailed("stop_replica", replica_id, reason, "outside") from error
+                raise EffectFailed(reason, "outside") from error
         self._engines.pop(replica_id, None)
         return None
 
     async def open_replica(self, replica_id: str) -> Detail:
-        status = await self._ask_replica("open_replica", replica_id, "status")
+        status = await self._ask_replica(replica_id, "status")
         if status["state"] != "ready":
-            raise EffectFailed("open_replica", replica_id, f"the engine is {status['state']}")
+            raise EffectFailed(f"the engine is {status['state']}")
         opening = self._routing.open(replica_id, status["model"], status["version"], status["address"])
-        await self._while_alive("open_replica", replica_id, opening, "before it accepted requests")
+        await self._while_alive(replica_id, opening, "before it accepted requests")
         return None
 
     async def drain_replica(self, replica_id: str) -> Detail:
         draining = self._routing.drain(replica_id)
-        await self._while_alive("drain_replica", replica_id, draining, "while it finished its requests")
+        await self._while_alive(replica_id, draining, "while it finished its requests")
         return None
 
-    async def _while_alive(self, verb: str, replica_id: str, doing: Coroutine[Any, Any, Any], when: str) -> Any:
+    async def _while_alive(self, replica_id: str, doing: Coroutine[Any, Any, Any], when: str) -> Any:
         """Result of `doing` if the engine lives until then. Raises EffectFailed as soon as the engine dies."""
         engine, task = self._engines.get(replica_id), asyncio.ensure_future(doing)
         watcher = engine and engine.watcher
@@ -179,12 +177,12 @@ class Replicas:
             if task.done():
                 return task.result()
             blame = watcher.result() if watcher is not None and not watcher.cancelled() else "outside"
-            raise EffectFailed(verb, replica_id, f"the engine died {when}", blame)
+            raise EffectFailed(f"the engine died {when}", blame)
         finally:
             task.cancel()
 
     async def sleep_replica(self, replica_id: str) -> Detail:
-        return await self._ask_replica("sleep_replica", replica_id, "sleep")
+        return await self._ask_replica(replica_id, "sleep")
 
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
         try:
@@ -193,26 +191,23 @@ class Replicas:
             self._routing.offer_adapters(replica_id)
             raise
         if self._routing.is_open(replica_id):
-            status = await self._ask_replica("swap_replica", replica_id, "status")
+            status = await self._ask_replica(replica_id, "status")
             opening = self._routing.open(replica_id, model, version, status["address"])
-            await self._while_alive("swap_replica", replica_id, opening, "right after it loaded the new weights")
+            await self._while_alive(replica_id, opening, "right after it loaded the new weights")
         return detail
 
     async def _load(self, verb: str, replica_id: str, model: str, version: str) -> Detail:
         """Have an engine that runs, or sleeps, load a version."""
         engine = self._engines.get(replica_id)
         if engine is None or engine.node_config is None:
-            raise EffectFailed(verb, replica_id, "there is no such engine")
-        path, copied_bytes = await self._version_path(verb, replica_id, model, version, engine.node_config)
-        try:
+            raise EffectFailed("there is no such engine")
+        async with self._brought(model, version, engine.node_config) as (path, copied_bytes):
             if verb == "swap_replica":
                 # Adapters fit only the weights they were trained on; the engine first finishes its adapter requests.
                 withheld = self._routing.withhold_adapters(replica_id)
-                await self._while_alive(verb, replica_id, withheld, "before it loaded the new weights")
+                await self._while_alive(replica_id, withheld, "before it loaded the new weights")
             load = engine.supervisor.call(verb.removesuffix("_replica"), model, version, str(path))
-            detail = await ask(verb, replica_id, load)
-        finally:
-            self._versions.taken(model, version)
+            detail = await ask(load)
         self._watch(replica_id, engine)
         return {**detail, "copied_bytes": copied_bytes}
 
@@ -224,22 +219,22 @@ class Replicas:
         failed: EffectFailed | None = None
         for replica_id, engine in list(self._engines.items()):
             try:
-                await self._ask_replica("unload_adapter", replica_id, "unload_adapter", name)
+                await self._ask_replica(replica_id, "unload_adapter", name)
             except EffectFailed as error:
                 if not engine.stopping:
                     failed = failed or error
         if failed is not None:
             raise failed
 
-    def _replica_spec(self, plan: ReplicaPlan, node_config: NodeConfig, path: Path) -> ReplicaSpec:
+    def _replica_spec(self, plan: ReplicaView, node_config: NodeConfig, path: Path) -> ReplicaSpec:
         """The spec passed to the engine process."""
         devices = [self._nodes.device(device_id) for device_id in plan.devices]
         try:
-            settings = dict(self._versions.engine_settings(plan.model, plan.tensor_parallel))
+            settings = dict(self._versions.engine_settings(plan.model, len(devices)))
         except (NotServable, LookupError) as error:
             reason, of_settings = f"{plan.model} cannot be served: {error}", isinstance(error, NotServable)
             blame: Blame = "input" if of_settings else "own"
-            raise EffectFailed("start_replica", plan.id, reason, blame, of_settings=of_settings) from error
+            raise EffectFailed(reason, blame, of_settings=of_settings) from error
         away = node_config.name != self._nodes.home.name
         if settings.get("adapter_slots") and away:
             settings |= {
@@ -258,32 +253,35 @@ class Replicas:
             kind=devices[0].kind,
             shm_root=str(node_config.shm_root),
             node=node_config.name,
-            tensor_parallel=plan.tensor_parallel,
+            tensor_parallel=len(devices),
             **settings,
         )
 
-    async def _version_path(
-        self, verb: str, target: str, model: str, version: str, node_config: NodeConfig
-    ) -> tuple[Path, int]:
+    @contextlib.asynccontextmanager
+    async def _brought(self, model: str, version: str, node_config: NodeConfig) -> AsyncIterator[tuple[Path, int]]:
+        """The version's directory on the engine's node, held there until the engine has it, and the bytes copied."""
         try:
             at_home = await self._versions.in_memory(model, version)
         except (LookupError, OSError) as error:
-            raise EffectFailed(verb, target, f"version {version} of {model} cannot be read: {error}") from error
+            raise EffectFailed(f"version {version} of {model} cannot be read: {error}") from error
         try:
-            return await self._nodes.bring(node_config, at_home, f"serve {model}", verb, target)
-        except BaseException:
+            yield await self._nodes.bring(node_config, at_home, f"serve {model}")
+        finally:
             self._versions.taken(model, version)
-            raise
 
-    async def _ask_replica(self, verb: str, replica_id: str, method: str, *arguments: Any) -> Any:
+    async def _ask_replica(self, replica_id: str, method: str, *arguments: Any) -> Any:
         engine = self._engines.get(replica_id)
         if engine is None:
-            raise EffectFailed(verb, replica_id, "there is no such engine", "outside")
-        return await ask(verb, replica_id, engine.supervisor.call(method, *arguments))
+            raise EffectFailed("there is no such engine", "outside")
+        return await ask(engine.supervisor.call(method, *arguments))
 
     def _living(self, replica_id: str) -> _Engine | None:
+        """The engine as known, or found by its actor's name."""
         known = self._engines.get(replica_id)
-        return None if known is None or known.supervisor.over else known
+        if known is not None and not known.supervisor.over:
+            return known
+        actor = find_actor(REPLICA + replica_id)
+        return None if actor is None else self._take_in(replica_id, actor)
 
     def _take_in(self, replica_id: str, actor: Any) -> _Engine:
         found = self._engines[replica_id] = _Engine(Supervisor(actor, REPLICA + replica_id))
@@ -304,40 +302,35 @@ class Replicas:
             if not engine.stopping and blame == "own":
                 status = await engine.supervisor.call("status")
                 devices = tuple(f"{status['node']}/{index}" for index in status["devices"])
-                self.on_death(devices, f"model {status['model']}", reason)
+                self._on_death(devices, f"model {status['model']}", reason)
         except (SupervisorDied, RayError) as error:
             reason, blame = first_line(error), "outside"
         if not engine.stopping:
             self._routing.close(replica_id)
-            self._tell(ReplicaDied(replica_id, reason, blame))
+            engine.died = reason, blame
+            self._tell()
         return blame
 
-    async def observe(self) -> tuple[ReplicaView, ...]:
+    async def observe_replicas(self) -> tuple[ReplicaView, ...]:
         """Every replica with an actor, whoever started it."""
         names = [name.removeprefix(REPLICA) for name in await actor_names() if name.startswith(REPLICA)]
         found = await asyncio.gather(*map(self._observe_replica, names))
         return tuple(replica for replica in found if replica is not None)
 
-    async def stop_all(self) -> None:
-        await asyncio.gather(*(self.stop_replica(replica_id) for replica_id in list(self._engines)))
-
     async def _observe_replica(self, replica_id: str) -> ReplicaView | None:
         engine = self._living(replica_id)
         if engine is None:
-            actor = find_actor(REPLICA + replica_id)
-            if actor is None:
-                return None
-            engine = self._take_in(replica_id, actor)
+            return None
         last, asked = engine.seen, engine.supervisor.call("status")
         try:
-            status = await within("observe", replica_id, asked, ANSWER_S if last is None else LOOK_S)
+            status = await within(asked, ANSWER_S if last is None else LOOK_S)
         except EffectFailed as error:
             if last is None:
                 raise
             log.warning("%s", error, extra={"replica": replica_id})
             return replace(last, answered=False)
         except (SupervisorDied, RayError):
-            return ReplicaView(replica_id, "", "", "dead", ())
+            return ReplicaView(replica_id, "", "", "dead", (), failed="its supervisor is gone", blame="outside")
         state, node = status["state"], status["node"]
         engine.node_config = self._nodes.config(node) or engine.node_config
         if status.get("silent", False) != engine.hanging:
@@ -351,18 +344,25 @@ class Replicas:
                 await self._routing.open(replica_id, status["model"], status["version"], status["address"])
         devices = tuple(f"{node}/{index}" for index in status["devices"])
         engine.seen = ReplicaView(
-            replica_id, status["model"], status["version"], state, devices, settings=status["settings"]
+            replica_id,
+            status["model"],
+            status["version"],
+            state,
+            devices,
+            settings=status["settings"],
+            failed=engine.died[0],
+            blame=engine.died[1],
         )
         return engine.seen
 
     async def resident_bytes(self) -> dict[str, int]:
-        """Resident memory of each engine, by replica id."""
+        """Resident memory of each engine, by replica id. Leaves out silent ones, and dead ones, whose watchers report
+        them."""
         found = {}
 
         async def ask_one(replica_id: str, engine: _Engine) -> None:
-            # A dead one is being replaced and its watcher reports it; a silent one is skipped.
             with contextlib.suppress(SupervisorDied, RayError, EffectFailed):
-                status = await within("resident_bytes", replica_id, engine.supervisor.call("status"), LOOK_S)
+                status = await within(engine.supervisor.call("status"), LOOK_S)
                 found[replica_id] = status["rss_bytes"]
 
         await asyncio.gather(*(ask_one(*known) for known in list(self._engines.items())))

@@ -136,7 +136,7 @@ class Run:
 
     async def _life(self, effects: FakeEffects) -> None:
         journal = _JournalOf(effects, self.journal)
-        clock = virtual_time.VirtualClock()
+        clock = virtual_time.now_s
         loop = SchedulerLoop(effects, self.store, journal, clock=clock, config=CONFIG)
         task = asyncio.create_task(loop.run())
         try:
@@ -159,7 +159,7 @@ class Run:
         except Crash:
             pass
         finally:
-            self.now_s = clock.now_s() + 1.0
+            self.now_s = clock() + 1.0
             loop.stop()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -235,7 +235,7 @@ def fail_at(*points: int) -> Hook:
         nonlocal count
         count += 1
         if count in points:
-            raise EffectFailed(verb, target, f"injected {when}")
+            raise EffectFailed(f"injected {when}")
 
     return hook
 

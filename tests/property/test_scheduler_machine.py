@@ -30,10 +30,9 @@ from hypothesis.stateful import (
 )
 
 from benchmarks.simulator.journal import MemoryJournal
-from benchmarks.simulator.virtual_time import VirtualClock, VirtualLoop
+from benchmarks.simulator.virtual_time import VirtualLoop, now_s
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
-from scheduler.core.idle import Idle, IdleSettings
 from scheduler.core.workload import Demand, DeploymentView, JobView, Policy
 from scheduler.loop.loop import SchedulerLoop
 from tests.unit.scheduler.fakes import Crash, FakeEffects, FakeStore, World, box_of
@@ -89,13 +88,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def start(self) -> None:
         self.effects = FakeEffects(self.world, self.hook)
-        self.loop = SchedulerLoop(self.effects, self.store, self.journal, clock=VirtualClock(), config=CONFIG)
+        self.loop = SchedulerLoop(self.effects, self.store, self.journal, clock=now_s, config=CONFIG)
         self.task = self.aio.create_task(self.loop.run())
 
     def hook(self, when: str, verb: str, target: str) -> None:
         if self.to_fail and when != "after":
             self.to_fail -= 1
-            raise EffectFailed(verb, target, "injected", self.blame)
+            raise EffectFailed("injected", self.blame)
 
     def pass_time(self, seconds_: float) -> None:
         self.aio.run_until_complete(asyncio.sleep(seconds_))
@@ -163,7 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tensor_parallel=2 if model == "wide" else 1,
             min_replicas=1 if model == "a" else 0,
             max_replicas=3,
-            idle=Idle(IdleSettings(idle_sleep_s=40.0 if model == "b" else None)),
+            idle_sleep_s=40.0 if model == "b" else None,
         )
         last_s = self.aio.time() if demand.requests else old.demand.last_request_s
         self.store.deployments[model] = replace(old, demand=replace(demand, last_request_s=last_s))
@@ -345,10 +344,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def room_for(job: JobView, free: Sequence[str]) -> int:
-    """Of these devices, how many the job could have: anywhere, or on one of the nodes that it may run on."""
-    if not job.nodes:
-        return len(free)
-    return max(sum(device_id.startswith(f"{node}/") for device_id in free) for node in job.nodes)
+    """Of these devices, how many the job could have on one of the nodes that it may run on."""
+    return max(sum(device_id.startswith(f"{node}/") for device_id in free) for node in job.nodes or ("n0", "n1"))
 
 
 def explore(examples: int, steps: int) -> None:

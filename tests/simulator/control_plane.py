@@ -49,7 +49,6 @@ class SimulatedScheduler:
         self.nudges: list[str] = []
         self.withdrawn: list[str] = []
         self.profiled: list[tuple[str, int]] = []
-        self.failures_reset: list[str] = []
         self.unloaded: list[str] = []
         self.converged: list[str] = []
         self.swap_error: str | None = None
@@ -81,7 +80,7 @@ class SimulatedScheduler:
                 device["health"] = "draining" if device["id"] in out_of_use else "ok"
 
     def reset_failures(self, model: str) -> None:
-        self.failures_reset.append(model)
+        return
 
     def explain(self, policy: Policy | None) -> dict[str, Any]:
         """An idle box with nothing to move."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from appliance.controller.bus.load import Arrived
 from appliance.gateway.core.load import BUCKETS_PER_DOUBLING, SHORTEST_S
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.standby import Seen, StandbyLearner, standby_costs
+from scheduler.autoscale.standby import Seen, StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView
 
@@ -122,7 +122,6 @@ class DemandLearning:
         bounds = (least, most, target_s, replicas)
         known = self._learned.get(deployment.model)
         if known is None or known.bounds != bounds:
-            costs, late_share = standby_costs(self._config, replicas), self._config.late_requests_share
-            learner = StandbyLearner(costs, least=least, most=most, target_s=target_s, late_share=late_share)
+            learner = StandbyLearner(self._config, replicas, least=least, most=most, target_s=target_s)
             known = self._learned[deployment.model] = _Learned(bounds, learner)
         return known

@@ -55,7 +55,7 @@ def mode_windows(db: Database, box_floor: int) -> tuple[Window, ...]:
 
 @lru_cache(maxsize=256)
 def window_of(row: WindowRow, box_floor: int) -> Window:
-    """Raises InvalidSchedule and InvalidWorkload for invalid windows. Cached: the scheduler calls it every round, and
+    """Raises InvalidSchedule for invalid windows. Cached: the scheduler calls it every round, and
     checking a cron expression costs as much as a round."""
     floor = box_floor if row.serving_floor is None else row.serving_floor
     policy = Policy(row.policy, row.train_devices, floor)

@@ -17,7 +17,7 @@ from appliance.store.objects import job_records, models
 from appliance.store.objects.adapters import AdapterRow, list_callable
 from appliance.store.records import canaries, deployments, model_settings
 from appliance.store.rows import CanaryRow, ModelRow
-from scheduler.core.failures import Trouble
+from scheduler.core.failures import Failure
 from scheduler.core.workload import Demand
 from serve.core.sizing import EngineSize
 from weights.format.names import policy_of
@@ -64,7 +64,7 @@ class BusRouting:
 
     def __init__(self, bus: Bus, db: Database, sizes: EngineSizes, spending: Spending):
         self._bus, self._db, self._engine_sizes, self._spending = bus, db, sizes, spending
-        self._troubles: dict[str, Trouble] = {}
+        self._troubles: dict[str, Failure] = {}
         self._replicas: dict[str, _Served] = {}
         self._avoided: set[str] = set()  # not only open ones: engines may hang before a controller starts
         self._names: dict[str, _Callable] = {}
@@ -121,7 +121,7 @@ class BusRouting:
         if self._replicas.pop(replica_id, None) is not None:
             self.refresh()
 
-    def trouble(self, model: str, trouble: Trouble | None) -> None:
+    def trouble(self, model: str, trouble: Failure | None) -> None:
         """What keeps the model's engines from starting now; None: nothing any more."""
         self._troubles.pop(model, None)
         if trouble is not None:
@@ -268,7 +268,7 @@ class BusRouting:
             table_row["canary"] = {"name": canary.name, "share": canary.share, "since_s": canary.created_s}
         return table_row
 
-    def _trouble_of(self, name: str, row: _Callable) -> Trouble | None:
+    def _trouble_of(self, name: str, row: _Callable) -> Failure | None:
         """Why the engines that should serve it do not start."""
         trouble = self._troubles.get(row.host or name)
         version = row.version if row.adapter is None else row.adapter.base_version

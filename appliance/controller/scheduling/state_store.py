@@ -28,14 +28,16 @@ from appliance.store.objects import job_records, jobs, models
 from appliance.store.objects.adapters import AdapterRow, list_callable
 from appliance.store.records import audit, canaries, deployments, model_settings, usage
 from appliance.store.rows import AuditRow, DeploymentRow, JobRow
-from scheduler.core.failures import Trouble
-from scheduler.core.idle import CHECKPOINT_IDLE_S, Idle, IdleSettings
+from scheduler.core.failures import Failure
 from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Workload
 from scheduler.handover.ports import Outcome
 from train.methods.methods import method_of
 from weights.memory.store import WeightStore
 
 _DIGITS = re.compile(r"[0-9]+")
+
+CHECKPOINT_IDLE_S = 300.0
+"""Limit for models that nobody deployed: checkpoints called by name, and hosts of adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ class SqliteStateStore:
             case "cancelled":
                 self._events.cancelled(job_id)
 
-    def model_trouble(self, model: str, trouble: Trouble | None) -> None:
+    def model_trouble(self, model: str, trouble: Failure | None) -> None:
         """Only the loop keeps it: failures before a restart predict nothing about tries after it."""
         self._routing.trouble(model, trouble)
 
@@ -235,7 +237,8 @@ class SqliteStateStore:
                     pinned=False,
                     served=None,
                     demand=self._demand(adapter.host),
-                    idle=Idle(limit_s=CHECKPOINT_IDLE_S),
+                    idle_sleep_s=None,
+                    idle_limit_s=CHECKPOINT_IDLE_S,
                 )
         for row in deployed:
             if row.model in adapters and (row.pinned or row.min_replicas):
@@ -256,7 +259,8 @@ class SqliteStateStore:
                     min_replicas=1,  # no request waits for it, so demand alone would not start one
                     max_replicas=max(1, stable.max_replicas),
                     demand=self._demand(canary.name),
-                    idle=Idle(),
+                    idle_sleep_s=None,
+                    idle_limit_s=None,
                     pinned=False,
                     served=None,
                 )
@@ -270,7 +274,7 @@ class SqliteStateStore:
                 row.name,
                 row.version,
                 demand=self._demand(row.name),
-                idle=Idle(limit_s=CHECKPOINT_IDLE_S),
+                idle_limit_s=CHECKPOINT_IDLE_S,
                 settings=self._settings.get(row.model, ""),
                 beside=row.model,
             )
@@ -318,7 +322,7 @@ class SqliteStateStore:
             demand=self._demand(row.model),
             ttft_target_s=row.ttft_p95_s,
             tpot_target_s=None if row.tpot_p95_ms is None else row.tpot_p95_ms / 1000,
-            idle=Idle(IdleSettings.model_construct(**row.idle)),
+            **row.idle,
             pinned=bool(row.pinned),
             settings=self._settings.get(row.model, ""),
             served=Build(**row.served),

@@ -15,10 +15,10 @@ from typing import Any
 
 from benchmarks.simulator import virtual_time
 from scheduler.core.errors import Blame, EffectFailed
-from scheduler.core.failures import Trouble
+from scheduler.core.failures import Failure
 from scheduler.core.inventory import Device
-from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Policy, ReplicaPlan, ReplicaView, Workload
-from scheduler.handover.effects import Event, GroupEnded, GroupObserved, InventoryChanged, Observed, ReplicaDied
+from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Policy, ReplicaView, Workload
+from scheduler.handover.effects import Box, GroupEnded, GroupView
 
 
 def in_virtual_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -59,6 +59,8 @@ class FakeReplica:
     has_requests: bool = False
     """It has been opened and neither drained nor died since: to stop it would cut requests off."""
     settings: str = ""
+    failed: str = ""
+    blame: Blame = "own"
 
 
 @dataclass
@@ -80,7 +82,6 @@ class World:
     devices: tuple[Device, ...]
     replicas: dict[str, FakeReplica] = field(default_factory=dict)
     groups: dict[str, FakeGroup] = field(default_factory=dict)
-    steps_trained: dict[str, int] = field(default_factory=dict)
     verbs_done: list[tuple[str, str]] = field(default_factory=list)
 
     def check(self) -> None:
@@ -94,15 +95,15 @@ class World:
         engines = {("replica", r.id): r.devices for r in self.replicas.values() if r.state in awake}
         return engines | {("job", g.job_id): g.devices for g in self.groups.values()}
 
-    def observed(self) -> Observed:
-        return Observed(
-            devices=self.devices,
-            replicas=tuple(
-                ReplicaView(r.id, r.model, r.version, r.state, r.devices, settings=r.settings)
-                for r in self.replicas.values()
-            ),
-            groups=tuple(GroupObserved(g.job_id, g.devices, g.run, g.ended) for g in self.groups.values()),
+    def observed(self) -> Box:
+        replicas = (
+            ReplicaView(
+                r.id, r.model, r.version, r.state, r.devices, settings=r.settings, failed=r.failed, blame=r.blame
+            )
+            for r in self.replicas.values()
         )
+        groups = (GroupView(g.job_id, g.devices, ended=g.ended, run=g.run) for g in self.groups.values())
+        return Box.of(self.devices, replicas, groups)
 
 
 class FakeEffects:
@@ -114,7 +115,7 @@ class FakeEffects:
         self.seconds = dict(SECONDS)
         self.late_s: dict[str, float] = {}
         """By target: what its verbs take longer."""
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.hint = asyncio.Event()
         self.under_way: set[str] = set()
         self.gone: tuple[Device, ...] = ()
         self.not_yet: dict[str, Callable[[], None]] = {}
@@ -152,6 +153,10 @@ class FakeEffects:
             self._hook("in", verb, target)
             await asyncio.sleep(self.seconds[verb] / 2 + self.late_s.get(target, 0.0))
             self._hook("after", verb, target)
+        except asyncio.CancelledError:
+            if self.alive:  # what a living controller cancels does not happen after its next look
+                self.not_yet.pop(target, None)
+            raise
         except EffectFailed:
             if verb == "open_replica" and (replica := self.world.replicas.get(target)) is not None:
                 replica.has_requests = False  # nobody was told that it is open
@@ -163,15 +168,15 @@ class FakeEffects:
     def _replica(self, verb: str, replica_id: str) -> FakeReplica:
         replica = self.world.replicas.get(replica_id)
         if replica is None or replica.state == "dead":
-            raise EffectFailed(verb, replica_id, "the engine is dead")
+            raise EffectFailed("the engine is dead")
         return replica
 
     def _are_there(self, verb: str, target: str, devices: tuple[str, ...]) -> None:
         """A device may have gone with its node."""
         if not set(devices) <= {d.id for d in self.world.devices}:
-            raise EffectFailed(verb, target, "a device is gone with its node")
+            raise EffectFailed("a device is gone with its node")
 
-    async def start_replica(self, plan: ReplicaPlan) -> dict[str, float]:
+    async def start_replica(self, plan: ReplicaView) -> dict[str, float]:
         def effect() -> None:
             self._are_there("start_replica", plan.id, plan.devices)
             if plan.id in self.world.replicas:
@@ -193,7 +198,7 @@ class FakeEffects:
         def effect() -> None:
             replica = self._replica("open_replica", replica_id)
             if replica.state == "asleep":
-                raise EffectFailed("open_replica", replica_id, "it sleeps")
+                raise EffectFailed("it sleeps")
             replica.state, replica.has_requests = "open", True
 
         return await self._verb("open_replica", replica_id, effect)
@@ -238,20 +243,24 @@ class FakeEffects:
 
     async def suspend_group(self, job_id: str) -> dict[str, float]:
         def effect() -> None:
-            group = self.world.groups.pop(job_id, None)
-            if group is not None:
-                self.world.steps_trained[job_id] = self.world.steps_trained.get(job_id, 0) + 1
+            group = self.world.groups.get(job_id)
+            if group is not None and group.ended is not None:
+                group.devices = ()
+            elif group is not None:
+                del self.world.groups[job_id]
 
-        return await self._verb("suspend_group", job_id, effect)
+        detail = await self._verb("suspend_group", job_id, effect)
+        return detail | ({"ended": 1.0} if job_id in self.world.groups else {})
 
     async def stop_group(self, job_id: str) -> dict[str, float]:
         return await self._verb("stop_group", job_id, lambda: self.world.groups.pop(job_id, None) and None)
 
-    async def observe(self) -> Observed:
+    async def observe(self) -> Box:
         return self.world.observed()
 
-    async def next_event(self) -> Event:
-        return await self.events.get()
+    async def changed(self) -> None:
+        await self.hint.wait()
+        self.hint.clear()
 
     # --- things that happen by themselves
 
@@ -270,14 +279,15 @@ class FakeEffects:
     def kill_replica(self, replica_id: str, reason: str = "killed", blame: Blame = "own") -> None:
         replica = self.world.replicas[replica_id]
         replica.state, replica.has_requests = "dead", False
-        self.events.put_nowait(ReplicaDied(replica_id, reason, blame))
+        replica.failed, replica.blame = reason, blame
+        self.hint.set()
 
     def end_group(
         self, job_id: str, outcome: str, *, step: int = 0, error: str = "", retryable: bool = True, blame: Blame = "own"
     ) -> None:
         group = self.world.groups[job_id]
-        group.ended = GroupEnded(job_id, group.run, outcome, step, error, retryable, blame)
-        self.events.put_nowait(group.ended)
+        group.ended = GroupEnded(outcome, step, error, retryable, blame)
+        self.hint.set()
 
     def lose_node(self, node: str) -> None:
         """Its devices, engines and ranks are gone at once; a group across nodes keeps the ranks that are left."""
@@ -290,12 +300,12 @@ class FakeEffects:
                 group.devices = tuple(d for d in group.devices if d not in gone)
                 if group.ended is None:
                     self.end_group(group.job_id, "failed", error="its node was lost")
-        self.events.put_nowait(InventoryChanged())
+        self.hint.set()
 
     def node_is_back(self) -> None:
         self.world.devices = tuple(sorted((*self.world.devices, *self.gone), key=lambda d: d.id))
         self.gone = ()
-        self.events.put_nowait(InventoryChanged())
+        self.hint.set()
 
 
 class FakeStore:
@@ -314,7 +324,7 @@ class FakeStore:
         self.ended: dict[str, tuple[str, str]] = {}
         self.reasons: dict[str, str] = {}
         self.coming: dict[str, tuple[tuple[str, ...], int]] = {}
-        self.troubles: dict[str, Trouble] = {}
+        self.troubles: dict[str, Failure] = {}
         self.gone_back: list[str] = []
 
     def load(self, *, free_devices: int = 0) -> Workload:
@@ -337,7 +347,7 @@ class FakeStore:
         self.jobs.pop(job_id, None)
         self.ended[job_id] = (outcome, error)
 
-    def model_trouble(self, model: str, trouble: Trouble | None) -> None:
+    def model_trouble(self, model: str, trouble: Failure | None) -> None:
         if trouble is None:
             self.troubles.pop(model, None)
         else:

@@ -37,24 +37,6 @@ def test_versions_asked_by_their_names_share_their_models_turn() -> None:
     assert order("z", 1005.0 + CONFIG.turn_s)[:2] == ["m:0", "z"]
 
 
-def test_each_of_a_models_versions_gets_its_turn_whatever_its_name() -> None:
-    versions = [replace(MODEL, model=f"m:{n}", beside="m", demand=Demand(inflight=1)) for n in range(4)]
-    waits_since_s = {d.model: 1000.0 for d in versions}
-    opened, opened_s, had_s = "", 0.0, dict.fromkeys(waits_since_s, 0)
-    for now_s in range(1000, 2200):
-        hysteresis = {
-            name: Hysteresis(replicas=1, waiting_since_s=None if name == opened else since_s)
-            for name, since_s in waits_since_s.items()
-        }
-        replicas = [ReplicaView(opened, opened, "v1", "open", ("n0/0",), opened_s)] if opened else []
-        first = demand_.slots(versions, replicas, hysteresis, now_s, CONFIG)[0].model
-        if first != opened:
-            waits_since_s[opened or first] = float(now_s)
-            opened, opened_s = first, float(now_s)
-        had_s[opened] += 1
-    assert set(had_s.values()) == {300}
-
-
 def test_a_models_second_version_that_is_asked_comes_before_models_that_nobody_asks() -> None:
     asked = [
         replace(MODEL, model="a:ck", beside="a", min_replicas=0, demand=Demand(inflight=1)),

@@ -50,10 +50,6 @@ def test_memory_errors_count_from_where_the_watch_began():
     assert judged(at(1), at(6, ecc_uncorrected=9)) == {}, "it did not tell before: nothing to compare with"
 
 
-def test_a_device_that_does_not_answer():
-    assert "GPU is lost" in judged(at(1), at(6, lost="GPU is lost"))["n0/0"]
-
-
 def test_heat_must_last():
     hot = [at(second, temperature_c=90, slowdown_c=87) for second in range(0, 31, 5)]
     assert judged(*hot[:-1]) == {}
@@ -74,12 +70,6 @@ def test_who_dies_everywhere_is_itself_at_fault():
     wanders = tuple(Death(f"n0/{i}", "job bad", 990 + i) for i in (0, 0, 1))
     assert judged(deaths=wanders) == {}
     assert set(judged(deaths=(*wanders, Death("n0/1", "job a", 995), Death("n0/1", "model m", 996)))) == {"n0/1"}
-
-
-def test_a_device_that_is_set_up_wrongly_may_be_set_right():
-    found = failing({"n0/0": (at(1, unfit="is cut by MIG"),)}, (), 1.0, CONFIG)
-    assert found["n0/0"].reason == "is cut by MIG" and found["n0/0"].may_pass
-    assert judged(at(1, unfit="is cut by MIG"), at(6)) == {}
 
 
 def test_the_driver_is_read_as_far_as_it_tells(monkeypatch):
@@ -131,16 +121,6 @@ def test_a_gpu_that_tells_how_far_its_limit_is_is_known_to_be_too_hot(monkeypatc
     machine.lacks = ("nvmlDeviceGetMarginTemperature",)
     machine.install(monkeypatch)
     assert [(one.temperature_c, one.slowdown_c, one.lost) for one in read()] == [(88, None, "")]
-
-
-def test_a_gpu_lost_before_the_watch_began_keeps_no_other_from_being_read(monkeypatch):
-    machine = eight_h100()
-    machine.gpus[0].handle_error = pynvml.NVMLError_GpuIsLost()
-    machine.gpus[6].mig = True
-    machine.install(monkeypatch)
-    told = DeviceReadings(tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(8))).read()
-    assert [reading.lost for reading in told] == ["GPU is lost", *[""] * 7]
-    assert "MIG" in told[6].unfit and not told[5].unfit
 
 
 def test_a_gpu_that_is_let_go_is_not_held_open_and_no_xid_of_the_others_is_missed(monkeypatch):

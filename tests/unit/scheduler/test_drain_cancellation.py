@@ -61,16 +61,3 @@ async def test_requests_that_come_take_a_drain_back_under_auto() -> None:
         rig.store.ask("m", inflight=1, now_s=rig.now_s)
         await rig.settle()
         assert rig.states() == ["open"] and "sleep_replica" not in rig.verbs()
-
-
-@in_virtual_time
-async def test_a_controller_that_dies_in_the_drain_finds_the_mode_flipped_back() -> None:
-    rig = DrainingRig(FakeStore(Policy("serve"), (JOB,), (MODEL,)))
-    async with rig:
-        await rig.settle()
-        await rig.change(Policy("train"), 5.0)
-    rig.store.policy = Policy("serve")
-    async with rig:
-        await rig.settle()
-        assert rig.states() == ["open"] and rig.jobs() == {}
-        assert not rig.journal.unfinished()

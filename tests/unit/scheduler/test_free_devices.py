@@ -36,21 +36,6 @@ def test_nvlink_bridges_win_over_numa() -> None:
     assert len({frozenset(p) & frozenset(four) for p in (("n0/1", "n0/4"), ("n0/2", "n0/7"), ("n0/3", "n0/6"))}) == 3
 
 
-def test_as_few_nodes_as_possible_across() -> None:
-    free = FreeDevices(box_of(4, nodes=4))
-    free.take(["n0/0", "n1/0", "n1/1"])
-    chosen = free.choose(9)
-    assert chosen is not None and len(chosen) == 9
-    assert {d.split("/")[0] for d in chosen} == {"n2", "n3", "n1"}
-
-
-def test_single_node_is_kept_or_refused() -> None:
-    free = FreeDevices(box_of(2, nodes=4))
-    assert free.choose(4, single_node=True) is None
-    assert free.choose(4) is not None
-    assert free.choose(9) is None
-
-
 def test_what_a_holder_has_is_taken_again() -> None:
     free = FreeDevices(box_of(8, nodes=2))
     assert free.choose(2, near=("n1/5", "n1/6", "n1/7", "n1/4")) == ("n1/4", "n1/5")

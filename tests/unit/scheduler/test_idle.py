@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from scheduler.autoscale.demand import required
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.idle import CHECKPOINT_IDLE_S, Idle, IdleSettings
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, PlanInput, Policy
 from scheduler.handover.handover import Handover
 from scheduler.loop.explain import explain
@@ -14,7 +13,7 @@ from scheduler.plan.plan import plan
 from tests.unit.scheduler.fakes import box_of
 
 CONFIG = SchedulerConfig()
-LAST_S = 1000.0
+LAST_S, LIMIT_S = 1000.0, 300.0
 SWITCH_DEVICE_S = 2 * CONFIG.job_pause_s * 7
 BUSY = DeploymentView("m", "v1", max_replicas=4, target_inflight=10, demand=Demand(inflight=30, last_request_s=LAST_S))
 
@@ -33,16 +32,16 @@ def asleep_after_s(model: DeploymentView) -> float:
 
 def test_an_operators_number_is_obeyed_while_others_want_the_devices() -> None:
     for own_s in (5.0, 60.0, 600.0, 1500.0):
-        assert asleep_after_s(replace(BUSY, idle=Idle(IdleSettings(idle_sleep_s=own_s)))) == own_s
+        assert asleep_after_s(replace(BUSY, idle_sleep_s=own_s)) == own_s
 
 
 def test_a_limit_of_the_box_keeps_nothing_awake() -> None:
     by_default_s = asleep_after_s(BUSY)
-    assert asleep_after_s(replace(BUSY, idle=Idle(limit_s=CHECKPOINT_IDLE_S))) == by_default_s < CHECKPOINT_IDLE_S
+    assert asleep_after_s(replace(BUSY, idle_limit_s=LIMIT_S)) == by_default_s < LIMIT_S
 
 
 def test_explain_says_until_when_an_idle_model_stays_awake() -> None:
-    idle = replace(BUSY, idle=Idle(IdleSettings(idle_sleep_s=600.0)), demand=Demand(last_request_s=LAST_S))
+    idle = replace(BUSY, idle_sleep_s=600.0, demand=Demand(last_request_s=LAST_S))
     plan_input = PlanInput(Policy("auto"), box_of(2), deployments=(idle,))
     now_s = LAST_S + 100.0
     allocation = plan(plan_input, now_s, CONFIG)

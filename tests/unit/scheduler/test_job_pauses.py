@@ -11,8 +11,6 @@ from scheduler.core.inventory import Device
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, JobView, PlanInput, Policy, ReplicaView
 from scheduler.loop.job_pauses import USUAL_S, JobPauses
 from scheduler.plan.shares import Shares
-from tests.unit.scheduler.fakes import FakeStore, in_virtual_time
-from tests.unit.scheduler.test_loop import JOB, MODEL, Rig
 
 CONFIG = SchedulerConfig()
 
@@ -25,23 +23,11 @@ def moved(pauses: JobPauses, job_id: str, suspend_s: float, start_s: float) -> N
 def test_pause_adds_to_its_steps_what_they_do_not_show() -> None:
     pauses = JobPauses(CONFIG.job_pause_s, CONFIG.start_group_timeout_s)
     moved(pauses, "j", 0.25, 2.0)
-    assert pauses.pause_s("j") == pytest.approx(CONFIG.job_pause_s), "as long as the setting was measured with"
+    assert pauses.pause_s["j"] == pytest.approx(CONFIG.job_pause_s), "as long as the setting was measured with"
     moved(pauses, "j", 2.0, 18.0)
-    assert pauses.pause_s("j") == pytest.approx(20.0 + CONFIG.job_pause_s - USUAL_S)
+    assert pauses.pause_s["j"] == pytest.approx(20.0 + CONFIG.job_pause_s - USUAL_S)
     pauses.keep({"other"})
-    assert pauses.pause_s("j") is None
-
-
-@in_virtual_time
-async def test_a_loop_measures_what_its_hand_overs_take() -> None:
-    async with Rig(FakeStore(Policy("train"), (JOB,), (MODEL,))) as rig:
-        rig.effects.seconds["start_group"] = 30.0
-        await rig.settle()
-        assert rig.loop._plan_input().jobs[0].pause_s is None
-        for policy in (Policy("split", 2), Policy("train")):
-            rig.store.policy = policy
-            await rig.settle()
-        assert (rig.loop._plan_input().jobs[0].pause_s or 0) > 30.0
+    assert "j" not in pauses.pause_s
 
 
 def held_for_s(pause_s: float | None) -> float:

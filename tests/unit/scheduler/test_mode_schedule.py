@@ -31,19 +31,6 @@ def test_the_latest_firing_holds() -> None:
     assert in_force(BERLIN, AUTO, 0.0, at("2026-03-03 05:59:00")).policy == TRAIN, "a box that was off all night"
 
 
-def test_a_persons_choice_lasts_until_the_next_firing() -> None:
-    set_s = at("2026-03-02 23:30:00")
-    assert in_force(BERLIN, AUTO, set_s, at("2026-03-03 01:00:00")).policy == AUTO
-    assert in_force(BERLIN, AUTO, set_s, at("2026-03-03 06:00:00")).policy == SERVE
-
-
-def test_local_time_is_kept_over_the_change_of_the_clocks() -> None:
-    before, after = at("2026-03-28 21:00:00"), at("2026-03-29 21:00:00")  # 29 March: clocks go forward at 2:00
-    assert in_force(BERLIN, AUTO, 0.0, before).until_s == at("2026-03-28 22:00:00")
-    assert in_force(BERLIN, AUTO, 0.0, after).until_s == at("2026-03-29 22:00:00")
-    assert at("2026-03-29 22:00:00") - at("2026-03-28 22:00:00") == 23 * 3600
-
-
 NIGHT = Window("0 22 * * *", TRAIN, "Europe/Berlin", until="0 6 * * *")
 
 
@@ -103,21 +90,6 @@ def test_a_time_that_the_clocks_skip_or_repeat_fires_once() -> None:
 def test_an_end_that_cannot_be_used(named: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidSchedule, match=told):
         Window("0 22 * * *", TRAIN, **named)
-
-
-@pytest.mark.parametrize(
-    "cron",
-    ["", "0 22 * *", "61 * * * *", "@daily"],
-)
-def test_what_is_no_cron_expression(cron: str) -> None:
-    with pytest.raises(InvalidSchedule, match="five fields expected"):
-        Window(cron, TRAIN)
-
-
-@pytest.mark.parametrize("zone", ["Mars/Olympus", ""])
-def test_what_is_no_time_zone(zone: str) -> None:
-    with pytest.raises(InvalidSchedule, match="IANA name expected"):
-        Window("0 22 * * *", TRAIN, zone)
 
 
 class WindowStore(FakeStore):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,29 +114,6 @@ async def test_what_comes_home_is_pinned_and_old_snapshots_make_room(nodes):
     newest = home.store.find("snapshot", "job-1", "step-10")
     assert newest.path == path and newest.pinned
     check(home.store, newest)
-
-
-async def test_a_snapshot_that_memory_has_no_room_for_goes_to_disk(nodes):
-    home, away = nodes
-    made = write(away.store, SNAPSHOT.version, model=SNAPSHOT.model, kind="snapshot")
-    tight = Node(replace(home.config, budget_bytes=1000))
-    path, _ = await tight.keep(away.agent, SNAPSHOT, made.path)
-    assert path.is_relative_to(home.config.jobs_dir / "job-1" / "snapshots")
-
-
-async def test_only_a_jobs_data_travels(nodes):
-    home, away = nodes
-    folder = home.config.jobs_dir / "job-1"
-    folder.mkdir()
-    for name in ("train.jsonl", "valid.jsonl", "events.jsonl"):
-        (folder / name).write_text(name)
-    there = await away.node.take_job(home.agent, folder)
-    assert there == away.config.jobs_dir / "job-1"
-    assert sorted(path.name for path in there.iterdir()) == ["train.jsonl", "valid.jsonl"]
-    (there / "tokens").mkdir()
-    assert await away.node.take_job(Gone(), folder) == there, "the second time nothing is asked"
-    await away.node.forget_job("job-1", leases_only=False)
-    assert list(away.config.jobs_dir.iterdir()) == []
 
 
 async def test_take_from_a_lost_node_or_of_a_missing_version_leaves_nothing(nodes):

@@ -116,7 +116,7 @@ async def test_one_that_has_not_begun_yet_is_waited_for(killed) -> None:
 
 async def test_who_looks_is_not_stopped_by_one_that_is() -> None:
     with pytest.raises(EffectFailed, match="has not answered") as failed:
-        await within("observe", "r1", never(), 0.01)
+        await within(never(), 0.01)
     assert failed.value.blame == "outside"
 
 
@@ -147,6 +147,6 @@ async def test_whose_fault_an_error_is(error, blame) -> None:
     assert blame_of(error) == blame
     for raised in (error, RayTaskError("work", "traceback", error).as_instanceof_cause()):
         with pytest.raises(EffectFailed) as failed:
-            await ask("start_group", "j", Method(raising(raised)).remote())
+            await ask(Method(raising(raised)).remote())
         assert failed.value.blame == blame, raised
         assert failed.value.of_settings == isinstance(error, EngineRefused)

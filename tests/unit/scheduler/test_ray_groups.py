@@ -18,25 +18,6 @@ START = "j", ("n0/0", "n0/1"), "l1:job:j"
 IDLE = {"alive": False, "done": False, "job_id": "", "rank": 0, "world_size": 0, "pid": None}
 
 
-def status(rank, size=3, alive=True, done=False):
-    return {"job_id": "j", "rank": rank, "world_size": size, "alive": alive, "done": done}
-
-
-@pytest.mark.parametrize(
-    "statuses, whole",
-    [
-        ([status(2), status(0), status(1)], True),
-        ([status(0, alive=False, done=True), status(1), status(2)], True),  # rank 0 left first, the others follow
-        ([status(0), status(1)], False),  # the controller died before it had started the third
-        ([status(0), status(1, alive=False), status(2)], False),  # one died
-        ([status(0, 1), status(0), status(1)], False),  # two worlds of one job
-        ([status(0), status(0), status(1)], False),
-    ],
-)
-def test_a_world_is_whole_when_every_rank_of_it_is_there(statuses, whole):
-    assert is_whole(statuses) is whole
-
-
 class RankHost:
     """The body of a supervisor: a rank that is ready at once and then says nothing. `dead`: what Ray says of it."""
 
@@ -105,18 +86,19 @@ class Box:
     def __init__(self, monkeypatch) -> None:
         self.alive: dict[str, RankHost] = {}
         self.made = 0
-        self.told: list[Any] = []
+        self.told: list[str] = []
         self.released: list[str] = []
         here = SimpleNamespace(name="n0", warm_socket=lambda name: "/w", log_dir="/l", numa_nodes=lambda devices: ())
         nodes = SimpleNamespace(
             home=here,
-            config_of=lambda ids, verb, target: here,
+            config_of=lambda ids: here,
             here=self.find_or_make,
             device=lambda device_id: Device(device_id, "n0", int(device_id[-1]), kind="cuda"),
             wait_warm=self.nothing,
             release_job=self.release_job,
         )
         jobs = SimpleNamespace(
+            answer=self.nothing,
             catch_up=self.nothing,
             prepare=self.nothing,
             spec=lambda job, device_kind: SimpleNamespace(job_id="j", device_kind=device_kind),
@@ -131,7 +113,7 @@ class Box:
         monkeypatch.setattr(groups, "FRESH_EVERY_S", 0.0)
         monkeypatch.setattr(groups, "actor_names", self.names)
         monkeypatch.setattr(groups, "find_actor", lambda name: self.alive.get(name))
-        self.groups = Groups(nodes, jobs, self.told.append)
+        self.groups = Groups(nodes, jobs, lambda: self.told.append("changed"))
 
     async def nothing(self, *_: Any) -> None: ...
 
@@ -176,16 +158,11 @@ async def test_a_hand_over_of_dead_supervisors_ends_and_the_next_start_has_livin
             with pytest.raises(EffectFailed, match="supervisor .* died") as failed:
                 await box.groups.suspend_group("j")
             assert failed.value.blame == "outside"
-            assert [(ended.job_id, ended.blame) for ended in box.told] == [("j", "outside")]
+            assert box.told and (await box.groups.observe_groups())[0].ended.blame == "outside"
         await box.groups.stop_group("j")
         assert box.released == ["j"], "its node would wait for the job's copies when it leaves"
         detail = await box.groups.start_group(*START)
         assert detail["snapshot"] is None and box.made == 4
-
-
-async def test_ranks_are_told_the_kind_of_the_devices_that_they_get(box):
-    await box.groups.start_group(*START)
-    assert [host.spec["device_kind"] for host in box.hosts] == ["cuda", "cuda"]
 
 
 async def test_a_supervisor_that_is_stopped_hides_no_other_and_its_job_stays_as_it_was(box, monkeypatch):
@@ -193,7 +170,7 @@ async def test_a_supervisor_that_is_stopped_hides_no_other_and_its_job_stays_as_
     await box.groups.start_group(*START)
     box.hosts[1].do_not_answer()
     async with asyncio.timeout(60):
-        assert [group.job_id for group in await box.groups.observe()] == ["j"]
+        assert [group.job_id for group in await box.groups.observe_groups()] == ["j"]
 
 
 @pytest.mark.parametrize(
@@ -205,12 +182,13 @@ async def test_a_supervisor_that_is_stopped_hides_no_other_and_its_job_stays_as_
 )
 async def test_only_an_error_of_a_device_counts_against_it(box, raised, counted):
     died: list[str] = []
-    box.groups.on_death = lambda devices, holder, reason: died.extend(devices)
+    box.groups._on_death = lambda devices, holder, reason: died.extend(devices)
     await box.groups.start_group(*START)
     box.hosts[1].raised = raised
     box.hosts[1].died.set()
     await asyncio.wait_for(box.groups._groups["j"].watcher, 60)
-    assert [(ended.outcome, ended.blame) for ended in box.told] == [("failed", "own")] and died == counted
+    ended = (await box.groups.observe_groups())[0].ended
+    assert box.told and (ended.outcome, ended.blame) == ("failed", "own") and died == counted
 
 
 async def test_one_that_nobody_knows_yet_is_waited_for(box, monkeypatch):
@@ -219,7 +197,7 @@ async def test_one_that_nobody_knows_yet_is_waited_for(box, monkeypatch):
     monkeypatch.setattr(groups, "LOOK_S", 0.01)
     box.find_or_make(None, f"{RANK}n0/0").do_not_answer()
     with pytest.raises(EffectFailed, match="has not answered"):
-        await box.groups.observe()
+        await box.groups.observe_groups()
 
 
 async def test_ranks_that_are_being_stopped_are_not_adopted(box):
@@ -229,10 +207,29 @@ async def test_ranks_that_are_being_stopped_are_not_adopted(box):
     stopping = asyncio.create_task(box.groups.stop_group("j"))  # the job was cancelled
     while not all("kill" in host.asked for host in box.hosts):
         await asyncio.sleep(0)
-    assert await box.groups.observe() == ()
-    looking = asyncio.create_task(box.groups.observe())
+    assert await box.groups.observe_groups() == ()
+    looking = asyncio.create_task(box.groups.observe_groups())
     await asyncio.sleep(0)
     for host in box.hosts:
         host.killing.set()
     await stopping
     assert await looking == () and box.groups._groups == {} and box.told == []
+
+
+def status(rank, size=3, alive=True, done=False):
+    return {"job_id": "j", "rank": rank, "world_size": size, "alive": alive, "done": done}
+
+
+@pytest.mark.parametrize(
+    "statuses, whole",
+    [
+        ([status(2), status(0), status(1)], True),
+        ([status(0, alive=False, done=True), status(1), status(2)], True),  # rank 0 left first, the others follow
+        ([status(0), status(1)], False),  # the controller died before it had started the third
+        ([status(0), status(1, alive=False), status(2)], False),  # one died
+        ([status(0, 1), status(0), status(1)], False),  # two worlds of one job
+        ([status(0), status(0), status(1)], False),
+    ],
+)
+def test_a_world_is_whole_when_every_rank_of_it_is_there(statuses, whole):
+    assert is_whole(statuses) is whole

@@ -92,21 +92,6 @@ async def nodes(ray):
     return made
 
 
-async def test_jobs_run_on_nodes_with_devices_of_homes_kind(nodes):
-    assert nodes.alike() == ("n0", "n1")
-    assert {device.node for device in nodes.devices} == {"n0", "n1", "n2"}
-
-
-async def test_nodes_are_asked_now_and_one_that_is_stopped_has_no_answer(nodes, ray, monkeypatch):
-    monkeypatch.setattr(ray_nodes, "ANSWER_S", 0.01)
-    ray.agents["node:n1"].stopped, ray.agents["node:n2"].going = True, True
-    told = {node["id"]: node for node in await nodes.poll()}
-    assert list(told) == ["n0", "n1", "n2"] and [node["home"] for node in told.values()] == [True, False, False]
-    assert told["n1"]["answered_s"] is None and told["n1"]["memory_available_bytes"] == 32, "what it said last"
-    assert told["n2"]["answered_s"] >= 0 and told["n2"]["leaves"] and told["n2"]["memory_bytes"] == 64
-    assert told["n1"]["devices"] == ["n1/0", "n1/1"]
-
-
 async def test_devices_of_a_node_that_leaves_are_drained_until_it_is_gone(nodes, ray):
     assert not await nodes.look()
     ray.agents["node:n1"].going = True

@@ -54,7 +54,7 @@ async def two(monkeypatch):
     monkeypatch.setattr(replicas, "LOOK_S", 0.02)
     monkeypatch.setattr(replicas, "ANSWER_S", 0.05)
     nodes, routing = SimpleNamespace(config=lambda node: None), SimpleNamespace(version=lambda replica_id: "v1")
-    found = Replicas(nodes, routing, None, EngineConfig(), lambda event: None)
+    found = Replicas(nodes, routing, None, EngineConfig(), lambda: None)
     yield found, list(actors.values())
     for engine in found._engines.values():
         if engine.watcher is not None:
@@ -63,10 +63,10 @@ async def two(monkeypatch):
 
 async def test_one_that_is_stopped_hides_no_other_and_is_as_it_was_seen_last(two):
     found, supervisors = two
-    before = {replica.id: replica for replica in await found.observe()}
+    before = {replica.id: replica for replica in await found.observe_replicas()}
     assert {replica.state for replica in before.values()} == {"open"} and before["r0"].answered
     supervisors[0].stopped = True
-    after = {replica.id: replica for replica in await found.observe()}
+    after = {replica.id: replica for replica in await found.observe_replicas()}
     assert after["r1"] == before["r1"] and not after["r0"].answered and after["r0"].devices == ("n0/0",)
     assert await found.resident_bytes() == {"r1": 7}, "who asks for memory does not wait for it either"
 
@@ -78,7 +78,7 @@ async def test_one_that_serves_another_version_than_gateways_know_is_told_to_the
         told.append(of)
 
     found._routing = SimpleNamespace(version=lambda replica_id: "v0" if replica_id == "r0" else "v1", open=opened)
-    assert {replica.state for replica in await found.observe()} == {"open"}
+    assert {replica.state for replica in await found.observe_replicas()} == {"open"}
     assert told == [("r0", "m", "v1", "/r")]
 
 
@@ -87,7 +87,7 @@ async def test_one_that_nobody_knows_yet_is_waited_for(two):
     found, supervisors = two
     supervisors[0].stopped = True
     with pytest.raises(EffectFailed, match="has not answered"):
-        await found.observe()
+        await found.observe_replicas()
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_a_model_that_no_longer_fits_fails_its_start_and_not_the_scheduler(
         None,  # type: ignore[arg-type]
         SimpleNamespace(engine_settings=refuses),  # type: ignore[arg-type]
         EngineConfig(),
-        lambda event: None,
+        lambda: None,
     )
-    order = SimpleNamespace(id="r1-0", model="m", devices=("n0/0",), tensor_parallel=1)
-    with pytest.raises(EffectFailed, match=f"start_replica r1-0: {says}") as failed:
+    order = SimpleNamespace(id="r1-0", model="m", devices=("n0/0",))
+    with pytest.raises(EffectFailed, match=says) as failed:
         replicas._replica_spec(order, SimpleNamespace(name="n0"), Path("/v"))  # type: ignore[arg-type]
     assert failed.value.blame == blame

@@ -13,11 +13,9 @@ from ray.scripts import scripts
 from scheduler.ray.start import (
     CODES_OF_ASKED,
     COMMANDS_OF_A_RAYLET,
-    TIE,
     _all_missed,
     _logging_to,
     _private_folder,
-    tied_commands,
 )
 
 
@@ -46,11 +44,6 @@ def test_ray_ends_with_each_process_of_its_however_that_ended(code):
     assert (name, ended) == ("raylet", raylet) and ended.returncode not in CODES_OF_ASKED
     source = inspect.getsource(scripts.start.callback)
     assert "deceased = node.dead_processes()" in source and "if process.returncode not in expected" in source
-
-
-def test_what_a_raylet_starts_is_tied_to_it():
-    given = ["raylet", "--python_worker_command=python worker.py --x=1", "--java_worker_command=", "--node_id=7"]
-    assert tied_commands(given) == [given[0], f"--python_worker_command={TIE} python worker.py --x=1", *given[2:]]
 
 
 def test_a_raylet_is_told_those_commands_where_they_are_looked_for():

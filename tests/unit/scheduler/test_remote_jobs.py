@@ -32,13 +32,13 @@ class Nodes:
         self.lost, self.gate, self.forgotten = set(), asyncio.Event(), []
         self.gate.set()
 
-    async def bring_home(self, node, name, remote, job_id):
+    async def bring_home(self, node, name, remote):
         await self.gate.wait()
         if name.kind in self.lost:
-            raise EffectFailed("bring_home", job_id, "node n1 is gone")
+            raise EffectFailed("node n1 is gone")
         return Path("/dev/shm/home") / remote.relative_to(THERE), 10
 
-    async def forget_job(self, node, job_id, leases_only):
+    async def on(self, node, method, job_id, leases_only):
         self.forgotten.append((job_id, leases_only))
 
 

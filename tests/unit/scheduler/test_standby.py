@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.standby import Seen, StandbyLearner, standby_costs
+from scheduler.autoscale.standby import Seen, StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, Standby
 
@@ -29,7 +29,8 @@ def lived(
     work_per_s: Callable[[float], float], minutes: float, seed: int = 0, *, late_share: float = 0.01
 ) -> list[Standby]:
     """Requests of 0.05 replica-seconds each, at this rate of work; the choice after every minute."""
-    found = StandbyLearner(standby_costs(CONFIG, 8), least=1, most=8, target_s=2.0, late_share=late_share)
+    config = CONFIG.model_copy(update={"late_requests_share": late_share})
+    found = StandbyLearner(config, 8, least=1, most=8, target_s=2.0)
     rng, chosen = random.Random(seed), []
     for look in range(int(minutes * 60 / LOOK_S)):
         now_s = look * LOOK_S
@@ -54,21 +55,6 @@ def test_bursts_too_quick_to_react_to_are_met_on_standby() -> None:
     assert all(c.replicas >= 4 for c in chosen[5:]), "16 replica-seconds within two seconds, due in two more"
     lenient = lived(bursts, 20, late_share=0.9)
     assert lenient[-1].replicas < chosen[-1].replicas, "where they may be late, training has the devices"
-
-
-def test_a_backlog_asks_for_more_than_stands_by() -> None:
-    assert Standby(1, 0.5).asked_by_backlog(2.5, 2.0) == 3
-    assert Standby(1, 0.25).asked_by_backlog(1.2, 2.0) == 3
-    model = DeploymentView(
-        "m",
-        "v1",
-        max_replicas=8,
-        prefill_tokens_per_s=1000.0,
-        ttft_target_s=2.0,
-        demand=Demand(inflight=1, waiting_tokens=2500, last_request_s=9.0),
-    )
-    assert demand_.wanted_now(model, 10.0, CONFIG) == 3, "half of the target before anything is learned"
-    assert demand_.wanted_now(replace(model, standby=Standby(1, 0.25)), 10.0, CONFIG) == 5
 
 
 def test_time_per_token_above_its_target_asks_for_more() -> None:
@@ -102,11 +88,3 @@ def test_standby_is_kept_while_the_model_is_in_use_and_no_longer() -> None:
     for after_s in (1, 12, 40):
         hysteresis, _ = demand_.required(quiet, hysteresis, 1000.0 + CONFIG.give_back_at_latest_s + after_s, CONFIG)
     assert hysteresis.replicas == 0
-
-
-def test_a_choice_is_left_only_for_one_that_pays_for_the_stop() -> None:
-    changes, last = 0, None
-    for best in lived(lambda t: 2.4, 30, 5):
-        changes += last is not None and best != last
-        last = best
-    assert changes <= 6

@@ -57,15 +57,6 @@ async def test_a_long_start_gives_way_when_its_devices_are_wanted_and_a_short_on
 
 
 @in_virtual_time
-async def test_a_long_start_whose_devices_nobody_wants_goes_on() -> None:
-    async with SlowlyStartingRig(FakeStore(Policy("train"), (JOB,))) as rig:
-        began_s = rig.now_s
-        await rig.settle()
-        assert rig.jobs() == {"j1": 4} and START_S <= rig.now_s - began_s < START_S + 5.0
-        assert "stop_group" not in {verb for verb, _ in rig.world.verbs_done}
-
-
-@in_virtual_time
 async def test_a_long_start_that_gives_way_again_and_again_comes_to_its_end() -> None:
     job = replace(JOB, min_devices=4, allowed_sizes=(4,))
     async with SlowlyStartingRig(FakeStore(Policy("auto"), (job,), (replace(MODEL, min_replicas=0),))) as rig:

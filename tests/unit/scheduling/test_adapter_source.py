@@ -50,15 +50,6 @@ async def test_it_comes_back_from_the_tier_that_has_it_and_stays_while_the_engin
         await asyncio.sleep(0.001)  # the box lets go when it sees the end of the connection
 
 
-async def test_two_engines_that_ask_at_once_both_get_it(source, only_remote):
-    async def ask():
-        async with brought_in(source, "ft:x@step-2", 10) as path:
-            return path
-
-    first, second = await asyncio.gather(ask(), ask())
-    assert first == second
-
-
 @pytest.mark.parametrize(
     ("asked", "told"),
     [

@@ -37,7 +37,7 @@ class World:
     def alike(self) -> tuple[str, ...]:
         return ("n0", "n1") if self.there else ("n0",)
 
-    async def of_agent(self, name: str, method: str, *arguments: int) -> Any:
+    async def of_store(self, name: str, method: str, *arguments: int) -> Any:
         if method == "idle_bytes":
             return self.pool_bytes, self.idle
         self.done.append((method, name))
@@ -76,16 +76,6 @@ async def pass_by(box: BoxMemory, world: World, seconds: float) -> list[str]:
 
 def short(world: World, available: int = GB // 2) -> None:
     world.away = replace(world.away, available=available)
-
-
-async def test_an_engine_starts_on_a_node_whose_host_has_memory_for_it(box, world):
-    short(world, 2 * GB)
-    await box.look(world.status())
-    assert not box.book_engine("chat", "n1") and box.book_engine("chat", "n0")
-    world.home, world.away = world.away, MemoryReading(24 * GB, 20 * GB)
-    await box.look(world.status())
-    assert box.book_engine("code", "n1") and not box.book_engine("other", "n0")
-    assert box.book_engine("new", "n2"), "a node that has not reported yet is not refused"
 
 
 async def test_a_job_begins_where_there_is_memory_for_it_and_waits_only_if_nowhere_is(
@@ -142,9 +132,9 @@ async def test_a_short_node_gives_back_in_the_stated_order_and_home_gives_nothin
 
 async def test_a_node_that_is_gone_or_fails_holds_up_nothing(box, world, monkeypatch, caplog):
     async def gone(name: str, method: str, *_: int) -> Any:
-        raise EffectFailed(method, name, "its node died")
+        raise EffectFailed("its node died")
 
-    monkeypatch.setattr(world, "of_agent", gone)
+    monkeypatch.setattr(world, "of_store", gone)
     short(world)
     await box.look(world.status())
     assert "its node died" in caplog.text

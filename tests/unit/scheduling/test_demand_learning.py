@@ -40,14 +40,6 @@ def test_arrivals_restarted_worker_counts_from_zero(restarted):
     assert counted(said(7), said(restarted, started_s=BEGAN_S + 50)) == 7 + restarted
 
 
-def test_arrivals_report_of_replaced_process_counts_nothing():
-    assert counted(said(5), said(1, started_s=BEGAN_S + 9), said(6)) == 6
-
-
-def test_arrivals_before_the_bus_opened_are_left_out():
-    assert counted(said(10_000, started_s=BEGAN_S - 500), said(10_002, started_s=BEGAN_S - 500)) == 2
-
-
 class Box:
     """Two gateway workers, the learner, and a clock."""
 
@@ -98,10 +90,6 @@ def test_learned_bursts_raise_standby_and_flat_load_keeps_it_low(box):
     assert box.live(10, bursts).standby.replicas >= 4
     box.model = DeploymentView("m", "v1", max_replicas=2, ttft_target_s=2.0)
     assert box.seen().standby.replicas <= 2, "with other bounds a new learner"
-
-
-def test_learned_restarts_of_workers_are_no_bursts(box):
-    assert box.live(2, flat, restart_every_s=7.0).standby.replicas <= 2
 
 
 def test_learned_without_rate_or_target_has_no_standby(box):

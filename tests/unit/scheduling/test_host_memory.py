@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.memory.box_memory import STARTING_FOR_S, HostMemory, Means, stored_here
+from appliance.memory.box_memory import STARTING_FOR_S, HostMemory, Means
 from appliance.memory.memory_policy import CALM_S
 from appliance.store.objects import jobs
 from appliance.store.records import audit
-from scheduler.devices.host_reading import MemoryReading, read_memory
+from scheduler.devices.host_reading import MemoryReading, ask_store, read_memory
 
 GB = 10**9
 MEMINFO = "MemTotal: 24000000 kB\nMemFree: 1 kB\nMemAvailable: 8000000 kB\nSwapTotal: 100 kB\nSwapFree: 40 kB\n"
@@ -24,12 +25,6 @@ def tree(root: Path, files: dict[str, str]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return root
-
-
-def test_without_groups_and_pressure_it_is_the_machine(tmp_path: Path):
-    assert read_memory(tree(tmp_path, {})) == MemoryReading(
-        24_000_000 * 1024, 8_000_000 * 1024, 0.0, "this machine", 60 * 1024
-    )
 
 
 def test_the_tightest_group_above_us_counts_with_its_files_as_free(tmp_path: Path):
@@ -98,7 +93,7 @@ def host(db, store, world: World) -> HostMemory:
         on_enough=lambda: world.count("enough"),
         save=lambda: world.count("saved"),
     )
-    return HostMemory(db, stored_here(store), GB, means, lambda: world.reading, lambda: world.now_s)
+    return HostMemory(db, partial(ask_store, store), GB, means, lambda: world.reading, lambda: world.now_s)
 
 
 async def looks(host: HostMemory, world: World, available: int, seconds: float) -> list[str]:
@@ -157,34 +152,9 @@ async def test_a_job_is_admitted_against_what_other_programs_leave(host, world, 
     assert waits_for(host, jobs.get(db, "ftjob-1")) == "", "who has its memory is not asked again"
 
 
-async def test_job_may_begin_on_as_many_devices_as_there_is_memory_for(host, world, db, add_model, add_job):
-    add_model()
-    row = add_job("ftjob-1")
-    host._means = replace(host._means, job_bytes=lambda row: {1: 2 * GB, 2: 4 * GB, 8: 9 * GB})
-    await looks(host, world, 20 * GB, 0.5)
-    assert waits_for(host, row) == "" and host.sizes(row) == {1: True, 2: True, 8: True}
-    await looks(host, world, 5 * GB, 0.5)
-    assert waits_for(host, row) == "" and host.sizes(row) == {1: True, 2: True, 8: False}
-    # Its own ranks' memory is there for it when it grows.
-    jobs.set_phase(db, "ftjob-1", "running", devices=["n0/0", "n0/1"])
-    row = jobs.get(db, "ftjob-1")
-    assert host.sizes(row) == {1: True, 2: True, 8: False}
-    await looks(host, world, 7 * GB, 0.5)
-    assert host.sizes(row) == {1: True, 2: True, 8: True}
-
-
 async def test_engines_that_start_count_before_their_memory_shows(host, world):
     await looks(host, world, 6 * GB, 0.5)
     assert host.book_engine("chat") and host.book_engine("code") and not host.book_engine("third")
     world.now_s += STARTING_FOR_S
     await looks(host, world, 3 * GB, 0.5)
     assert host.book_engine("third")
-
-
-async def test_for_an_engine_that_no_memory_is_enough_for_nobody_gives_anything_up(host, world):
-    world.jobs = [{"id": "ftjob-1", "devices": ["n0/0"], "phase": "running"}]
-    host._means = replace(host._means, engine_bytes=lambda model: 5000 * GB)
-    for _ in range(3):
-        assert not host.book_engine("chat")
-        assert await looks(host, world, 20 * GB, 1) == []
-    assert host.status()["waiting_models"] == [] and host.too_large("chat")

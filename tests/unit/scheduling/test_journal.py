@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from appliance.controller import retention
 from appliance.controller.scheduling.journal import SqliteJournal
@@ -16,12 +16,6 @@ RECORD = HandoverRecord(
     10.0,
     steps=(StepRecord(0, "free r1", "drain_replica", "r1"), StepRecord(1, "free r1", "sleep_replica", "r1")),
 )
-
-
-@dataclass
-class Report:
-    step: int
-    seconds: dict
 
 
 def test_what_was_begun_is_found_after_a_restart(tmp_path):
@@ -49,24 +43,3 @@ def test_numbers_go_on_where_every_handover_was_kept_long_enough(tmp_path):
             journal.end(number, "done", 12.0)
         retention.delete_aged(db, "handovers", 1e9)
         assert journal.last_id() == 2
-
-
-def test_undo_steps_are_added_and_details_become_plain(tmp_path):
-    with Database(tmp_path / "a.db") as db:
-        journal = SqliteJournal(db)
-        journal.begin(RECORD)
-        undo = StepRecord(
-            2,
-            "free replica r1",
-            "open_replica",
-            "r1",
-            "done",
-            1.0,
-            2.0,
-            {"report": Report(4, {"copy": 0.5}), "devices": ("n0/0",)},
-            undoes=1,
-        )
-        journal.step(3, undo)
-        read = journal.since(2)[0].steps[2]
-        assert read.undoes == 1
-        assert read.detail == {"report": {"step": 4, "seconds": {"copy": 0.5}}, "devices": ["n0/0"]}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import pytest
-
-from appliance.memory.memory_policy import CALM_S, Action, Holdings, MemoryState, decide, default_reserve
+from appliance.memory.memory_policy import CALM_S, Action, Holdings, MemoryState, decide
 from scheduler.devices.host_reading import MemoryReading
 
 GB = 10**9
@@ -109,22 +107,9 @@ def test_between_the_marks_nothing_moves():
     assert box.run(CALM_S + 2) == ["+job a"]
 
 
-def test_processes_that_stand_still_for_memory_are_a_shortage_too():
-    reading = MemoryReading(24 * GB, int(1.2 * GB), stalled=25.0)
-    state, action = decide(reading, Holdings(pool=GB), MemoryState(), 0.0, RESERVE)
-    assert action is not None and action.kind == "pool" and "stalled on memory for 25 %" in state.short
-    assert decide(replace(reading, stalled=1.0), Holdings(pool=GB), MemoryState(), 0.0, RESERVE)[1] is None
-    assert decide(replace(reading, available=9 * GB), Holdings(pool=GB), MemoryState(), 0.0, RESERVE)[1] is None
-
-
-def test_an_engine_that_is_waited_for_makes_room_for_itself():
-    reading = MemoryReading(24 * GB, 3 * GB)
-    wanted = Holdings(running=("a",), wanted=5 * GB)
-    state, action = decide(reading, wanted, MemoryState(), 0.0, RESERVE)
-    assert action is not None and (action.kind, action.what) == ("job", "a") and "need 5.0 GB" in state.short
-    assert decide(reading, replace(wanted, wanted=GB), MemoryState(), 0.0, RESERVE)[1] is None
-
-
-@pytest.mark.parametrize(("total", "reserve"), [(4 * 2**30, 2**29), (25 * 2**30, 2**30), (2**41, 8 * 2**30)])
-def test_the_reserve_grows_with_the_machine_within_bounds(total, reserve):
-    assert default_reserve(total) == reserve
+def test_decide_gives_back_a_suspended_job_while_another_waits_for_more_than_there_is():
+    reading, waits = MemoryReading(24 * GB, 10 * GB), Holdings(job_wanted=20 * GB)
+    state, action = decide(reading, waits, MemoryState(jobs=("small",)), 0.0, RESERVE)
+    assert action is None
+    _, action = decide(reading, waits, state, CALM_S, RESERVE)
+    assert action is not None and (action.back, action.what) == (True, "small")

@@ -9,7 +9,7 @@ from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries, model_settings
 from appliance.store.rows import CanaryRow, CheckpointRow, JobRow, VersionRow
-from scheduler.core.failures import Trouble
+from scheduler.core.failures import Failure
 from scheduler.core.inventory import Device
 from serve.core.config import EngineConfig
 from tests.unit.scheduling.fakes import routing_of
@@ -192,11 +192,11 @@ async def test_a_model_whose_engines_fail_says_why_and_when_it_is_tried_next_to_
     add_model()
     add_adapter("ft:a")
     routing = routing_of(bus, db)
-    routing.trouble("starter", Trouble("starter", "v1", "no memory", "own", 1, 1, 500.0, False))
+    routing.trouble("starter", Failure(version="v1", reason="no memory", not_before_s=500.0))
     told = {"reason": "no memory", "next_try_s": 500.0, "hold_before_s": 10.0}
     assert bus.table["starter"]["trouble"] == told
     assert bus.table["ft:a"]["trouble"] == told, "an adapter is served by the engines of its base"
-    routing.trouble("starter", Trouble("starter", "v1", "no memory", "own", 3, 3, 500.0, True))
+    routing.trouble("starter", Failure(version="v1", reason="no memory", not_before_s=500.0, lasting=True))
     assert bus.table["starter"]["trouble"]["hold_before_s"] == 1.0, "nobody waits long for what fails again"
     await routing.open("r1", "starter", "v1", SOCKET)
     assert "trouble" not in bus.table["starter"] and "trouble" not in bus.table["ft:a"]

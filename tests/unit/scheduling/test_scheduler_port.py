@@ -107,23 +107,3 @@ async def test_a_swap_is_told_of_its_own_model_only(db, add_model, scheduler_of)
     journal.begin(HandoverRecord(3, "another model's", "failed", 1.0, 2.0, (swap(0, "other", {"error": "e"}),), "e"))
     with pytest.raises(SwapFailed, match="r1 serve another version"):
         await port.converge_model("starter")
-
-
-async def test_a_swap_fails_where_the_engine_was_replaced_and_none_starts_with_the_version(db, add_model, scheduler_of):
-    add_model()
-    replicas = [{"id": "r1", "model": "starter", "state": "open", "version": "older"}]
-
-    async def settle(generation: int) -> None:
-        replicas.clear()
-
-    loop = SimpleNamespace(
-        reset_failures=lambda model: None,
-        nudge=lambda: 1,
-        wait_settled=settle,
-        status=lambda: {"replicas": replicas},
-        trouble=lambda model, version: SimpleNamespace(reason="no kernel"),
-    )
-    port = scheduler_of(loop=loop)
-    with pytest.raises(SwapFailed, match="no engine starts with it: no kernel"):
-        await port.converge_model("starter")
-    assert (await port.converge_model("starter"))["replicas"] == 0, "nobody was served before"

@@ -147,7 +147,7 @@ def test_adapters_of_an_older_base_version_get_engines_that_serve_it(states, add
     models.activate(db, "starter", "v2")
     views = {view.model: view for view in states.load(free_devices=0).deployments}
     assert {(v.model, v.version) for v in views.values()} == {("starter", "v2"), ("starter@v1", "v1")}
-    assert views["starter@v1"].idle.limit_s and not views["starter@v1"].pinned
+    assert views["starter@v1"].idle_limit_s and not views["starter@v1"].pinned
 
 
 def test_a_canary_gets_an_engine_while_it_runs(states, add_model, db):

@@ -8,7 +8,6 @@ import pytest
 
 from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.interfaces.errors import OperationFailed
-from appliance.store.objects import models
 from appliance.store.rows import VersionRow
 from tests.unit.scheduling.test_tier_flow import damage, snapshot
 from tests.unit.weights.conftest import check, write
@@ -34,12 +33,6 @@ async def ops(db, flow, store, add_model, add_adapter, add_job, tiers):
 
 def largest(folder):
     return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-
-
-async def test_a_models_adapters_are_verified_at_the_remote_place_too(ops, db, tmp_path):
-    found = await ops.verify(models.list_versions(db, "ft:x"), lambda *progress: None)
-    assert [copy["version"] for copy in found["versions"]] == ["step-2"] * 3
-    assert [copy["path"] for copy in found["versions"]][1] == str(tmp_path / "mount")
 
 
 @pytest.mark.parametrize(
@@ -72,14 +65,6 @@ async def test_what_is_damaged_in_memory_goes_at_once_and_comes_back_whole(ops, 
     assert str(failed.value).count("is damaged") == 1 and store.find(*name) is None
     check(store, tiers.bring_in(name))
     assert (await ops.verify_tiers(lambda *progress: None))["copies"] == 9
-
-
-async def test_the_only_copy_stays_in_memory_though_it_is_damaged(ops, store, tiers, tmp_path):
-    lone = snapshot(store, 8, checksums=True)
-    damage(largest(lone.path))
-    with pytest.raises(OperationFailed, match="snapshot step-8 of ftjob-1 is damaged in the memory tier"):
-        await ops.verify_tiers(lambda *progress: None)
-    assert store.find(*Name("snapshot", "ftjob-1", "step-8")) is not None
 
 
 async def test_what_is_read_while_it_is_deleted_goes_when_its_reader_has_gone(db, ops, flow, store, tiers):

@@ -13,7 +13,6 @@ from appliance.store.rows import VersionRow
 from appliance.tiers.flow import TierFlow
 from tests.unit.weights.conftest import check, write
 from weights.format.config import KeepRules
-from weights.format.errors import IntegrityError
 from weights.format.layout import Layout, TensorSpec
 from weights.tiers.record import Name
 
@@ -95,29 +94,6 @@ async def test_evicted_from_memory_and_damaged_on_disk_it_is_served_from_the_rem
     tiers.disk.copies.verify(V1)
 
 
-async def test_a_copy_in_memory_that_cannot_be_read_gives_way_to_one_that_can(flow, publish, store, tiers):
-    (stored,) = publish("v1")
-    damage(stored.path / "manifest.json")
-    with pytest.raises(IntegrityError):
-        tiers.bring_in(V1)
-    assert stored.path.exists(), "nobody else has it"
-    store.discard(*V1)
-    (again,) = [write(store, "v1")]
-    await passes(flow, "disk")
-    damage(again.path / "manifest.json")
-    check(store, tiers.bring_in(V1))
-
-
-async def test_the_last_copy_is_kept_even_if_damaged(flow, publish, store, tmp_path, tiers):
-    publish("v1")
-    await passes(flow, "disk")
-    store.evict(1 << 40)
-    damage(tmp_path / "data/models/starter/v1/model.safetensors")
-    with pytest.raises(LookupError, match="damaged in the disk tier"):
-        tiers.bring_in(V1)
-    assert (tmp_path / "data/models/starter/v1/model.safetensors").exists(), "a person may want to look at it"
-
-
 async def test_a_lost_mount_holds_up_nothing_and_is_tried_again(flow, publish, store, tmp_path, tiers):
     publish("v1")
     await passes(flow, "disk", "remote")
@@ -187,17 +163,6 @@ async def test_rules_decide_what_stays_and_never_take_what_is_needed(flow, publi
     assert versions(remote) == {"v1", "v2", "v5", "v6"}, "nothing goes to and fro"
 
 
-async def test_checkpoints_of_epochs_are_counted_apart_from_results(flow, publish, db, tiers):
-    publish(*(f"v{n}" for n in range(1, 7)))
-    models.activate(db, "starter", "v1")
-    for version in ("v5", "v6"):
-        models.update_version(db, "starter", version, meta={"of_epoch": True})
-    remote = tiers.all[1]
-    remote.version_rules = KeepRules(keep_last=1)
-    await passes(flow, "disk", "remote")
-    assert versions(remote) == {"v1", "v4", "v6"}
-
-
 async def test_what_a_rule_does_not_want_may_leave_memory(flow, publish, store, tiers):
     old, new = publish("v1", "v2")
     tiers.disk.version_rules = KeepRules(keep_last=1)
@@ -224,16 +189,6 @@ async def test_a_deleted_version_leaves_a_tier_that_could_not_be_reached_then(fl
     assert [path.name for path in (tmp_path / "mount").rglob("*") if path.is_file()] == ["owner"]
 
 
-async def test_what_no_row_knows_is_left_alone(flow, publish, db, tiers):
-    publish("v1")
-    await passes(flow, "disk", "remote")
-    models.delete(db, "starter")
-    for tier in tiers.all:
-        tier.version_rules = KeepRules(keep_last=1)
-    await passes(flow, "disk", "remote")
-    assert tiers.tiers_of(V1) == ["memory", "disk", "remote"]
-
-
 async def test_snapshots_flow_and_leave_with_their_job(flow, store, db, add_job, tiers):
     add_job(phase="running")
     kept = [snapshot(store, step) for step in (1, 2, 3)]
@@ -250,3 +205,13 @@ async def test_snapshots_flow_and_leave_with_their_job(flow, store, db, add_job,
     jobs.set_phase(db, "ftjob-1", "cancelled")
     await passes(flow, "disk", "remote")
     assert not tiers.snapshots_of("ftjob-1") and put_off(tiers, "remote")["bytes"] == 0
+
+
+async def test_the_last_copy_is_kept_even_if_damaged(flow, publish, store, tmp_path, tiers):
+    publish("v1")
+    await passes(flow, "disk")
+    store.evict(1 << 40)
+    damage(tmp_path / "data/models/starter/v1/model.safetensors")
+    with pytest.raises(LookupError, match="damaged in the disk tier"):
+        tiers.bring_in(V1)
+    assert (tmp_path / "data/models/starter/v1/model.safetensors").exists(), "a person may want to look at it"

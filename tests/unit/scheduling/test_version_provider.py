@@ -10,7 +10,6 @@ import pytest
 from appliance.controller.engines.versions import VersionProvider
 from tests.unit.weights.conftest import check, write
 from weights.checkpoint.errors import OpeningRefused
-from weights.memory.lease import take_lease
 from weights.memory.store import WeightStore
 from weights.tiers.record import Name
 
@@ -54,14 +53,6 @@ async def test_it_is_held_until_all_engines_that_it_was_brought_in_for_have_it(p
     assert store.find("version", "starter", "v1") is None
 
 
-async def test_what_an_awake_engine_reads_does_not(provider, store: WeightStore):
-    await provider.in_memory("starter", "v1")
-    with take_lease(store.find("version", "starter", "v1")), pytest.raises(LookupError, match="no room for"):
-        provider.taken("starter", "v1")
-        await provider.in_memory("other", "v1")
-    assert store.find("version", "starter", "v1") is not None
-
-
 async def test_what_may_not_be_opened_reaches_no_engine(provider, store: WeightStore, monkeypatch):
     def refuse(folder: Path, model: str) -> None:
         raise OpeningRefused(model, "config.json", "has 'auto_map'")
@@ -71,14 +62,3 @@ async def test_what_may_not_be_opened_reaches_no_engine(provider, store: WeightS
         await provider.in_memory("starter", "v1")
     assert store.find("version", "starter", "v1") is not None and store.evict(1 << 40) > 0
     assert not provider.holds(Name("version", "starter", "v1"))
-
-
-async def test_version_awaited_by_a_start_outlives_a_newer_one(provider, store: WeightStore):
-    write(store, "v2")
-    store.budget_bytes = 1 << 40
-    await provider.in_memory("starter", "v1")
-    await provider.in_memory("starter", "v2")
-    provider.taken("starter", "v2")
-    store.evict(1 << 40)
-    assert store.find("version", "starter", "v1") is not None
-    assert provider.holds(Name("version", "starter", "v1")) and provider.holds(Name("version", "starter", "v2"))

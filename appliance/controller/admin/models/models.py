@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from appliance.controller.access.model_access import stored_model
 from appliance.controller.context.audit import name_of, record
@@ -28,16 +28,16 @@ from appliance.store.objects import adapters, models
 from appliance.store.objects.adapters import AdapterRow
 from appliance.store.records import canaries, deployments, model_settings
 from appliance.store.rows import DeploymentRow, ModelRow, columns
-from scheduler.core.idle import IdleSettings
 
 Replicas = Annotated[int, Field(ge=0, le=65536)]
 
 
-class Deploy(IdleSettings):
+class Deploy(BaseModel):
     """Only the given fields change; null removes a target, the limit on replicas or a number about idleness."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    idle_sleep_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
     min_replicas: Replicas | None = None
     max_replicas: Replicas | None = None
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] | None = None
@@ -78,9 +78,9 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
             if field in given and given[field] is None:
                 raise InvalidValue(f"{field} cannot be null.", field)
         _refuse_of_adapter(context, name, given)
-        idle = row.idle | {field: given[field] for field in IdleSettings.model_fields if field in given}
-        changes = {field: value for field, value in given.items() if field not in IdleSettings.model_fields}
-        changes["idle"] = {field: number for field, number in idle.items() if number is not None}
+        changes = {field: value for field, value in given.items() if field != "idle_sleep_s"}
+        if "idle_sleep_s" in given:
+            changes["idle"] = {} if body.idle_sleep_s is None else {"idle_sleep_s": body.idle_sleep_s}
         if "pinned" in changes:
             changes["pinned"] = int(changes["pinned"])
         wanted = replace(row, **changes)
@@ -154,7 +154,7 @@ def deployment_view(row: DeploymentRow, status: SchedulerStatus) -> dict[str, An
     failed = next((trouble["reason"] for trouble in status["troubles"] if trouble["model"] == row.model), None)
     return {
         **columns(row, "model min_replicas max_replicas tensor_parallel ttft_p95_s tpot_p95_ms"),
-        **IdleSettings.model_construct(**row.idle).model_dump(),
+        "idle_sleep_s": row.idle.get("idle_sleep_s"),
         "pinned": bool(row.pinned),
         "failed_reason": failed,
     }
