@@ -99,7 +99,9 @@ class NodeAgent:
         Path(spec.socket_path).unlink(missing_ok=True)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-P", "-m", "runtime.processes.warm_parent"),
+            "-P",
+            "-m",
+            "runtime.processes.warm_parent",
             *("--socket", spec.socket_path, "--preload", spec.preload, "--log", spec.log_path),
             env={**os.environ, **dict(spec.env)},
         )
