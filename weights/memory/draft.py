@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -141,31 +140,6 @@ def publish(root: Path, path: Path, directory_fd: int, manifest: Manifest, *, pi
             if target.exists():
                 raise VersionExists(taken) from error
             raise
-
-
-def describe_draft(directory_fd: int, *, kind: str, model: str, version: str) -> None:
-    """Makes the draft visible to `attach`. Written last, so that no process attaches to an incomplete draft."""
-    body = json.dumps({"kind": kind, "model": model, "version": version})
-    write_file(directory_fd, DRAFT_FILE, body.encode())
-
-
-def attach_draft(root: Path, path: Path, layout: Layout | None = None) -> Draft:
-    """Opens the draft at `path` in this process. `layout`: the one it was reserved with; without it this reads the
-    files. Raises StoreError, IntegrityError."""
-    gone = f"no draft at {path}: it was committed, aborted or swept, or is of another store"
-    lock = DirectoryLock.try_shared(path) if path.parent == root / "staging" else None
-    if lock is None:
-        raise StoreError(gone)
-    try:
-        body = json.loads((path / DRAFT_FILE).read_bytes())
-        layout = layout or Layout.read(path)
-    except BaseException as error:
-        # Close now, not when the traceback is freed: the last holder of an aborted draft cleans up.
-        lock.close()
-        if isinstance(error, FileNotFoundError):
-            raise StoreError(gone) from None
-        raise
-    return Draft(root, path, layout, lock, **body, owner=False)
 
 
 def _unlink(directory_fd: int, name: str) -> None:

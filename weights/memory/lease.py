@@ -31,11 +31,6 @@ class StoredVersion:
     manifest: Manifest = field(repr=False)
 
     @property
-    def sealed(self) -> bool:
-        """Whether checksums of all tensors are recorded."""
-        return self.manifest.sealed
-
-    @property
     def pinned(self) -> bool:
         """Whether eviction must skip it because no other tier has the bytes yet."""
         return (self.path / PINNED_FILE).exists()

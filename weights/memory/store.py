@@ -7,11 +7,14 @@ file serialises space accounting; only a rename makes a version visible or invis
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from weights.format.checksums import checksum, hashed
@@ -26,9 +29,9 @@ from weights.format.errors import (
 from weights.format.files import replace_file, write_file
 from weights.format.layout import Layout
 from weights.format.manifest import KINDS, Manifest
-from weights.format.names import MANIFEST_FILE, check_aux_name, version_path
+from weights.format.names import DRAFT_FILE, MANIFEST_FILE, check_aux_name, version_path
 from weights.memory import segment
-from weights.memory.draft import Draft, attach_draft, describe_draft, publish
+from weights.memory.draft import Draft, publish
 from weights.memory.lease import Lease, StoredVersion, take_lease
 from weights.memory.locks import DirectoryLock
 from weights.memory.space import Space
@@ -80,8 +83,10 @@ class WeightStore(Space):
                     out.write(file.header)
             for aux, data in aux_files.items():
                 write_file(lock.fd, aux, data)
-            describe_draft(lock.fd, kind=kind, model=model, version=version)
-            return Draft(self.root, path, layout, lock, kind=kind, model=model, version=version, owner=True)
+            named = {"kind": kind, "model": model, "version": version}
+            # Written last, so that no process attaches to an incomplete draft.
+            write_file(lock.fd, DRAFT_FILE, json.dumps(named).encode())
+            return Draft(self.root, path, layout, lock, **named, owner=True)
 
     def receive(
         self, manifest: Manifest, chunks: Callable[[str], Iterable[bytes]], *, source: object, pinned: bool = False
@@ -101,7 +106,7 @@ class WeightStore(Space):
                         rest = memoryview(chunk)
                         while rest:
                             rest = rest[out.write(rest) :]
-            manifest = manifest.with_checksums(found).renewed()
+            manifest = replace(manifest.with_checksums(found), created_s=time.time())
             manifest.check_layout(Layout.read(path), path=source)
             stored = publish(self.root, path, lock.fd, manifest, pinned=pinned)
             lock.close()
@@ -138,7 +143,21 @@ class WeightStore(Space):
     def attach(self, path: Path | str, layout: Layout | None = None) -> Draft:
         """Opens the draft that another process reserved at `path`. Passing the layout saves reading it. Raises
         StoreError, IntegrityError."""
-        return attach_draft(self.root, Path(path), layout)
+        path = Path(path)
+        gone = f"no draft at {path}: it was committed, aborted or swept, or is of another store"
+        lock = DirectoryLock.try_shared(path) if path.parent == self.staging else None
+        if lock is None:
+            raise StoreError(gone)
+        try:
+            named = json.loads((path / DRAFT_FILE).read_bytes())
+            layout = layout or Layout.read(path)
+        except BaseException as error:
+            # Close now, not when the traceback is freed: the last holder of an aborted draft cleans up.
+            lock.close()
+            if isinstance(error, FileNotFoundError):
+                raise StoreError(gone) from None
+            raise
+        return Draft(self.root, path, layout, lock, **named, owner=False)
 
     # Reading
 

@@ -236,5 +236,5 @@ def test_seal_beside_a_reader_adds_the_checksums(store):
         store.seal(stored)
         assert bytes(lease.view("counter")) == content("counter", "1", 8)
     sealed = store.find("version", "starter", "1")
-    assert sealed.sealed and not stored.sealed
+    assert sealed.manifest.sealed and not stored.manifest.sealed
     check(store, stored)  # the older description still leases: the bytes are the same
