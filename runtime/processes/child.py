@@ -17,6 +17,7 @@ from runtime.processes.kernel import group_alive, kill_group, tail
 from runtime.processes.oom import kills_so_far
 
 KILLS_EVERY_S = 2.0
+ENDED_TIMEOUT_S, STATUS_POLL_S = 2.0, 0.01
 CORE_KILLED = "CoreKilled"  # of serve.core.errors: the front end of an engine reports a kill of its core or a worker
 KILL_TIMEOUT_S = 30.0  # while a disk is busy, killed processes that wait for it took more than 10 s to go
 
@@ -27,10 +28,11 @@ class Child:
     Use it on one asyncio loop. If the connection closes or this process dies, the child dies.
     """
 
-    def __init__(self, channel: AsyncChannel, pid: int, name: str, log_path: str, log_begin: int):
+    def __init__(
+        self, channel: AsyncChannel, pid: int, name: str, log_path: str, warm_socket: str | Path, log_begin: int
+    ):
         self.pid, self.name, self.log_path = pid, name, log_path
-        self._log_begin = log_begin
-        self._status: int | None = None  # as subprocess has it, in the warm parent's last message
+        self._warm_socket, self._log_begin = warm_socket, log_begin
         self.fatal: dict[str, Any] | None = None
         self._channel = channel
         self._numbers = count(1)
@@ -73,7 +75,7 @@ class Child:
                 f"the warm parent at {warm_socket} did not fork {name} within {timeout_s} s "
                 f"({type(error).__name__}: {error}); see its log next to {log_path}"
             ) from error
-        return cls(channel, pid, name, str(log_path), log_begin)
+        return cls(channel, pid, name, str(log_path), warm_socket, log_begin)
 
     @property
     def alive(self) -> bool:
@@ -127,9 +129,29 @@ class Child:
             while group_alive(self.pid):
                 await asyncio.sleep(0.002)
 
-    def how_it_ended(self) -> str:
-        """Completes "the process …", for one that is dead; "ended" if its warm parent died before it."""
-        return "ended" if self._status is None else how_it_ended(self._status)
+    async def how_it_ended(self) -> str:
+        """Completes "the process …", for one that `kill_and_wait` has seen the end of; "ended" if nobody knows more."""
+        status = await self._status()
+        return "ended" if status is None else how_it_ended(status)
+
+    async def _status(self) -> int | None:
+        """The exit status as subprocess has it, from its parent; None if that died: another one knows nothing of it."""
+        try:
+            async with asyncio.timeout(ENDED_TIMEOUT_S):
+                while True:
+                    channel = await AsyncChannel.connect(str(self._warm_socket))
+                    try:
+                        await channel.send({"ended": self.pid})
+                        answer = await channel.receive()
+                        if answer["status"] is not None:
+                            return int(answer["status"])
+                        if not answer["living"]:
+                            return None
+                    finally:
+                        channel.close()
+                    await asyncio.sleep(STATUS_POLL_S)  # its sockets are closed a moment before it can be reaped
+        except (OSError, ChannelClosed, TimeoutError):
+            return None
 
     async def stop(self, timeout_s: float) -> bool:
         """Call the child's `stop` and wait for its end; kill it after `timeout_s`. True if it ended by itself."""
@@ -149,21 +171,24 @@ class Child:
         try:
             while True:
                 self._dispatch(await self._channel.receive())
-        except (ChannelClosed, json.JSONDecodeError):  # the latter after half a message of one that was killed
+        except ChannelClosed:
             pass
         finally:  # whatever ended the reading, no caller may wait for ever for an unreachable child
             self._watch.cancel()
             # The kernel counts its kills but does not name processes: one in these seconds was this one if it was
             # killed, or a process of it, and not if it ended by itself beside a neighbour that was.
-            core_killed = self.fatal is not None and CORE_KILLED in self.fatal["kinds"]
-            self.starved = kills_so_far() > self._kills and (core_killed or self._status == -signal.SIGKILL)
-            self._gone.set()
-            self.kill()  # processes that the dead one started must not outlive it
-            self._channel.close()
-            for answer in self._waiting.values():
-                if not answer.done():
-                    answer.set_exception(self._death())
-            self._events.put_nowait(None)
+            try:
+                if kills_so_far() > self._kills:
+                    core_killed = self.fatal is not None and CORE_KILLED in self.fatal["kinds"]
+                    self.starved = core_killed or await self._status() == -signal.SIGKILL
+            finally:
+                self._gone.set()
+                self.kill()  # processes that the dead one started must not outlive it
+                self._channel.close()
+                for answer in self._waiting.values():
+                    if not answer.done():
+                        answer.set_exception(self._death())
+                self._events.put_nowait(None)
 
     async def _watch_kills(self) -> None:
         while True:
@@ -176,9 +201,6 @@ class Child:
             if message["event"] == "fatal":
                 self.fatal = message
             self._events.put_nowait(message)
-            return
-        if "ended" in message:
-            self._status = message["ended"]
             return
         answer = self._waiting.get(message["id"])
         if answer is None or answer.done():  # the caller stopped waiting

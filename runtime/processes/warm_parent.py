@@ -12,8 +12,10 @@ Rules
 - It keeps nothing open of a device's driver, whatever it imported: every fork would inherit it.
 - It stays single-threaded: a lock that another thread holds at the fork would stay locked in the child for ever.
 - `gc.freeze()` after the imports keeps the collector from touching, and thereby copying, the shared pages.
-- It tells the supervisor how the child ended, which only a parent knows, by a last frame on the lifeline:
-  `{"ended": STATUS}` (as subprocess has it, negative for a signal).
+
+`{"ended": PID}` in place of a request is answered with `{"status": ..., "living": ...}`: how a child ended that has (as
+subprocess has it, negative for a signal), which only its parent knows, else None; and whether it is a child that has
+not ended.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ log = logging.getLogger(__name__)
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 """Handled by no library: one that prints the native stack first keeps a dead process alive for five seconds."""
-_living: dict[int, BlockingChannel] = {}
+ENDED_KEPT = 256  # of children that ended last, how they did
+_ended: dict[int, int] = {}
+_living: set[int] = set()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,6 +110,12 @@ def _accept_loop(listener: socket.socket) -> tuple[BlockingChannel, dict[str, An
                 selector.unregister(channel)
                 try:
                     message = channel.receive()
+                    if "ended" in message:
+                        _reap()
+                        asked = message["ended"]
+                        channel.send({"status": _ended.get(asked), "living": asked in _living})
+                        channel.close()
+                        continue
                     pid = os.fork()
                 except (ChannelClosed, json.JSONDecodeError, OSError) as error:
                     log.warning("no fork: %s", error)
@@ -115,12 +125,12 @@ def _accept_loop(listener: socket.socket) -> tuple[BlockingChannel, dict[str, An
                     signal.set_wakeup_fd(-1)
                     os.close(wake_read)
                     os.close(wake_write)
-                    # Also the connections of others, which could not see their end.
-                    for other in (*_living.values(), *(key.fileobj for key in selector.get_map().values())):
-                        if isinstance(other, BlockingChannel):
-                            other.close()
+                    for other in list(selector.get_map().values()):
+                        if isinstance(other.fileobj, BlockingChannel):
+                            other.fileobj.close()  # also the connections of others, which could not see their end
                     return channel, message
-                _living[pid] = channel
+                _living.add(pid)
+                channel.close()
     return None
 
 
@@ -193,13 +203,11 @@ def _reap() -> None:
             return
         if pid == 0:
             return
-        code = os.waitstatus_to_exitcode(status)
-        log.info("child %d ended with %d", pid, code)
-        channel = _living.pop(pid)
-        os.set_blocking(channel.fileno(), False)  # a supervisor that hangs must not hold up every fork
-        with contextlib.suppress(ChannelClosed):
-            channel.send({"ended": code})
-        channel.close()
+        _living.discard(pid)
+        _ended[pid] = os.waitstatus_to_exitcode(status)
+        log.info("child %d ended with %d", pid, _ended[pid])
+        if len(_ended) > ENDED_KEPT:
+            del _ended[next(iter(_ended))]
 
 
 if __name__ == "__main__":

@@ -64,13 +64,19 @@ async def test_forks_a_process_that_has_the_preload_already(warm, tmp_path):
     assert not child.alive
 
 
-async def test_kinds_are_asked_in_the_parent_before_a_fork_and_in_the_child_before_its_entry(warm, tmp_path):
+async def test_a_parent_lets_go_of_drivers_before_it_forks(warm, tmp_path):
     child = await spawn(warm, tmp_path)
     (by,) = await child.call("let_go")
     assert by == (await child.call("echo"))["preloaded_in"], "the parent, once, after what it imports"
-    assert await child.call("asked") == [child.pid]
-    assert await child.call("core_bytes") == [0, 0], "the memory of what is aborted is written nowhere"
     assert await child.stop(10)
+
+
+async def test_a_child_asks_for_instructions_before_its_entry_begins(warm, tmp_path):
+    """Each kind of child is forked here, so that none can be without it."""
+    for entry in ("echo", "echo"):
+        child = await spawn(warm, tmp_path, entry=entry)
+        assert await child.call("asked") == [child.pid]
+        assert await child.stop(10)
 
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGILL, signal.SIGSEGV, 3], ids=str)
@@ -84,7 +90,13 @@ async def test_how_a_child_ended_is_known_to_its_supervisor(warm, tmp_path, by):
     await child.closed()
     await child.kill_and_wait()
     expected = by.name if isinstance(by, signal.Signals) else f"exit code {by}"
-    assert expected in child.how_it_ended()
+    assert expected in await child.how_it_ended()
+
+
+async def test_the_memory_of_what_is_aborted_is_written_nowhere(warm, tmp_path):
+    child = await spawn(warm, tmp_path)
+    assert await child.call("core_bytes") == [0, 0]
+    assert await child.stop(10)
 
 
 async def test_exceptions_futures_and_events_travel(warm, tmp_path):
@@ -182,11 +194,18 @@ async def test_starved_is_who_was_killed_while_the_kernel_counted_a_kill(warm, t
     assert child.starved == starved
 
 
-async def test_death_after_the_parents_is_noticed(tmp_path):
-    parent = start_parent(tmp_path)
+async def test_death_after_the_parent_was_replaced_is_told_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("runtime.processes.child.ENDED_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr("runtime.processes.child.kills_so_far", lambda: 0)
+    first = start_parent(tmp_path)
     child = await spawn(tmp_path / "warm.sock", tmp_path)
-    parent.terminate()
-    parent.wait()
+    first.terminate()
+    first.wait()
+    (tmp_path / "warm.sock").unlink()
+    second = start_parent(tmp_path)
+    monkeypatch.setattr("runtime.processes.child.kills_so_far", lambda: 1)
     child.kill()
     await asyncio.wait_for(child.closed(), 60)
-    assert child.how_it_ended() == "ended"
+    assert await asyncio.wait_for(child.how_it_ended(), 60) == "ended"
+    second.terminate()
+    second.wait()
