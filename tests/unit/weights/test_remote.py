@@ -7,14 +7,17 @@ import os
 import shutil
 import signal
 
+import numpy as np
 import pytest
 from moto.server import ThreadedMotoServer
 
-from tests.unit.weights.conftest import check, write
+from tests.unit.weights.conftest import check, content, write
 from weights.format.config import Location
 from weights.format.errors import IntegrityError, TierUnavailable, VersionNotFound
+from weights.format.layout import Layout, TensorSpec
 from weights.format.manifest import KINDS
 from weights.memory.store import WeightStore
+from weights.tiers import moments
 from weights.tiers.objects import DirectoryObjects, objects_at
 from weights.tiers.objects_s3 import S3Objects
 from weights.tiers.record import Name
@@ -106,7 +109,7 @@ def test_a_version_travels_through_either_kind_of_place(objects, store, tmp_path
     tier.put(stored.path, done.append)
     assert sum(done) == stored.nbytes
     again, other = RemoteTier(objects), WeightStore(tmp_path / "other", budget_bytes=None)
-    assert again.manifests().keys() == {name_of(stored)}
+    assert {name: one.nbytes for name, one in again.manifests().items()} == {name_of(stored): stored.nbytes}
     assert again.verify(name_of(stored)).kind == kind
     restored = again.restore(other, name_of(stored))
     check(other, restored)
@@ -117,6 +120,20 @@ def test_a_version_travels_through_either_kind_of_place(objects, store, tmp_path
     assert list(objects.list("")) == [] and again.manifests() == {}
     with pytest.raises(VersionNotFound):
         again.restore(store, name_of(stored))
+
+
+def test_several_files_with_an_index_come_back(store, tier):
+    specs = [TensorSpec(f"t{i}", "F32", (100,)) for i in range(5)]
+    with store.reserve(Layout.plan(specs, max_file_bytes=800), kind="version", model="m", version="1") as draft:
+        for spec in specs:
+            draft.view(spec.name)[:] = content(spec.name, "1", spec.nbytes)
+        stored = draft.commit(meta={})
+    index = (stored.path / "model.safetensors.index.json").read_bytes()
+    tier.put(stored.path)
+    store.remove(stored)
+    again = tier.restore(store, name_of(stored))
+    assert (again.path / "model.safetensors.index.json").read_bytes() == index
+    check(store, again)
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "missing"])
@@ -216,6 +233,35 @@ def test_claim_refuses_another_box_and_an_emptied_place(tier, home):
     (home / "owner").unlink()
     with pytest.raises(TierUnavailable, match="mounted"):
         tier.claim("box-1", first=False)
+
+
+def test_moments_take_8_bits_where_asked_within_their_error(store, home, tier, monkeypatch):
+    monkeypatch.setattr("weights.format.source.CHUNK_BYTES", 5000)
+    monkeypatch.setattr("weights.tiers.remote.CHUNK_BYTES", 5000)
+    values = np.random.default_rng(0).standard_normal(3000).astype(np.float32) * 1e-3
+    squares = values**2
+    specs = [TensorSpec(f"{part}.w", "F32", (3000,)) for part in ("master", "exp_avg", "exp_avg_sq")]
+    arrays = {"master.w": values, "exp_avg.w": values, "exp_avg_sq.w": squares}
+    with store.reserve(Layout.plan(specs), kind="snapshot", model="job", version="step-1") as draft:
+        for name, array in arrays.items():
+            draft.view(name)[:] = memoryview(array).cast("B")
+        stored = draft.commit(meta={"step": 1})
+    lossy = RemoteTier(DirectoryObjects(home), int8_moments=True)
+    lossy.put(stored.path)
+    assert sum((home / name).stat().st_size for name in files(home) if name.startswith("parts/")) < 0.53 * 36000
+    lossy.verify(name_of(stored))
+    store.remove(stored)
+    again = RemoteTier(DirectoryObjects(home)).restore(store, name_of(stored))
+    with store.lease(again) as lease:
+        found = {name: np.frombuffer(bytes(lease.view(name)), np.float32) for name in arrays}
+    assert np.array_equal(found["master.w"], values)
+    assert np.abs(found["exp_avg.w"] - values).max() <= np.abs(values).max() / 254 * 1.001
+    root, exact = np.sqrt(found["exp_avg_sq.w"]), np.sqrt(squares)
+    assert (root >= exact * (1 - 1e-6)).all() and (root - exact).max() <= exact.max() / 255 * 1.001
+    tier.put(again.path)  # exactly, although it came from blocks
+    tier.verify(name_of(stored))
+    with pytest.raises(IntegrityError):
+        moments.decode(b"short", [(0, 396, moments.FIRST)], 0, 396)
 
 
 def test_s3_lists_only_below_its_prefix(server, bucket):
