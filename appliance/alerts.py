@@ -22,6 +22,7 @@ SETTLE_S: Final = 240.0
 """A shorter problem is not reported, and a shorter gap is no end of one."""
 TIMEOUT_S: Final = 20.0
 Event = Literal["problem", "reminder", "resolved", "test"]
+Channel = Literal["webhook", "e-mail"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Message:
 
 
 class Undelivered(Exception):
-    """A message did not reach one of its receivers; the text names it and the reason."""
+    """A message did not reach its receivers; the text names the channel and the reason."""
 
 
 Known = dict[str, dict[str, Any]]
@@ -80,17 +81,17 @@ def step(problems: Iterable[Problem], known: Known, now_s: float, repeat_s: floa
     return kept, messages
 
 
-def send(settings: AlertSettings, message: Message, box: str) -> None:
-    """Send to every receiver of the settings; blocks. Raises Undelivered once all were tried."""
-    failed = []
-    for name, is_set, way in (("webhook", settings.webhook, _post), ("e-mail", settings.email, _mail)):
-        if is_set:
-            try:
-                way(settings, message, box)
-            except (httpx.HTTPError, httpx.InvalidURL, smtplib.SMTPException, OSError) as error:
-                failed.append(f"{name}: {type(error).__name__}: {error}")
-    if failed:
-        raise Undelivered("; ".join(failed))
+def channels(settings: AlertSettings) -> tuple[Channel, ...]:
+    """The channels that have a receiver."""
+    return (*(["webhook"] if settings.webhook else []), *(["e-mail"] if settings.email else []))
+
+
+def send(settings: AlertSettings, channel: Channel, message: Message, box: str) -> None:
+    """Send by one channel; blocks. Raises Undelivered."""
+    try:
+        (_post if channel == "webhook" else _mail)(settings, message, box)
+    except (httpx.HTTPError, httpx.InvalidURL, smtplib.SMTPException, OSError) as error:
+        raise Undelivered(f"{channel}: {type(error).__name__}: {error}") from error
 
 
 def webhook_body(settings: AlertSettings, message: Message, box: str) -> Mapping[str, Any]:
@@ -140,12 +141,14 @@ def _mail(settings: AlertSettings, message: Message, box: str) -> None:
 def main() -> int:
     config = BoxConfig.model_validate_json(sys.stdin.read())
     box = config.box.public_url or f"{config.scheme}://{config.box.host}:{config.box.port}"
-    try:
-        send(config.alerts, Message("test", "test", "This is a test. Nothing is wrong."), box)
-    except Undelivered as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    failed = []
+    for channel in channels(config.alerts):
+        try:
+            send(config.alerts, channel, Message("test", "test", "This is a test. Nothing is wrong."), box)
+        except Undelivered as error:
+            failed.append(str(error))
+    print("; ".join(failed), file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
