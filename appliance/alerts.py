@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from email.message import EmailMessage
+from email.utils import localtime
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -122,7 +123,7 @@ def _post(settings: AlertSettings, message: Message, box: str) -> None:
 def _mail(settings: AlertSettings, message: Message, box: str) -> None:
     mail = EmailMessage()
     mail["Subject"], mail["From"] = message.subject(box), settings.email_from
-    mail["To"] = ", ".join(settings.email)
+    mail["To"], mail["Date"] = ", ".join(settings.email), localtime()  # a mail without a date may pass for spam
     mail.set_content(message.body(box))
     security, at = settings.smtp_security, (settings.smtp_host, settings.smtp_port)
     context = ssl.create_default_context()

@@ -137,7 +137,7 @@ def test_send_posts_and_mails():
             send(settings, channel, Message("problem", "a", "the disk is full", "remove files"), "box")
     assert json.loads(bodies[0])["event"] == "problem"
     mail = b"".join(lines)
-    assert b"rcpt TO:<ops@example.org>" in mail and b"What to do: remove files" in mail
+    assert b"rcpt TO:<ops@example.org>" in mail and b"What to do: remove files" in mail and b"\nDate: " in mail
 
 
 def test_send_names_the_channel_that_refuses():
