@@ -9,7 +9,7 @@ import smtplib
 import ssl
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from email.message import EmailMessage
 from email.utils import localtime
 from pathlib import Path
@@ -56,8 +56,7 @@ class Undelivered(Exception):
 
 
 Known = dict[str, dict[str, Any]]
-"""Problems by id: {"text", "remedy", "is_event", "began_s", "seen_s", "sent_s": Unix time of its newest message or
-None}."""
+"""Problems by id: {"text", "is_event", "began_s", "seen_s", "sent_s": Unix time of its newest message or None}."""
 
 
 def step(problems: Iterable[Problem], known: Known, now_s: float, repeat_s: float) -> tuple[Known, list[Message]]:
@@ -66,7 +65,7 @@ def step(problems: Iterable[Problem], known: Known, now_s: float, repeat_s: floa
     messages: list[Message] = []
     for problem in problems:
         row = known.get(problem.id, {"began_s": now_s, "sent_s": None})
-        row = {**row, "text": problem.text, "remedy": problem.remedy, "is_event": problem.is_event, "seen_s": now_s}
+        row = {**row, "text": problem.text, "is_event": problem.is_event, "seen_s": now_s}
         kept[problem.id] = row
         if row["sent_s"] is None and (problem.is_event or now_s - row["began_s"] >= SETTLE_S):
             messages.append(Message("problem", problem.id, problem.text, problem.remedy))
@@ -105,13 +104,7 @@ def webhook_body(settings: AlertSettings, message: Message, box: str) -> Mapping
             return {"msgtype": "text", "text": {"content": text}}
         case "feishu":
             return {"msg_type": "text", "content": {"text": text}}
-    return {
-        "box": box,
-        "event": message.event,
-        "id": message.id,
-        "text": message.text,
-        "remedy": message.remedy,
-    }
+    return {"box": box, **asdict(message)}
 
 
 def _post(settings: AlertSettings, message: Message, box: str) -> None:

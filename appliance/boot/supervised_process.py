@@ -67,8 +67,7 @@ class Supervised:
         self._runs = asyncio.Event()
         self._answered: tuple[int | None, float] = (None, 0.0)
         self.restarts = 0
-        self.failures = 0
-        """Restarts without a steady run in between. The background takes a start that fails slowly for such a run."""
+        self.failures = 0  # restarts without a steady run in between; a slow start that fails is none
 
     @property
     def pid(self) -> int | None:

@@ -64,11 +64,7 @@ def export(session: Session, args: Namespace) -> None:
         "--form FORM", "int8 and fp8: half the memory; int4: a quarter.", choices=("int8", "fp8", "int4"), required=True
     ),
     opt("--name NAME", "The new model's name. Default: NAME-FORM."),
-    opt(
-        "--compare FILE",
-        "Chats, one per line, which both models answer; shown is how far they agree.",
-        type=text_file,
-    ),
+    opt("--compare FILE", "Chats, one per line, which both models answer: how far do they agree?", type=text_file),
     opt("--limit N", "Compare at most so many.", type=number(int, 1), default=50),
 )
 def quantize(session: Session, args: Namespace) -> None:
@@ -126,16 +122,9 @@ def _agreement(session: Session, models: tuple[str, str], chats: list[list[dict[
     with output.progress("comparing answers") as meter:
         for count, messages in enumerate(chats):
             meter("comparing answers", count, len(chats))
-            first, second = (
-                client.send(
-                    "POST",
-                    CHAT_PATH,
-                    body={"model": model, "messages": messages, "max_tokens": 64, "temperature": 0},
-                    timeout_s=ANSWER_TIMEOUT_S,
-                )["choices"][0]["message"]["content"]
-                or ""
-                for model in models
-            )
+            bodies = ({"model": model, "messages": messages, "max_tokens": 64, "temperature": 0} for model in models)
+            answers = [client.send("POST", CHAT_PATH, body=body, timeout_s=ANSWER_TIMEOUT_S) for body in bodies]
+            first, second = (answer["choices"][0]["message"]["content"] or "" for answer in answers)
             same += first == second
             shared += len(commonprefix([first, second])) / max(len(first), len(second), 1)
     return {"compared": len(chats), "same_answers": same / len(chats), "same_beginnings": shared / len(chats)}
