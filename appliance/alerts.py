@@ -9,8 +9,9 @@ import smtplib
 import ssl
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from email.message import EmailMessage
+from email.utils import localtime
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -22,6 +23,7 @@ SETTLE_S: Final = 240.0
 """A shorter problem is not reported, and a shorter gap is no end of one."""
 TIMEOUT_S: Final = 20.0
 Event = Literal["problem", "reminder", "resolved", "test"]
+Channel = Literal["webhook", "e-mail"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,11 @@ class Message:
 
 
 class Undelivered(Exception):
-    """A message did not reach one of its receivers; the text names it and the reason."""
+    """A message did not reach its receivers; the text names the channel and the reason."""
 
 
 Known = dict[str, dict[str, Any]]
-"""Problems by id: {"text", "remedy", "is_event", "began_s", "seen_s", "sent_s": Unix time of its newest message or
-None}."""
+"""Problems by id: {"text", "is_event", "began_s", "seen_s", "sent_s": Unix time of its newest message or None}."""
 
 
 def step(problems: Iterable[Problem], known: Known, now_s: float, repeat_s: float) -> tuple[Known, list[Message]]:
@@ -64,7 +65,7 @@ def step(problems: Iterable[Problem], known: Known, now_s: float, repeat_s: floa
     messages: list[Message] = []
     for problem in problems:
         row = known.get(problem.id, {"began_s": now_s, "sent_s": None})
-        row = {**row, "text": problem.text, "remedy": problem.remedy, "is_event": problem.is_event, "seen_s": now_s}
+        row = {**row, "text": problem.text, "is_event": problem.is_event, "seen_s": now_s}
         kept[problem.id] = row
         if row["sent_s"] is None and (problem.is_event or now_s - row["began_s"] >= SETTLE_S):
             messages.append(Message("problem", problem.id, problem.text, problem.remedy))
@@ -80,17 +81,17 @@ def step(problems: Iterable[Problem], known: Known, now_s: float, repeat_s: floa
     return kept, messages
 
 
-def send(settings: AlertSettings, message: Message, box: str) -> None:
-    """Send to every receiver of the settings; blocks. Raises Undelivered once all were tried."""
-    failed = []
-    for name, is_set, way in (("webhook", settings.webhook, _post), ("e-mail", settings.email, _mail)):
-        if is_set:
-            try:
-                way(settings, message, box)
-            except (httpx.HTTPError, httpx.InvalidURL, smtplib.SMTPException, OSError) as error:
-                failed.append(f"{name}: {type(error).__name__}: {error}")
-    if failed:
-        raise Undelivered("; ".join(failed))
+def channels(settings: AlertSettings) -> tuple[Channel, ...]:
+    """The channels that have a receiver."""
+    return (*(["webhook"] if settings.webhook else []), *(["e-mail"] if settings.email else []))
+
+
+def send(settings: AlertSettings, channel: Channel, message: Message, box: str) -> None:
+    """Send by one channel; blocks. Raises Undelivered."""
+    try:
+        (_post if channel == "webhook" else _mail)(settings, message, box)
+    except (httpx.HTTPError, httpx.InvalidURL, smtplib.SMTPException, OSError) as error:
+        raise Undelivered(f"{channel}: {type(error).__name__}: {error}") from error
 
 
 def webhook_body(settings: AlertSettings, message: Message, box: str) -> Mapping[str, Any]:
@@ -103,13 +104,7 @@ def webhook_body(settings: AlertSettings, message: Message, box: str) -> Mapping
             return {"msgtype": "text", "text": {"content": text}}
         case "feishu":
             return {"msg_type": "text", "content": {"text": text}}
-    return {
-        "box": box,
-        "event": message.event,
-        "id": message.id,
-        "text": message.text,
-        "remedy": message.remedy,
-    }
+    return {"box": box, **asdict(message)}
 
 
 def _post(settings: AlertSettings, message: Message, box: str) -> None:
@@ -121,7 +116,7 @@ def _post(settings: AlertSettings, message: Message, box: str) -> None:
 def _mail(settings: AlertSettings, message: Message, box: str) -> None:
     mail = EmailMessage()
     mail["Subject"], mail["From"] = message.subject(box), settings.email_from
-    mail["To"] = ", ".join(settings.email)
+    mail["To"], mail["Date"] = ", ".join(settings.email), localtime()  # a mail without a date may pass for spam
     mail.set_content(message.body(box))
     security, at = settings.smtp_security, (settings.smtp_host, settings.smtp_port)
     context = ssl.create_default_context()
@@ -140,12 +135,14 @@ def _mail(settings: AlertSettings, message: Message, box: str) -> None:
 def main() -> int:
     config = BoxConfig.model_validate_json(sys.stdin.read())
     box = config.box.public_url or f"{config.scheme}://{config.box.host}:{config.box.port}"
-    try:
-        send(config.alerts, Message("test", "test", "This is a test. Nothing is wrong."), box)
-    except Undelivered as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    failed = []
+    for channel in channels(config.alerts):
+        try:
+            send(config.alerts, channel, Message("test", "test", "This is a test. Nothing is wrong."), box)
+        except Undelivered as error:
+            failed.append(str(error))
+    print("; ".join(failed), file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -251,12 +251,11 @@ class Box:
             return await ray_head.start_process(arguments, output, self._environment)
 
     async def _tell_troubles(self) -> None:
-        degraded = self._background.degraded()
-        told = read_troubles(status_file(self._paths)) if self._config.tracking.is_on else []
-        self._state.troubles([*degraded, *told])
-        for one in degraded:
-            if one["failures"] >= HOPELESS and one["name"] in ("ray", "controller", "gateway"):
-                self.hopeless = f"the box ended because of {one['why']}, for the {HOPELESS}th time without a steady run"
+        of_tracking = read_troubles(status_file(self._paths)) if self._config.tracking.is_on else []
+        self._state.troubles([*self._background.degraded(), *of_tracking])
+        for process in (self._ray, self._controller, self._gateway):
+            if process.failures >= HOPELESS:
+                self.hopeless = f"the box ended: {process.name} failed {HOPELESS} times without a steady run"
                 self._stop()
 
     def _on_ray_change(self, message: str) -> None:

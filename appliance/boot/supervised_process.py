@@ -16,7 +16,7 @@ import httpx
 import psutil
 
 from appliance.paths import BoxPaths
-from runtime.background_tasks import BackgroundTasks
+from runtime.background_tasks import STEADY_S, BackgroundTasks
 from runtime.processes.kernel import kill_group
 from serve.core.spec import remove_segments_below
 
@@ -67,6 +67,7 @@ class Supervised:
         self._runs = asyncio.Event()
         self._answered: tuple[int | None, float] = (None, 0.0)
         self.restarts = 0
+        self.failures = 0  # restarts without a steady run in between; a slow start that fails is none
 
     @property
     def pid(self) -> int | None:
@@ -123,11 +124,15 @@ class Supervised:
         """Start it unless it runs, and wait for its end. Raises ProcessEnded."""
         if not self._runs.is_set():
             self.restarts += 1
+            self.failures += 1
             self._process = await self._start()
             self._runs.set()
         assert self._process is not None
+        started_s = self._clock()
         code = await self._process.wait()
         self._runs.clear()
+        if self._clock() - started_s >= STEADY_S:
+            self.failures = 0
         kill_group(self._process.pid)
         self._say(f"{self.name} ended with {code}")
         raise ProcessEnded(f"{self.name} ended with {code}")

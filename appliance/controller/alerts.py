@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from appliance.alerts import Problem, Undelivered, send, step
+from appliance.alerts import Known, Problem, Undelivered, channels, send, step
 from appliance.config import AlertSettings
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.scheduler import SchedulerStatus
@@ -21,7 +21,7 @@ LOOK_EVERY_S: Final = 300.0
 RECENT_S: Final = 24 * 3600.0
 TASK: Final = "alerts"
 KNOWN: Final = "alerts"
-"""Name of the known problems among the facts about the box, so that a restart repeats no message."""
+"""Name of the known problems, by channel, among the facts about the box, so that a restart repeats no message."""
 WARNINGS: Final = ("certificate", "keys", "memory available")
 """Checks of the doctor that are worth a message before they fail."""
 
@@ -58,21 +58,25 @@ class Alerts:
             *of_tasks(degraded),
             *of_jobs(jobs.list_in_phase(db, "failed"), now_s - RECENT_S),
         )
-        before = box.get(db, KNOWN, {})
-        known, messages = step({one.id: one for one in problems}.values(), before, now_s, self._settings.repeat_s)
-        failed = ""
-        for message in messages:
-            try:
-                send(self._settings, message, self._box)
-            except Undelivered as error:
-                failed = str(error)
-                known.setdefault(message.id, before.get(message.id, {}))  # an end is sent again at the next look
-            else:
-                if message.id in known:
-                    known[message.id]["sent_s"] = now_s
-        box.put(db, KNOWN, known)
-        if failed:
-            raise Undelivered(f"alerts were not delivered, {failed}; `appliance doctor --send-test` tries it")
+        current = {problem.id: problem for problem in problems}.values()
+        before: dict[str, Known] = box.get(db, KNOWN, {})
+        after, faults = dict[str, Known](), []
+        for channel in channels(self._settings):  # each with its own state: one that fails repeats nothing on the other
+            earlier = before.get(channel, {})
+            known, messages = step(current, earlier, now_s, self._settings.repeat_s)
+            for message in messages:
+                try:
+                    send(self._settings, channel, message, self._box)
+                except Undelivered as error:
+                    faults.append(str(error))
+                    known.setdefault(message.id, earlier.get(message.id, {}))  # an end is sent at the next look
+                else:
+                    if message.id in known:
+                        known[message.id]["sent_s"] = now_s
+            after[channel] = known
+        box.put(db, KNOWN, after)
+        if faults:
+            raise Undelivered(f"alerts were not delivered, {faults[0]}; `appliance doctor --send-test` tries it")
 
 
 def of_findings(findings: Iterable[Mapping[str, Any]]) -> Iterator[Problem]:

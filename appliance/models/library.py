@@ -226,7 +226,7 @@ class ModelLibrary:
         has_adapter = (found.folder / adapter.CONFIG_FILE).exists()
         with self._staged(files, found, report) as staging:
             facts = examine(staging, Layout.read(staging))
-            report(nbytes, nbytes, "bytes", "trying its tokenizer and chat template")
+            report(nbytes, nbytes, "bytes", "trying its chat templates")
             tried = trial.try_folder(staging)
             report(nbytes, nbytes, "bytes", "comparing its tensors with its architecture")
             facts = put_right(staging, facts, tried, trial.compare(staging, facts.arch))

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from appliance.cli import output
-from appliance.cli.command import TIMEOUT, Session, command, finish
+from appliance.cli.command import Session, command, finish
 from appliance.cli.commands.chat import PATH as CHAT_PATH
 from appliance.cli.commands.chat import TIMEOUT_S as ANSWER_TIMEOUT_S
 from appliance.cli.commands.chat import endpoint
 from appliance.cli.errors import BadUsage, CommandFailed
-from appliance.cli.locate import python
-from appliance.cli.options import number, opt
+from appliance.cli.locate import look_for_all, python
+from appliance.cli.options import number, opt, text_file
 from appliance.cli.resources import MODEL, segment
 
 ADAPTER_FILE = "adapter_config.json"
@@ -50,8 +50,8 @@ def export(session: Session, args: Namespace) -> None:
     if target.exists():
         raise BadUsage(f"{target} exists; name a new directory")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _downloaded(session, args.id, target.parent, merged=args.format == "merged") as made:
-        made.rename(target)
+    with _checkpoint(session, args.id, target.parent, merged=args.format == "merged") as files:
+        files.rename(target)
     nbytes = sum(path.stat().st_size for path in target.iterdir())
     files = sorted(path.name for path in target.iterdir())
     session.show({"to": str(target), "files": files, "bytes": nbytes}, lambda _: f"{target}: {output.size(nbytes)}")
@@ -64,13 +64,8 @@ def export(session: Session, args: Namespace) -> None:
         "--form FORM", "int8 and fp8: half the memory; int4: a quarter.", choices=("int8", "fp8", "int4"), required=True
     ),
     opt("--name NAME", "The new model's name. Default: NAME-FORM."),
-    opt(
-        "--compare FILE",
-        "Chats, one per line, which both models answer; shown is how far they agree.",
-        type=Path,
-    ),
+    opt("--compare FILE", "Chats, one per line, which both models answer: how far do they agree?", type=text_file),
     opt("--limit N", "Compare at most so many.", type=number(int, 1), default=50),
-    TIMEOUT,
 )
 def quantize(session: Session, args: Namespace) -> None:
     """Make a smaller model of a model: its linear layers rounded to 8 or 4 bits. It needs the box's own machine.
@@ -84,95 +79,95 @@ def quantize(session: Session, args: Namespace) -> None:
     """
     if not session.client.is_local:
         raise BadUsage("this command reads and writes the model's files; run it on the box's own machine")
-    asked = _questions(args.compare, args.limit) if args.compare else []
+    chats = None if args.compare is None else _questions(args.compare, args.limit)
     plain = args.id.removeprefix("ft:").replace(":", "-").replace("@", "-")
     name = args.name or f"{plain}-{args.form}"
-    with _downloaded(session, args.id, None, merged=True) as made:
+    # In the data directory: the box may have a /tmp of its own.
+    below = session.box_file.data_dir if session.box_file else None
+    with _checkpoint(session, args.id, below, merged=True) as whole:
+        rounded = whole.with_name(args.form)
         output.say(f"rounding to {args.form} ...")
-        error = _remade(args.form, made, made.with_name(args.form))["error"]
-        body = {"source": str(made.with_name(args.form)), "origin": f"{args.id} in {args.form}", "name": name}
-        args.wait = True  # the files go with this command
-        operation = finish(session, session.client.post("/admin/v1/models/import", body), args)
+        error = _remake(args.form, whole, rounded)["error"]
+        body = {"source": str(rounded), "origin": f"{args.id} in {args.form}", "name": name}
+        # The files are deleted when this command ends, so it waits for however long the import takes.
+        waiting = Namespace(wait=True, timeout=None)
+        operation = finish(session, session.client.post("/admin/v1/models/import", body), waiting)
     shown = {**operation["result"], "weights_error": error}
-    if asked:
-        shown |= _agreement(session, (args.id, name), asked)
+    if chats:
+        shown |= _agreement(session, (args.id, name), chats)
     session.show(shown, output.view)
 
 
-def _questions(path: Path, limit: int) -> list[list[dict[str, Any]]]:
-    """The messages of each chat before its last answer."""
-    found = []
-    for line in path.read_text().split("\n")[:limit]:  # JSON may have other ends of lines inside
+def _questions(text: str, limit: int) -> list[list[dict[str, Any]]]:
+    """The messages of each chat before its last answer. Raises BadUsage."""
+    chats = []
+    for line in text.split("\n")[:limit]:  # JSON may have other ends of lines inside
         try:
             messages = json.loads(line or "{}").get("messages") or []
-        except (ValueError, AttributeError) as error:
-            raise BadUsage(f"{path} has a line that is not a JSON object: {line[:80]!r}") from error
-        while messages and messages[-1].get("role") == "assistant":
-            messages.pop()
+            while messages and messages[-1]["role"] == "assistant":
+                messages.pop()
+        except (ValueError, AttributeError, LookupError, TypeError) as error:
+            raise BadUsage(f'--compare: expected {{"messages": [...]}} on each line; one is {line[:80]!r}') from error
         if messages:
-            found.append(messages)
-    if not found:
-        raise BadUsage(f'{path} has no chats ({{"messages": [...]}} on each line)')
-    return found
+            chats.append(messages)
+    if not chats:
+        raise BadUsage('--compare: the file has no chats ({"messages": [...]} on each line)')
+    return chats
 
 
-def _agreement(session: Session, models: tuple[str, str], asked: list[list[dict[str, Any]]]) -> dict[str, float]:
+def _agreement(session: Session, models: tuple[str, str], chats: list[list[dict[str, Any]]]) -> dict[str, float]:
     """How far greedy answers of 64 tokens are the same: the share of whole answers, and of characters before the first
     difference."""
     client, same, shared = endpoint(session), 0, 0.0
-    with output.progress("comparing answers") as told:
-        for count, messages in enumerate(asked):
-            told("comparing answers", count, len(asked))
-            one, other = (
-                client.send(
-                    "POST",
-                    CHAT_PATH,
-                    body={"model": model, "messages": messages, "max_tokens": 64, "temperature": 0},
-                    timeout_s=ANSWER_TIMEOUT_S,
-                )["choices"][0]["message"]["content"]
-                or ""
-                for model in models
-            )
-            same += one == other
-            shared += len(commonprefix([one, other])) / max(len(one), len(other), 1)
-    return {"compared": len(asked), "same_answers": same / len(asked), "same_beginnings": shared / len(asked)}
+    with output.progress("comparing answers") as meter:
+        for count, messages in enumerate(chats):
+            meter("comparing answers", count, len(chats))
+            bodies = ({"model": model, "messages": messages, "max_tokens": 64, "temperature": 0} for model in models)
+            answers = [client.send("POST", CHAT_PATH, body=body, timeout_s=ANSWER_TIMEOUT_S) for body in bodies]
+            first, second = (answer["choices"][0]["message"]["content"] or "" for answer in answers)
+            same += first == second
+            shared += len(commonprefix([first, second])) / max(len(first), len(second), 1)
+    return {"compared": len(chats), "same_answers": same / len(chats), "same_beginnings": shared / len(chats)}
 
 
 @contextmanager
-def _downloaded(session: Session, model: str, below: Path | None, *, merged: bool) -> Iterator[Path]:
-    """The files of a model in a folder that goes with the block, unless it was moved; `merged`: an adapter's added to
-    those of its base."""
-    with tempfile.TemporaryDirectory(prefix=".appliance-", dir=below) as folder:
-        made = Path(folder, "model")
-        _download(session, model, made)
-        if merged and (made / ADAPTER_FILE).exists():
-            base = json.loads((made / ADAPTER_FILE).read_text())["base_model_name_or_path"]
-            _download(session, base, Path(folder, "base"))
-            output.say(f"adding the adapter to {base} ...")
-            _remade("merge", Path(folder, "base"), made, Path(folder, "merged"))
-            made = Path(folder, "merged")
-        yield made
+def _checkpoint(session: Session, model: str, below: Path | None, *, merged: bool) -> Iterator[Path]:
+    """Download a model into a folder in `below` that is deleted after the block, unless it was moved. merged: add an
+    adapter to its base."""
+    if merged:
+        look_for_all()  # before the download, not after it
+    with tempfile.TemporaryDirectory(prefix=".appliance-", dir=below) as scratch:
+        checkpoint = Path(scratch, "model")
+        _download(session, model, checkpoint)
+        if merged and (checkpoint / ADAPTER_FILE).exists():
+            _download(session, model, Path(scratch, "base"), "?base=true")  # the file may name the base as a hub does
+            output.say("adding the adapter to its base ...")
+            _remake("merge", Path(scratch, "base"), checkpoint, Path(scratch, "merged"))
+            checkpoint = Path(scratch, "merged")
+        yield checkpoint
 
 
-def _download(session: Session, model: str, folder: Path) -> None:
+def _download(session: Session, model: str, folder: Path, query: str = "") -> None:
     """Write the files of a model into the new `folder`. Raises CommandFailed."""
     from weights.format.errors import IntegrityError
     from weights.tiers.archive import unpack
 
-    parts = session.client.parts(f"/v1/models/{segment(model)}/archive")
-    with output.progress(f"downloading {model}") as show:
+    parts = session.client.parts(f"/v1/models/{segment(model)}/archive{query}")
+    with output.progress(f"downloading {model}") as meter:
         try:
-            unpack(parts, folder, lambda done, total: show(f"downloading {model}", done, total))
+            unpack(parts, folder, lambda done, total: meter(f"downloading {model}", done, total))
         except IntegrityError as error:
-            raise CommandFailed(f"the download was damaged on the way ({error}); run the command again") from error
+            raise CommandFailed(
+                f"the download is damaged ({error}): run it again; `appliance model verify` checks the box's copy"
+            ) from error
 
 
-def _remade(work: str, *folders: Path) -> dict[str, Any]:
-    """What `train.convert.remake` prints. Raises CommandFailed, BadUsage."""
+def _remake(work: str, *folders: Path) -> dict[str, Any]:
+    """Run `train.convert.remake` and return the object that it prints. Raises CommandFailed, BadUsage."""
     done = subprocess.run(python("train.convert.remake", work, *map(str, folders)), capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise CommandFailed(f"it did not work: {lines[-1]}")
+        raise CommandFailed(f"{work} failed: {lines[-1]}")
     answer = json.loads(done.stdout)
     if "refused" in answer:
         raise BadUsage(f"the model cannot become {work}: {answer['refused']}")

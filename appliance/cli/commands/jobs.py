@@ -144,7 +144,7 @@ def submit(session: Session, args: Namespace) -> None:
       appliance job submit --model smollm2-135m --method reinforcement --file prompts.jsonl --grader grader.json
       appliance job submit --model smollm2-135m --method distillation --file prompts.jsonl --teacher fraud@v2
       appliance job submit --model smollm2-135m --file today.jsonl --publish-as fraud --gate eval_abc123   if not worse
-      appliance job submit --model smollm2-135m --file a.jsonl --priority 5 --deadline 8h --sizes 2,4 --no-preemptible
+      appliance job submit --model smollm2-135m --file a.jsonl --priority 5 --deadline 8h --no-preemptible
     """
     block = picked(args, "grader response_format teacher")
     block["hyperparameters"] = hyperparameters(args) | picked(args, "publish")
@@ -177,7 +177,7 @@ COMMANDS["job update"] = Row(
 
     Examples:
       appliance job update ftjob-abc123 --priority 10 --deadline 2026-11-22T06:00 --max-devices 4
-      appliance job update ftjob-abc123 --deadline none --sizes none     takes both away""",
+      appliance job update ftjob-abc123 --deadline none     takes it away""",
     "{id} is changed",
     (JOB, *_DEVICES),
 ).command()

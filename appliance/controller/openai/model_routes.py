@@ -48,10 +48,14 @@ def routes(context: ControllerContext) -> APIRouter:
 
     @router.get("/{name:path}/archive")
     @needs(FINE_TUNING)
-    def download(name: str, caller: Caller, request: Request) -> StreamingResponse:
+    def download(name: str, caller: Caller, request: Request, base: bool = False) -> StreamingResponse:
         """The files of a version as a tar file, for the model's owner; of a base model for all who may use it. `Range`
-        resumes a download that broke off."""
+        resumes a download that broke off. base: the version that this adapter belongs to."""
         found = usable_model(db, caller, name)
+        if base:
+            if (adapter := found.version.meta.get("adapter")) is None:
+                raise BadRequest(f"{shown(name)} is not an adapter.", param="base", code="invalid_value")
+            found = usable_model(db, caller, f"{adapter['base']}@{adapter['base_version']}")
         if found.model.kind != "base":
             _refuse_unless_own(found.model, caller, "download")
         asked = request.headers.get("range"), request.headers.get("if-range")

@@ -135,15 +135,45 @@ async def test_look_kills_only_after_a_long_silence(monkeypatch):
     assert len(process.said) == 1
 
 
-async def test_a_process_that_keeps_failing_ends_the_box(tmp_path, monkeypatch):
+async def test_process_that_keeps_failing_ends_the_box(tmp_path):
     paths = BoxPaths.of(tmp_path / "box", tmp_path)
     paths.create()
     stopped = []
     box = Box(BoxConfig(), paths, BoxState(paths.state_file), lambda: stopped.append(1))
-    trouble = {"name": "ray", "since_s": 0.0, "why": "ray ended with 1", "failures": HOPELESS - 1, "next_try_s": 1.0}
-    monkeypatch.setattr(box._background, "degraded", lambda: [trouble])
+    box._ray.failures = HOPELESS - 1
     await box._tell_troubles()
     assert stopped == []
-    trouble["failures"] += 1
+    box._ray.failures += 1
     await box._tell_troubles()
-    assert stopped == [1] and "ray ended with 1" in box.hopeless
+    assert stopped == [1] and "ray failed" in box.hopeless
+
+
+async def test_slow_failures_to_start_count_until_a_steady_run(monkeypatch):
+    now_s, failures = 0.0, []
+
+    class Ended:
+        pid, returncode = 0, 1
+
+        async def wait(self):
+            nonlocal now_s
+            now_s += 1000.0 if len(failures) == 5 else 0.0
+            return 1
+
+    async def start():
+        nonlocal now_s
+        now_s += 100.0
+        failures.append(process.failures)
+        if 1 < len(failures) < 5:
+            raise OSError(12, "Cannot allocate memory")
+        if len(failures) > 5:
+            await asyncio.Event().wait()
+        return Ended()
+
+    monkeypatch.setattr(supervised_process, "kill_group", lambda _pid: None)
+    background = BackgroundTasks(lambda: now_s, lambda _seconds: asyncio.sleep(0))
+    process = Supervised("ray", start, background, lambda _: None, None, lambda: now_s)
+    await process.begin()
+    while len(failures) < 6:
+        await asyncio.sleep(0)
+    await background.stop()
+    assert failures == [0, 1, 2, 3, 4, 1]

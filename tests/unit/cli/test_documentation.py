@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import re
 import shlex
@@ -45,19 +46,23 @@ def test_every_file_that_the_documents_name_is_there():
 
 
 def typed() -> list[tuple[str, str]]:
-    """(file, command line) of all that people are shown to type: code blocks of the documents, templates, units."""
+    """(file, command line) of all that people are shown to type: help, code blocks of the documents, templates,
+    units."""
     found = []
     for page in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "images").rglob("README.md")):
         blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.S | re.M)
         found += [(page.name, line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     for file in (*(ROOT / "appliance" / "templates").glob("*.toml"), *(ROOT / "images").rglob("*.s*")):
         found += [(file.name, line.lstrip("# ")) for line in file.read_text().splitlines()]
+    for name, command in COMMANDS.items():
+        examples = inspect.cleandoc(command.help).partition("Examples:\n")[2]
+        found += [(f"{name} --help", line.strip()) for line in examples.splitlines()]
     return [(name, line.removeprefix("$ ")) for name, line in found if re.match(r"(\$ )?appliance [a-z-]", line)]
 
 
 def fault(line: str) -> str:
     """Why a command line is none of the box's; values are not looked at, only words and options."""
-    words = shlex.split(re.split(r" (?:&&|\||>|<) |;| {2,}[^-\"\[]", line)[0], comments=True)[1:]
+    words = shlex.split(re.split(r" (?:&&|\|\|?|>|<) |;| {2,}[^-\"\[]", line)[0], comments=True)[1:]
     words = [word for word in words if word not in ("...", "…") and not word.startswith("[")]
     while words[0] in ("--url", "--api-key", "--data-dir"):  # these may stand before the command
         words = words[2:]

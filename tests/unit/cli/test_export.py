@@ -11,8 +11,10 @@ from safetensors.numpy import load_file, save_file
 
 from appliance.cli import client as client_module
 from appliance.cli.client import Client
+from appliance.cli.commands import export as export_module
 from appliance.cli.errors import BadUsage
 from appliance.store.objects import models
+from appliance.store.rows import VersionRow
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.controller.conftest import insert_model
 from weights.tiers.directory import seal_dir
@@ -50,6 +52,39 @@ def test_export_of_a_damaged_file_leaves_nothing(box, tmp_path):
     result = box.run("model", "export", "m", "--to", str(target))
     assert result.exit_code == 1 and "config.json" in result.stderr
     assert not target.exists() and not list(tmp_path.glob(".out*"))
+
+
+def test_merged_export_adds_an_adapter_to_the_version_of_its_base(box, tmp_path, monkeypatch):
+    stored(box, "org/base", tmp_path / "v1")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    save_file({"w": np.zeros(3, dtype=np.float32)}, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "hub/another-name"}')
+    seal_dir(adapter, kind="adapter", model="mine", version="v1")
+
+    def insert() -> None:
+        db, meta = box.context.db, {"adapter": {"base": "org/base", "base_version": "v1", "rank": 4}}
+        insert_model(db, "mine", kind="fine-tuned", base="org/base", versions=("v0",))
+        models.insert_version(db, VersionRow("mine", "v1", "test", 1, 1.0, str(adapter), meta=meta))
+        models.insert_version(db, VersionRow("org/base", "v2", "test", 1, 2.0, str(tmp_path / "none")))
+        for name, version in (("mine", "v1"), ("org/base", "v2")):
+            models.activate(db, name, version)
+
+    def remake(work: str, base: Path, adapter: Path, target: Path) -> None:
+        assert (work, (adapter / "adapter_config.json").exists()) == ("merge", True)
+        base.rename(target)
+
+    box.do(insert)
+    monkeypatch.setattr(export_module, "_remake", remake)
+    shown = box.json("model", "export", "mine", "--to", str(tmp_path / "out"), "--format", "merged")
+    assert shown["files"] == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"messages": [1]}', '{"messages": [{"content": "x"}]}', "\n"])
+def test_quantize_refuses_a_file_without_chats_before_it_downloads(box, tmp_path, text):
+    (tmp_path / "chats.jsonl").write_text(text)
+    compare = ("--compare", str(tmp_path / "chats.jsonl"))
+    assert box.run("model", "quantize", "none", "--form", "int8", *compare).exit_code == BadUsage.exit_code
 
 
 @pytest.fixture

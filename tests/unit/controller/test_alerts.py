@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.alerts import SETTLE_S, Known, Message, Problem, Undelivered, send, step, webhook_body
+from appliance.alerts import SETTLE_S, Known, Message, Problem, Undelivered, channels, send, step, webhook_body
 from appliance.config import AlertSettings
 from appliance.controller import alerts
 from appliance.store.objects import jobs
@@ -133,18 +133,16 @@ def mail_server() -> Iterator[tuple[int, list[bytes]]]:
 def test_send_posts_and_mails():
     with http_server(200) as (url, bodies), mail_server() as (port, lines):
         settings = AlertSettings(webhook=url, email=["ops@example.org"], smtp_host="127.0.0.1", smtp_port=port)
-        send(settings, Message("problem", "a", "the disk is full", "remove files"), "box")
+        for channel in channels(settings):
+            send(settings, channel, Message("problem", "a", "the disk is full", "remove files"), "box")
     assert json.loads(bodies[0])["event"] == "problem"
     mail = b"".join(lines)
-    assert b"rcpt TO:<ops@example.org>" in mail and b"What to do: remove files" in mail
+    assert b"rcpt TO:<ops@example.org>" in mail and b"What to do: remove files" in mail and b"\nDate: " in mail
 
 
-def test_send_names_the_receiver_that_refuses_and_tries_the_others():
-    with http_server(500) as (url, _), mail_server() as (port, lines):
-        settings = AlertSettings(webhook=url, email=["ops@example.org"], smtp_host="127.0.0.1", smtp_port=port)
-        with pytest.raises(Undelivered, match="webhook: .*500"):
-            send(settings, Message("test", "test", "a test"), "box")
-    assert b"data\r\n" in lines
+def test_send_names_the_channel_that_refuses():
+    with http_server(500) as (url, _), pytest.raises(Undelivered, match="webhook: .*500"):
+        send(AlertSettings(webhook=url), "webhook", Message("test", "test", "a test"), "box")
 
 
 def test_problems_are_read_from_the_state_of_the_box():
@@ -186,3 +184,19 @@ async def test_look_sends_a_failed_job_once_and_keeps_what_was_not_delivered(con
         await watch.look()
         await watch.look()
     assert [json.loads(body)["id"] for body in bodies if b"job:" in body] == [f"job:{job_id}"]
+
+
+async def test_look_with_a_mail_server_that_is_down_repeats_nothing_by_webhook(control):
+    jobs.set_phase(control.db, await control.job(), "failed", error={"code": "x", "message": "no memory"})
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with http_server(200) as (url, bodies):
+        settings = AlertSettings(webhook=url, email=["ops@example.org"], smtp_host="127.0.0.1", smtp_port=port)
+        for _ in range(2):
+            with pytest.raises(Undelivered, match="e-mail: ConnectionRefusedError"):
+                await alerts.Alerts(control.context, settings).look()
+        assert len([body for body in bodies if b"job:" in body]) == 1
+    with mail_server() as (port, lines):
+        settings = AlertSettings(email=["ops@example.org"], smtp_host="127.0.0.1", smtp_port=port)
+        await alerts.Alerts(control.context, settings).look()
+    assert b"no memory" in b"".join(lines)
