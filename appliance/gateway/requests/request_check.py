@@ -126,7 +126,7 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
         transcript = of_response(given, stores=route.name == RESPONSES)
     elif route.name == CHAT and given.get("store"):
         transcript = of_completion(given)
-    stream = data.get("stream", False)
+    stream = route.task != "embed" and data.get("stream", False)  # no engine streams embeddings
     limit = next((data[n] for n in ("max_completion_tokens", "max_tokens", "max_output_tokens") if data.get(n)), 0)
     several = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
     text_length = max(map(len, prompt)) if several else body_bytes - media_chars
@@ -277,9 +277,9 @@ def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, 
 def _enforced_tools(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Schemas of strict tools, those of namespaces too; a tool whose call is demanded is strict (normalize.py)."""
     for place, tool in enumerate(data.get("tools", ())):
-        inner = tool.get("tools") if tool.get("type") == "namespace" else ()
+        inner = tool["tools"] if tool.get("type") == "namespace" else ()
         # In `function` (chat), or in the tool itself (Responses, Anthropic): an engine may read either.
-        for holder in (tool, tool.get("function"), *(inner if isinstance(inner, list) else ())):
+        for holder in (tool, tool.get("function"), *inner):
             if isinstance(holder, dict) and holder.get("strict"):
                 for name in ("parameters", "input_schema"):
                     yield f"tools[{place}].{name}", holder.get(name)

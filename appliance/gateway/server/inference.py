@@ -349,6 +349,8 @@ class Inference:
         most = _TOKEN_IDS_BYTES if counts else most
         body = await read_up_to(response.content, most + 1)
         self._begun(choice)
+        if exchange.head_sent:
+            raise errors.engine_failed()  # comments have opened a stream, and the engine gave a plain answer
         kind = response.headers.get("content-type", "application/json").encode("latin-1")
         headers = [(VERSION, exchange.model_version.encode("latin-1"))]
         if len(body) <= most:
