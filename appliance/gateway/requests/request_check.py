@@ -206,14 +206,14 @@ def with_fields(body: bytes, **fields: Any) -> bytes:
 
 def check_depth(root: Any, most: int, param: str | None = None) -> None:
     """Raises HttpError 400. Without recursion, because a client chooses the depth."""
-    stack, found = [(root, 1)], 0
+    stack, containers = [(root, 1)], 0
     while stack:
         node, depth = stack.pop()
-        found += 1
+        containers += 1
         if depth > most:
             text = f"The request body is nested deeper than {most} levels."
             raise errors.bad_request(text, param=param, code="invalid_json")
-        if found > _MOST_NESTED:
+        if containers > _MOST_NESTED:
             text = f"The request body holds more than {_MOST_NESTED} lists and objects. Send several smaller requests."
             raise errors.bad_request(text, param=param, code="too_many_values")
         values = node.values() if isinstance(node, dict) else node
@@ -232,11 +232,11 @@ def check_structure(data: dict[str, Any], json_depth: int) -> None:
                 code="unsupported_schema_keyword",
             )
     forms = [*schemas, *_enforced_tools(data)]
-    for what, measure, most in _MOST:
+    for unit, measure, most in _MOST:
         sizes = [measure(form) for _, form in forms]
         if sum(sizes) > most:
             raise errors.bad_request(
-                f"The request has {sum(sizes)} {what} that an engine compiles, at most {most} are allowed. "
+                f"The request has {sum(sizes)} {unit} that an engine compiles, at most {most} are allowed. "
                 "Ask for a simpler form.",
                 param=forms[sizes.index(max(sizes))][0].partition(".")[0],
                 code="structure_too_complex",
