@@ -107,7 +107,7 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
     fields = {name: value for name, value in given.items() if value is not None}
     check_fields(route.name, fields)
     data, ignored = normalize(route.name, fields)
-    if _FORMS & data.keys():
+    if _FORMS & data.keys() or route.engine_path.startswith(b"/v1/messages"):  # whose messages may define tools
         check_structure(data, limits.json_depth)
     prompts = [data.get(name) for name in ("messages", "input", "prompt")]
     prompt = next(filter(None, prompts), "")
@@ -276,13 +276,19 @@ def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, 
 
 def _enforced_tools(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Schemas of strict tools, those of namespaces too; a tool whose call is demanded is strict (normalize.py)."""
-    for place, tool in enumerate(data.get("tools", ())):
+    tools = [(f"tools[{place}]", tool) for place, tool in enumerate(data.get("tools", ()))]
+    for place, message in enumerate(data.get("messages", ())):  # Anthropic's blocks `tool_addition`
+        blocks = message.get("content")
+        added = [block.get("tool") for block in blocks if isinstance(block, dict)] if isinstance(blocks, list) else []
+        tools += [(f"messages[{place}]", tool.get("definition")) for tool in added if isinstance(tool, dict)]
+    for place, tool in tools:
+        tool = tool if isinstance(tool, dict) else {}
         inner = tool["tools"] if tool.get("type") == "namespace" else ()
         # In `function` (chat), or in the tool itself (Responses, Anthropic): an engine may read either.
         for holder in (tool, tool.get("function"), *inner):
             if isinstance(holder, dict) and holder.get("strict"):
                 for name in ("parameters", "input_schema"):
-                    yield f"tools[{place}].{name}", holder.get(name)
+                    yield f"{place}.{name}", holder.get(name)
 
 
 # -- images and sounds

@@ -349,3 +349,6 @@ def test_structure_that_ends_an_engine_is_refused(schema: dict[str, Any]) -> Non
         assert refusal(CHAT, **fields).code == "structure_too_complex"
     space = {"type": "namespace", "name": "s", "tools": [{"type": "function", "name": "f", "parameters": schema}]}
     assert refusal(RESPONSES, tools=[space], tool_choice="required").code == "structure_too_complex"
+    change = {"type": "tool_definition", "definition": {"name": "f", "strict": True, "input_schema": schema}}
+    added = [{"role": "system", "content": [{"type": "tool_addition", "tool": change}]}]
+    assert refusal(MESSAGES, messages=added).code == "structure_too_complex"
