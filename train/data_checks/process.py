@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from runtime.processes.bounds import Bounds
+from runtime.processes.ended import heard_out
 from train.data.check import COUNTED_EXAMPLES, Count, DataReport, Heard, check_training_file
 from train.data.formats import Record
 from train.methods import methods
@@ -69,19 +69,20 @@ def answer_of(status: int, out: bytes, err: bytes) -> dict[str, Any]:
     raise (BadOption if answer["bad_option"] else CheckFailed)(answer["error"])
 
 
-def check_apart(path: Path, **how: Any) -> DataReport:
-    """`checked`, in a process. A file that takes more than the limits is a bad one. Raises OSError."""
+async def check_apart(path: Path, **how: Any) -> DataReport:
+    """`checked`, in a process that ends when this is cancelled. A file that takes more than the limits is a bad one.
+    Raises OSError."""
     job = {"path": path, **how}
     request = {"job": {name: str(value) if isinstance(value, Path) else value for name, value in job.items()}}
-    done = subprocess.run(command_of(request), stdin=subprocess.DEVNULL, capture_output=True)
+    status, out, _ = await heard_out(*command_of(request))
     try:
-        found = json.loads(done.stdout)
+        found = json.loads(out)
         return DataReport(**{**found, "errors": [(line, reason) for line, reason in found["errors"]]})
     except (ValueError, TypeError, KeyError):
         if not path.exists():
             raise FileNotFoundError(f"{path} was deleted while it was checked") from None
         report = DataReport()
-        report.add_error(1, f"the file could not be checked with {BOUNDS.how_it_ended(done.returncode)}")
+        report.add_error(1, f"the file could not be checked with {BOUNDS.how_it_ended(status)}")
         return report
 
 
