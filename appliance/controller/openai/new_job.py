@@ -66,6 +66,7 @@ def insert_job(context: ControllerContext, body: JobCreate, asked: Asked, caller
     if body.validation_file is not None:
         data["validation_file"] = _data_file(context, body.validation_file, "validation_file", caller)
     wish, nodes = settings.Wish(body.min_devices, body.max_devices), settings.nodes_of(context)
+    wish.check(None, nodes)  # before the batch size that follows from it
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
         seen = _seen(data["training_file"])
