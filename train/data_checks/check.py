@@ -148,6 +148,8 @@ class Check:
 def _texts_of(made: Record) -> tuple[str, str]:
     """The text of a converted example without its system prompts, which many examples share; and these, with what a
     grader sees of it."""
+    if "text" in made:
+        return made["text"], ""
     body, shared = [], []
     for number, chat in enumerate(made.get("sequences", (made,))):
         # The sequences of a pair share their prompt.
