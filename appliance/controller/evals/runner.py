@@ -26,9 +26,9 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed, finished
 from appliance.controller.evals import shapes
 from appliance.controller.evals.shapes import Entry, FileContent, FileId, Jsonl, Sampled, sample_object, sample_of
-from appliance.controller.grading.given import MAX_DEPTH
+from appliance.controller.grading.checks import MAX_DEPTH
 from appliance.controller.grading.grading import Grading, Judged
-from appliance.controller.http.strict_body import meant
+from appliance.controller.http.strict_body import first_error
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.ids import new_id
@@ -134,7 +134,7 @@ class EvalRunner:
                     await self._check_data(row, of, source)
                 # Code may take minutes for a sample: jobs grade in between, and no call gives up the rest of it.
                 together = MOST_TIMEOUTS if any(map(sources, graders)) else AT_ONCE
-                async with aclosing(finished(self._left(row, source, graders), AT_ONCE)) as groups:
+                async with aclosing(finished(self._unjudged(row, source, graders), AT_ONCE)) as groups:
                     async for answered in groups:
                         for first in range(0, len(answered), together):
                             judged = await self._graded(row, graders, answered[first : first + together])
@@ -206,18 +206,18 @@ class EvalRunner:
 
     # --- judging
 
-    def _left(
+    def _unjudged(
         self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader]
     ) -> Iterator[Coroutine[Any, Any, Answered]]:
-        """Asks models about each item that has no row. Raises TaskFailed."""
+        """Make the sample of each item that has no row, with the answers of judges. Raises TaskFailed."""
         have = evals.passed(self._db, row.id)
         for place, (entry, _) in enumerate(self._entries(row, source.source)):
             if place % AT_ONCE == 0:
                 self._check_bytes(row)
             if place not in have:
-                yield self._answered(row, source, graders, place, entry)
+                yield self._sampled(row, source, graders, place, entry)
 
-    async def _answered(
+    async def _sampled(
         self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader], place: int, entry: Entry
     ) -> Answered:
         item = entry.item
@@ -324,7 +324,7 @@ def _entry(number: int, line: bytes) -> Entry:
     except orjson.JSONDecodeError as error:
         raise TaskFailed("invalid_data", f"Line {number} is not JSON: {error}.") from None
     except ValidationError as error:
-        first = meant(error.errors(include_url=False, include_input=False))
+        first = first_error(error.errors(include_url=False, include_input=False))
         where = ".".join(map(str, first["loc"])) or "the line"
         why = f'is not {{"item": {{...}}, "sample": {{...}}}}: {where}: {first["msg"]}'
         raise TaskFailed("invalid_data", f"Line {number} {why}.") from None
