@@ -37,8 +37,6 @@ Convert = Callable[[Record, str], Record]
 Count = Callable[[Record], list[list[int]]]
 Refuses = Callable[[str], str | None]
 """`Method.refuses`."""
-Heard = Callable[[int, float], None]
-"""How far a check is: examples, good or bad, and the share of the file that they are, at most 1."""
 
 
 @dataclass
@@ -130,26 +128,23 @@ def check_training_file(
     convert: Convert = to_chat,
     count: Count | None = None,
     counted: int = COUNTED_EXAMPLES,
-    heard: Heard | None = None,
     refuses: Refuses | None = None,
 ) -> DataReport:
     """Read the whole file and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
 
     `convert` (train.methods: a method's, or that of all) makes what is written of a record; `refuses`: as
     `read_examples` has it. `count` gives the tokens of each sequence of each row of a converted record, for `counted`
-    records, BadRecord if the model's chat template or the method refuses it; without it they are estimated. `heard` is
-    called after each example. The chat file exists afterwards only if the report is `ok`. Raises OSError if the file is
-    unreadable.
+    records, BadRecord if the model's chat template or the method refuses it; without it they are estimated. The
+    chat file exists afterwards only if the report is `ok`. Raises OSError if the file is unreadable.
     """
-    report, tokens, read_bytes = DataReport(), _Tokens(count, counted), 0
-    partial, size = Path(f"{chat_path}.partial"), max(1, os.stat(path).st_size)
+    report, tokens, partial = DataReport(), _Tokens(count, counted), Path(f"{chat_path}.partial")
     with ExitStack() as stack:
         output = None
         if chat_path:
             stack.callback(partial.unlink, missing_ok=True)
             number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             output = stack.enter_context(os.fdopen(number, "wb"))
-        for seen, read in enumerate(read_examples(path, convert, refuses, max_example_bytes), 1):
+        for read in read_examples(path, convert, refuses, max_example_bytes):
             report.shape = read.shape or report.shape
             try:
                 if read.bad is not None:
@@ -162,9 +157,6 @@ def check_training_file(
                 report.add_error(read.line, str(bad))
                 if isinstance(bad, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
                     break
-            read_bytes += len(read.raw)
-            if heard is not None:
-                heard(seen, min(1.0, read_bytes / size))
         _summarise(report)
         if output and chat_path and report.ok:
             output.flush()

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from runtime.processes.bounds import Bounds
 from runtime.processes.ended import heard_out
-from train.data.check import COUNTED_EXAMPLES, Count, DataReport, Heard, check_training_file
+from train.data.check import COUNTED_EXAMPLES, Count, DataReport, check_training_file
 from train.data.formats import Record
 from train.methods import methods
 from train.methods.method import Method
@@ -91,7 +91,9 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     try:
         if "job" in request:
-            answer = asdict(checked(**request["job"], heard=_yield_later))
+            signal.signal(signal.SIGPROF, lambda *_: os.setpriority(os.PRIO_PROCESS, 0, _NICENESS))
+            signal.setitimer(signal.ITIMER_PROF, NICE_AFTER_S)
+            answer = asdict(checked(**request["job"]))
         else:
             os.nice(request.get("niceness", _NICENESS))
             answer = carried_out(request)
@@ -101,19 +103,12 @@ def main() -> None:
     print(json.dumps(answer, ensure_ascii=False))
 
 
-def _yield_later(examples: int, share: float) -> None:
-    """Lower this process's priority when its check takes long."""
-    if time.process_time() >= NICE_AFTER_S:
-        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
-
-
 def checked(
     path: str | Path,
     chat_path: str | Path | None = None,
     method: str | None = None,
     tokenizer: str | Path | None = None,
     cut_at: int | None = None,
-    heard: Heard | None = None,
 ) -> DataReport:
     """`check_training_file` with the method's conversion, or that of all methods, and counting tokens as the ranks will
     if there is a tokenizer (the directory of a model). With `cut_at` those of every example; ones of which the method
@@ -126,7 +121,6 @@ def checked(
         convert=how.convert if method else methods.convert,
         count=_counter(how, encoder, cut_at) if encoder else None,
         counted=COUNTED_EXAMPLES if cut_at is None else sys.maxsize,
-        heard=heard,
         refuses=how.refuses if method else None,
     )
     if encoder and encoder.n_without_tools:
