@@ -257,12 +257,11 @@ def chance_of_errors(new: VersionLoad, old: VersionLoad) -> float:
     or 1 where `new` fails no more often than `old`."""
     requests, errors = new.requests + old.requests, new.errors + old.errors
     if not old.requests or new.errors * requests <= errors * new.requests:
-        return 1.0  # it fails no more often
+        return 1.0
 
     def log_ways(total: int, chosen: int) -> float:
         return math.lgamma(total + 1) - math.lgamma(chosen + 1) - math.lgamma(total - chosen + 1)
 
     log_all, counts = log_ways(requests, errors), range(new.errors, min(errors, new.requests) + 1)
     logs = (log_ways(new.requests, n) + log_ways(old.requests, errors - n) - log_all for n in counts)
-    # Each is smaller than the one before; of a million requests nearly all are nothing.
-    return sum(takewhile(lambda chance: chance > 1e-12, map(math.exp, logs)))
+    return sum(takewhile(lambda chance: chance > 1e-12, map(math.exp, logs)))  # each is smaller than the one before

@@ -58,13 +58,13 @@ def routes(context: ControllerContext) -> APIRouter:
         found = usable_model(db, caller, name)
         if found.model.kind != "base":
             _refuse_unless_own(found.model, caller, "download")
-        wanted = request.headers.get("range"), request.headers.get("if-range")
-        folder = found.version.disk_path
         try:
-            if folder is not None and Path(folder).is_dir():
-                return archive.answer(Archive.of(Path(folder)), name, *wanted)
-            lease = take_lease(context.tiers.bring_in(name_of(found.version)))
-            return archive.answer(Archive.of(lease.path, lease), name, *wanted)
+            folder, lease = Path(found.version.disk_path or ""), None
+            if not found.version.disk_path or not folder.is_dir():
+                lease = take_lease(context.tiers.bring_in(name_of(found.version)))
+                folder = lease.path
+            wanted = request.headers.get("range"), request.headers.get("if-range")
+            return archive.answer(Archive.of(folder, lease), name, *wanted)
         except (LookupError, WeightsError, OSError) as error:  # its text may name paths of the box
             log.warning("%s cannot be downloaded: %s", name, error)
             text = f"The files of {shown(name)} cannot be read now; ask again later."
