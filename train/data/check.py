@@ -128,7 +128,6 @@ def check_training_file(
     convert: Convert = to_chat,
     count: Count | None = None,
     counted: int = COUNTED_EXAMPLES,
-    after_each: Callable[[], None] = lambda: None,
     refuses: Refuses | None = None,
 ) -> DataReport:
     """Read the whole file and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
@@ -158,7 +157,6 @@ def check_training_file(
                 report.add_error(read.line, str(bad))
                 if isinstance(bad, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
                     break
-            after_each()
         _summarise(report)
         if output and chat_path and report.ok:
             output.flush()
