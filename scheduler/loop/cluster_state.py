@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
@@ -49,9 +48,12 @@ class ClusterState:
     def _merge(self, observed: Box, busy: frozenset[Holder]) -> None:
         """Apply the observed state of every holder except those whose moves changed it during the reading."""
         now_s, old = self._clock(), self.box
-        replicas: dict[str, ReplicaView] = {}
+        replicas = {r.id: r for r in old.replicas.values() if Holder("replica", r.id) in busy}
+        groups = {g.job_id: g for g in old.groups.values() if Holder("job", g.job_id) in busy}
         for seen in observed.replicas.values():
             known = old.replicas.get(seen.id)
+            if Holder("replica", seen.id) in busy:
+                continue
             if known is None:
                 replicas[seen.id] = replace(seen, since_s=now_s, answered=True)
             elif not seen.answered or seen.state == known.state == "dead":
@@ -62,20 +64,16 @@ class ClusterState:
                 since_s = known.since_s if seen.state == known.state else now_s
                 replicas[seen.id] = replace(seen, since_s=since_s, refused=known.refused)
         for known in old.replicas.values():
-            if known.id not in observed.replicas and known.awake and Holder("replica", known.id) not in busy:
+            if known.id not in observed.replicas and known.id not in replicas and known.awake:
                 replicas[known.id] = self._dead(known, "its supervisor is gone", "outside")
-        since = {group.job_id: group.since_s for group in old.groups.values()}
-        groups = {g.job_id: replace(g, since_s=since.get(g.job_id, now_s)) for g in observed.groups.values()}
-        for holder in busy:
-            views: dict[str, Any] = replicas if holder.kind == "replica" else groups
-            before: Mapping[str, Any] = old.replicas if holder.kind == "replica" else old.groups
-            views.pop(holder.id, None)
-            if holder.id in before:
-                views[holder.id] = before[holder.id]
+        for group in observed.groups.values():
+            if Holder("job", group.job_id) not in busy:
+                before = old.groups.get(group.job_id)
+                groups[group.job_id] = replace(group, since_s=before.since_s if before is not None else now_s)
         self.box = Box(observed.devices, replicas, groups)
         for group in groups.values():
-            known_group = old.groups.get(group.job_id)
-            if group.ended is not None and (known_group is None or known_group.ended is None):
+            before = old.groups.get(group.job_id)
+            if group.ended is not None and (before is None or before.ended is None):
                 self._group_ended(group, group.ended)
 
     def _dead(self, replica: ReplicaView, reason: str, blame: Blame) -> ReplicaView:

@@ -165,10 +165,9 @@ class SchedulerLoop(ClusterState):
                 if self._crash is not None:
                     raise self._crash
                 generation = self._inbox.generation
-                if self._clock() >= self.look_again_s:
+                while self._clock() >= self.look_again_s:  # again where a move ended during it
                     await self.look(self._transitions)
-                rests = not self._round() and not self._transitions and not self._running
-                if rests and self._clock() < self.look_again_s:
+                if not self._round() and not self._transitions and not self._running:
                     self._settled = max(self._settled, generation)
                 async with self._round_done:
                     self._round_done.notify_all()

@@ -100,7 +100,7 @@ class Groups:
 
     async def _start_group(self, job_id: str, device_ids: tuple[str, ...], run: str) -> Detail:
         running = self._groups.get(job_id)
-        if running is not None and running.run == run:
+        if running is not None and (running.run == run or running.ended is not None):
             return None
         node_config = self._nodes.config_of(device_ids)
         await self._nodes.wait_warm(node_config, "train")
@@ -250,7 +250,7 @@ class Groups:
         look = device_id in self._seen and not patient
         try:
             call = self._host(device_id).call("status")
-            status = await within(call, LOOK_S if look else ANSWER_S)
+            status = await within(call, RANK + device_id, LOOK_S if look else ANSWER_S)
             self._seen.add(device_id)
             return status
         except EffectFailed as error:

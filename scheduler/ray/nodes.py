@@ -109,7 +109,7 @@ class Nodes:
                 await _answer(actor.end.remote())  # it dies of it, or is asked again by the next look
             elif name not in before:
                 await self._take_in(name, actor, alive)
-        for name, known in self._known.items():
+        for name, known in list(self._known.items()):  # two looks may run at once
             if name not in agents:  # only its agent died: engines and ranks there continue
                 try:
                     known.actor = await _start(known.config, known.ray_id)
@@ -169,7 +169,7 @@ class Nodes:
 
     async def of_store(self, name: str, method: str, *arguments: Any) -> Any:
         """What the store of weights on a node answers. Raises EffectFailed."""
-        return await within(self.on(name, "of_store", method, *arguments))
+        return await within(self.on(name, "of_store", method, *arguments), NODE + name)
 
     async def forget(self, names: Collection[Name]) -> None:
         """Have the other nodes remove their copies of what was deleted at home. One that does not answer is named in
@@ -185,7 +185,7 @@ class Nodes:
 
         async def tell(name: str) -> None:
             try:
-                await within(self.on(name, method, *arguments), seconds)
+                await within(self.on(name, method, *arguments), NODE + name, seconds)
             except EffectFailed as error:
                 log.warning("%s may stay there: %s", left, error.reason, extra={"node": name})
 

@@ -323,14 +323,14 @@ class Replicas:
             return None
         last, asked = engine.seen, engine.supervisor.call("status")
         try:
-            status = await within(asked, ANSWER_S if last is None else LOOK_S)
+            status = await within(asked, REPLICA + replica_id, ANSWER_S if last is None else LOOK_S)
         except EffectFailed as error:
             if last is None:
                 raise
             log.warning("%s", error, extra={"replica": replica_id})
             return replace(last, answered=False)
-        except (SupervisorDied, RayError):
-            return ReplicaView(replica_id, "", "", "dead", (), failed="its supervisor is gone", blame="outside")
+        except (SupervisorDied, RayError) as error:
+            return ReplicaView(replica_id, "", "", "dead", (), failed=first_line(error), blame="outside")
         state, node = status["state"], status["node"]
         engine.node_config = self._nodes.config(node) or engine.node_config
         if status.get("silent", False) != engine.hanging:
@@ -338,6 +338,8 @@ class Replicas:
             self._routing.avoid(replica_id, engine.hanging)
         if state not in ("dead", "starting"):  # whoever starts it hears of its end
             self._watch(replica_id, engine)
+        elif engine.watcher is not None:  # it has the cause in a moment
+            await asyncio.wait({engine.watcher}, timeout=LOOK_S)
         if state == "ready" and (routed := self._routing.version(replica_id)):
             state = "open"
             if routed != status["version"]:  # a swap whose step was over before the engine was done
@@ -362,7 +364,7 @@ class Replicas:
 
         async def ask_one(replica_id: str, engine: _Engine) -> None:
             with contextlib.suppress(SupervisorDied, RayError, EffectFailed):
-                status = await within(engine.supervisor.call("status"), LOOK_S)
+                status = await within(engine.supervisor.call("status"), REPLICA + replica_id, LOOK_S)
                 found[replica_id] = status["rss_bytes"]
 
         await asyncio.gather(*(ask_one(*known) for known in list(self._engines.items())))

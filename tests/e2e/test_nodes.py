@@ -160,14 +160,14 @@ class Runs:
 
     async def prepare(self, job_id): ...
 
-    def spec(self, job_id):
+    def spec(self, job_id, device_kind):
         from train.plan.spec import TrainSpec
 
         folder = self.jobs_dir / job_id
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "train.jsonl").write_text("{}")
         return TrainSpec(
-            job_id, str(self.base), str(folder / "train.jsonl"), str(folder), "/shm", "out", device_kind="cpu"
+            job_id, str(self.base), str(folder / "train.jsonl"), str(folder), "/shm", "out", device_kind=device_kind
         )
 
     def taken(self, job_id):
@@ -177,6 +177,8 @@ class Runs:
         return None
 
     def on_event(self, job_id, event): ...
+
+    async def answer(self, job_id, question): ...
 
     async def will_succeed(self, job_id): ...
 
