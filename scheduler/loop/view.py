@@ -8,13 +8,7 @@ from typing import Any
 
 from scheduler.core.failures import Failure, Failures
 from scheduler.core.inventory import CORDONED, Device, Holder
-from scheduler.core.workload import (
-    Allocation,
-    DeploymentView,
-    JobView,
-    PlanInput,
-    ReplicaView,
-)
+from scheduler.core.workload import Allocation, DeploymentView, JobView, PlanInput, ReplicaView
 from scheduler.handover.effects import Box
 from scheduler.handover.moves import Move
 from scheduler.loop.explain import not_serving
@@ -78,12 +72,12 @@ def replicas(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) ->
     for holder, moving in all_moving.items():
         if holder.kind != "replica":
             continue
-        found = views.get(holder.id)
-        waking = moving.take.plan if moving.take is not None else None
-        if moving.target and waking is not None and found is None:
-            found = replace(waking, state="starting", since_s=now_s)
-        if found is not None:
-            views[holder.id] = replace(found, busy="coming" if moving.target else "leaving")
+        replica = views.get(holder.id)
+        plan = moving.take.plan if moving.take is not None else None
+        if moving.target and plan is not None and replica is None:
+            replica = replace(plan, state="starting", since_s=now_s)
+        if replica is not None:
+            views[holder.id] = replace(replica, busy="coming" if moving.target else "leaving")
     return list(views.values())
 
 

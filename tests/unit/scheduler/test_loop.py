@@ -194,16 +194,16 @@ async def test_what_a_silent_supervisor_holds_stays_as_it_was_known() -> None:
 
 
 @in_virtual_time
-async def test_look_counts_the_death_of_a_moving_engine_once_its_move_has_ended() -> None:
+async def test_observe_counts_the_death_of_a_moving_engine_once_its_move_has_ended() -> None:
     world = World(box_of(1), {"r": FakeReplica("r", "m", "v1", "open", ("n0/0",))})
     effects = FakeEffects(world)
     state = ClusterState(effects, virtual_time.now_s, SchedulerConfig(), FakeStore())
-    await state.look({})
+    await state.observe({})
     before = state.box.replicas["r"]
     effects.kill_replica("r")
-    await state.look({Holder("replica", "r"): None})
+    await state.observe({Holder("replica", "r"): None})
     assert state.box.replicas["r"] == before and not state.failures.models
-    await state.look({})
+    await state.observe({})
     assert state.box.replicas["r"].state == "dead" and state.failures.models["m"].count == 1
 
 
