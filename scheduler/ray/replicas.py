@@ -186,7 +186,7 @@ class Replicas:
 
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
         try:
-            detail = await self._load("swap_replica", replica_id, model, version)
+            detail = await self._load("swap", replica_id, model, version)
         except BaseException:  # also where the time of the step is up
             self._routing.offer_adapters(replica_id)
             raise
@@ -196,22 +196,21 @@ class Replicas:
             await self._while_alive(replica_id, opening, "right after it loaded the new weights")
         return detail
 
-    async def _load(self, verb: str, replica_id: str, model: str, version: str) -> Detail:
+    async def _load(self, method: str, replica_id: str, model: str, version: str) -> Detail:
         """Have an engine that runs, or sleeps, load a version."""
         engine = self._engines.get(replica_id)
         if engine is None or engine.node_config is None:
             raise EffectFailed("there is no such engine")
         async with self._version_on_node(model, version, engine.node_config) as (path, copied_bytes):
-            if verb == "swap_replica":
+            if method == "swap":
                 # Adapters fit only the weights they were trained on; the engine first finishes its adapter requests.
                 withheld = self._routing.withhold_adapters(replica_id)
                 await self._while_alive(replica_id, withheld, "before it loaded the new weights")
-            load = engine.supervisor.call(verb.removesuffix("_replica"), model, version, str(path))
-            detail = await ask(load)
+            detail = await ask(engine.supervisor.call(method, model, version, str(path)))
         self._watch(replica_id, engine)
         return {**detail, "copied_bytes": copied_bytes}
 
-    wake_replica = partialmethod(_load, "wake_replica")
+    wake_replica = partialmethod(_load, "wake")
 
     async def unload_adapter(self, name: str) -> None:
         """Make every engine unload the adapter `NAME@VERSION` once its requests have ended. Asks all engines; raises
