@@ -109,13 +109,13 @@ class Runner:
         record = HandoverRecord(self.handover.id, reason, "running", now_s, asked_by=asked_by, asked_for=asked_for)
         self._journal.begin(record)
 
-    async def run(self) -> HandoverState:
+    async def run(self) -> None:
+        """Carry out the moves and close the journal record."""
         ends = await asyncio.gather(*map(self._move, self.handover.moves))
         states = {end.state for end in ends}
         state: HandoverState = "failed" if "failed" in states else "done" if states <= {"done"} else "undone"
         errors = "; ".join(end.error for end in ends if end.error and end.state != "skipped")
         self._journal.end(self.handover.id, state, self._now_s(), errors)
-        return state
 
     @property
     def running_steps(self) -> tuple[RunningStep, ...]:

@@ -47,7 +47,7 @@ def as_if_not_begun(
         for take in runner.handover.take:
             transition = others.pop(take.holder, None) if drained in take.needs else None
             if transition is not None and transition.moves > 1:  # it also leaves devices, and continues with that
-                others[take.holder] = Transition(transition.moves - 1, (), None)
+                others[take.holder] = Transition(transition.moves - 1)
     return replace(box, replicas=replicas), others
 
 

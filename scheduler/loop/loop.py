@@ -363,7 +363,7 @@ class SchedulerLoop(ClusterState):
 
     def _launch(self, handover: Handover, reason: str) -> None:
         for move in handover.moves:
-            moving = self._transitions.setdefault(move.holder, Transition(0, (), None))
+            moving = self._transitions.setdefault(move.holder, Transition())
             moving.moves += 1
             if move.side == "take":
                 moving.target, moving.take = move.devices, move

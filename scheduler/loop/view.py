@@ -22,9 +22,9 @@ class Transition:
     """A holder that a hand-over is moving: `moves` still to end, `target` the devices it will hold (if any). `over`: it
     ended by itself before it was suspended."""
 
-    moves: int
-    target: tuple[str, ...]
-    take: Move | None
+    moves: int = 0
+    target: tuple[str, ...] = ()
+    take: Move | None = None
     over: bool = False
 
 
