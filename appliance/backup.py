@@ -161,9 +161,9 @@ def restore(place: Objects, name: str | None, data_dir: Path, *, report: Report 
     partial = data_dir.with_name(f".{data_dir.name}.restoring-{secrets.token_hex(4)}")
     partial.mkdir(mode=0o700)
     try:
-        done = 0
+        done, of = 0, found.bytes
         for file in found.files:
-            report(done, found.bytes)
+            report(done, of)
             _restore_file(place, file, partial)
             done += file.bytes
         if data_dir.exists():

@@ -76,13 +76,7 @@ def prepare(paths: BoxPaths, address: str, port: int) -> None:
 
 def invite(paths: BoxPaths, name: str, address: str) -> Invitation:
     """Raises InvitationError."""
-    _check(name)
-    folder = paths.certificates
-    if not (folder / "head").exists():
-        raise InvitationError(
-            f"no other machine can join the box on {paths.data_dir}: set node_address in [box] of its appliance.toml, "
-            "then restart it"
-        )
+    folder = _check(paths, name)
     certificate, key = _certificate(name, _addresses(address), folder)
     _write_removed(paths, removed(paths) - {name})
     head, authority = (folder / "head").read_text(), (folder / "ca.pem").read_text()
@@ -91,7 +85,7 @@ def invite(paths: BoxPaths, name: str, address: str) -> Invitation:
 
 def remove(paths: BoxPaths, name: str) -> None:
     """From now on the box ends this node whenever it joins, until it is invited again. Raises InvitationError."""
-    _check(name)
+    _check(paths, name)
     _write_removed(paths, removed(paths) | {name})
 
 
@@ -105,11 +99,18 @@ def _write_removed(paths: BoxPaths, names: frozenset[str]) -> None:
     replace_file(paths.certificates / "removed", "\n".join(sorted(names)).encode(), durable=True)
 
 
-def _check(name: str) -> None:
+def _check(paths: BoxPaths, name: str) -> Path:
+    """The folder of the authority. Raises InvitationError."""
     if not NODE_NAME.fullmatch(name) or name == HOME_NODE:
         raise InvitationError(
             f"the node's name is {name!r}; expected small letters, digits and dashes, and not {HOME_NODE}, the box"
         )
+    if not (paths.certificates / "head").exists():
+        raise InvitationError(
+            f"no other machine can join the box on {paths.data_dir}: set node_address in [box] of its appliance.toml, "
+            "then restart it"
+        )
+    return paths.certificates
 
 
 def _certificate(name: str, extension: x509.ExtensionType, authority: Path | None) -> tuple[str, str]:

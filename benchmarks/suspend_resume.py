@@ -107,10 +107,8 @@ class Bench:
         while not self.socket.exists():
             assert self.parent.poll() is None, (self.folder / "warm.log").read_text()
             await asyncio.sleep(0.05)
-        group, watcher, _ = await self.start(spec, 4)
-        for count in range(3, STEPS, 3):
-            await watcher.stepped(count)
-            await group.snapshot()
+        group, watcher, _ = await self.start(replace(spec, snapshot_every_s=0.5), 4)
+        await watcher.stepped(STEPS)
         found = {"snapshot_stall_s": watcher.seconds("snapshot"), "publish_stall_s": watcher.seconds("published")}
         found |= await self.moved(group, spec, 4, rounds)
         spec = replace(spec, batch_size=8, job_id="eight", run_dir=f"{spec.run_dir}8")

@@ -17,7 +17,8 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+PAUSES_S = (1.0, 60.0)
+"""Between restarts: the first, and the longest."""
 STEADY_S = 30.0
 """A task that has run this long since its restart has recovered. A task that works in rounds has recovered after the
 first round that succeeds."""
@@ -74,9 +75,11 @@ class BackgroundTasks:
         self._troubles: dict[str, Trouble] = {}
         self._running = RunningTasks()
 
-    def keep(self, name: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Run it, and restart it after every exception, until it returns or is cancelled."""
-        return self._task(name, self._keep(name, run))
+    def keep(
+        self, name: str, run: Callable[[], Awaitable[None]], pauses_s: tuple[float, float] = PAUSES_S
+    ) -> asyncio.Task[None]:
+        """Run it, and restart it after every exception, until it returns or is cancelled. pauses_s: first, longest."""
+        return self._task(name, self._keep(name, run, pauses_s))
 
     def keep_every(
         self, name: str, once: Callable[[], Awaitable[None]], every_s: float, *, at_once: bool = False
@@ -117,15 +120,17 @@ class BackgroundTasks:
     def _task(self, name: str, work: Any) -> asyncio.Task[None]:
         return self._running.add(asyncio.create_task(work, name=name))
 
-    async def _keep(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
-        pause_s = FIRST_PAUSE_S
+    async def _keep(
+        self, name: str, run: Callable[[], Awaitable[None]], pauses_s: tuple[float, float] = PAUSES_S
+    ) -> None:
+        pause_s = pauses_s[0]
         while True:
             began_s = self._clock()
             try:
                 await run()
             except Exception as error:  # noqa: BLE001 - logged, shown and tried again: background tasks are for that
                 if self._clock() - began_s >= STEADY_S:
-                    pause_s = FIRST_PAUSE_S
+                    pause_s = pauses_s[0]
                     self._well(name)
                 if (task := asyncio.current_task()) is not None and task.cancelling():
                     # Begun again it would never end: whoever cancelled it waits for that.
@@ -136,7 +141,7 @@ class BackgroundTasks:
                 self._well(name)
                 return
             await self._sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, pauses_s[1])
             if (trouble := self._troubles.get(name)) is not None:
                 trouble.again_s, trouble.next_try_s = self._clock(), None
 

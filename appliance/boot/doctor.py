@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -32,7 +32,7 @@ from appliance.gateway.server.certificates import SAID_BEFORE_S, Certificate
 from appliance.memory.memory_policy import gb
 from appliance.paths import SHM_MOUNT, BoxPaths
 from runtime.devices.cpu import host_features
-from runtime.devices.kind import DeviceKind, DevicesRefused, Reading
+from runtime.devices.kind import DevicesRefused, Reading
 from runtime.devices.kinds import HOST, kind_of
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import check_build, discover_devices, foreign_use
@@ -43,7 +43,6 @@ State = Literal["ok", "warn", "fail", "skip"]
 DAY_S = 86_400.0
 OPEN_FILES = 65_536  # each engine, rank and client connection takes some
 SYNCS, SYNC_S = 20, 0.010  # each change that the box acknowledges waits for one
-SHM_SHARE = 0.5  # of the host's memory: versions and snapshots are there
 DISK_SHARE = 0.05
 MARGIN_C = 5  # below the temperature at which a device slows down
 BACKUP_LATE_S = 26 * 3600.0  # as the alert BackupOld
@@ -61,6 +60,78 @@ class Finding:
     remedy: str = ""
 
 
+_PAIR = "put a chain and its key into the files that [gateway] tls_cert_path and tls_key_path name"
+TABLE: dict[str, tuple[State, str, str]] = {
+    "devices": ("fail", "devices that can be used", ""),
+    "others' programs": ("warn", "none", "end them: what they hold, engines and ranks will not find"),
+    "processor": (
+        "fail",
+        "avx2",
+        "no engine computes on this processor: each ends by SIGILL. Take a machine with AVX2, or with a GPU",
+    ),
+    "locked memory": (
+        "warn",
+        "unlimited",
+        "LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1: copies to the devices are slower without",
+    ),
+    "memory available": (
+        "warn",
+        "a twentieth of it",
+        "`ps -eo pid,rss,comm --sort=-rss | head` names who has it: end what is not the box's, or give it less to do",
+    ),
+    "swap": (
+        "warn",
+        "less than 1 GB",
+        "engines that are swapped out answer late: `swapoff -a`, with enough memory free",
+    ),
+    "shared memory": (
+        "warn",
+        "half of the memory",
+        "`mount -o remount,size=80% /dev/shm`, or --shm-size of the container: weights are handed over there",
+    ),
+    "disk free": (
+        "fail",
+        f"at least {DISK_SHARE:.0%}",
+        "`appliance tier list` and `appliance file list` show what takes it: `appliance model rm`, "
+        "`appliance file rm`, a shorter [controller.retention], or the data directory on a larger disk",
+    ),
+    "file system": (
+        "fail",
+        "one of this machine",
+        "the database's log wants shared memory of one host: put the data directory on a local disk, and copy it "
+        "away with `appliance backup make PLACE`",
+    ),
+    "disk sync": (
+        "warn",
+        f"under {SYNC_S * 1e3:.0f} ms",
+        "every change waits for it: a local SSD, or find who else writes to this disk",
+    ),
+    "open files": (
+        "warn",
+        f"{OPEN_FILES:,}",
+        f"LimitNOFILE={OPEN_FILES} in the unit, or as root `ulimit -n {OPEN_FILES}` before `appliance up`",
+    ),
+    "port": ("fail", "free, or the box's", ""),
+    "certificate": ("warn", "more than 14 days", f"{_PAIR}: they are loaded without a restart"),
+    "box": (
+        "warn",
+        "nothing degraded",
+        "`appliance status` says since when; the logs in `logs` of the data directory have the traceback",
+    ),
+    "keys": (
+        "warn",
+        "none expires within a week",
+        "`appliance key limit NAME --expires 90d` lets one last longer; `appliance key list` has the dates",
+    ),
+    "backup": (
+        "warn",
+        f"at most {BACKUP_LATE_S / 3600:g} h, elsewhere",
+        "`appliance backup make PLACE`, each day by a systemd timer or cron",
+    ),
+}
+"""By check: how bad it is where it is not well, what is wanted, and what to do."""
+
+
 def findings(config: BoxConfig, *, runs: bool) -> list[Finding]:
     """runs: whether the box of this configuration is up."""
     paths = BoxPaths.of(Path(config.box.data_dir))
@@ -69,8 +140,7 @@ def findings(config: BoxConfig, *, runs: bool) -> list[Finding]:
         *_devices(config, runs),
         *_memory(),
         *_disk(folder),
-        *_machine(),
-        *_endpoint(config, runs),
+        *_machine(config, runs),
         *_box(paths.state_file, runs),
         *_keys(paths.database),
         *_backup(paths.last_backup),
@@ -83,11 +153,12 @@ def exit_code(found: list[Finding]) -> int:
     return 1 if "fail" in states else 2 if "warn" in states else 0
 
 
-def _judged(check: str, well: bool | None, found: str, wanted: str, remedy: str, state: State = "fail") -> Finding:
-    """well: None where it could not be read."""
+def _judged(check: str, well: bool | None, found: str, remedy: str = "") -> Finding:
+    """By the row of TABLE. well: None where it could not be read. remedy: in place of the row's."""
+    state, wanted, usual = TABLE[check]
     if well is None:
         return Finding(check, "skip", found or "not reported here", wanted)
-    return Finding(check, "ok", found, wanted) if well else Finding(check, state, found, wanted, remedy)
+    return Finding(check, "ok", found, wanted) if well else Finding(check, state, found, wanted, remedy or usual)
 
 
 def _devices(config: BoxConfig, runs: bool) -> Iterator[Finding]:
@@ -99,7 +170,7 @@ def _devices(config: BoxConfig, runs: bool) -> Iterator[Finding]:
     except DevicesRefused as error:
         refused = str(error)
     count = f"{len(devices)} of kind {devices[0].kind}" if devices else "none"
-    yield _judged("devices", not refused, refused or count, "devices that can be used", refused)
+    yield _judged("devices", not refused, refused or count, refused)
     for device in devices:
         if device.unfit:
             remedy = f"docs/gpu.md has what to do; then `appliance gpu undrain {device.id}`"
@@ -110,11 +181,15 @@ def _devices(config: BoxConfig, runs: bool) -> Iterator[Finding]:
     watch = kind.watch(names)
     for reading in () if watch is None else watch(()):
         yield _device(reading)
-    yield from _of_kind(kind)
+    if kind.name == HOST.name and os.uname().machine == "x86_64":
+        has_avx2 = "avx2" in host_features()
+        yield _judged("processor", has_avx2, "avx2" if has_avx2 else "no avx2")
+    if kind.locks_pages:
+        locked = _hard_limit(resource.RLIMIT_MEMLOCK)
+        yield _judged("locked memory", locked is None, "unlimited" if locked is None else gb(locked))
     if not runs and watch is not None:
         foreign = "; ".join(foreign_use(devices))
-        remedy = "end them: what they hold, engines and ranks will not find"
-        yield _judged("others' programs", not foreign, foreign or "none on the devices", "none", remedy, "warn")
+        yield _judged("others' programs", not foreign, foreign or "none on the devices")
 
 
 def _device(reading: Reading) -> Finding:
@@ -133,81 +208,26 @@ def _device(reading: Reading) -> Finding:
     return Finding(f"device {name}", state, found, "no fault, cool, not slowed down", "" if state == "ok" else remedy)
 
 
-def _of_kind(kind: DeviceKind) -> Iterator[Finding]:
-    if kind.name == HOST.name and os.uname().machine == "x86_64":
-        remedy = "no engine computes on this processor: each ends by SIGILL. Take a machine with AVX2, or with a GPU"
-        has_avx2 = "avx2" in host_features()
-        yield _judged("processor", has_avx2, "avx2" if has_avx2 else "no avx2", "avx2", remedy)
-    if kind.locks_pages:
-        locked = _hard_limit(resource.RLIMIT_MEMLOCK)
-        remedy = "LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1: copies to the devices are slower without"
-        found = "unlimited" if locked is None else gb(locked)
-        yield _judged("locked memory", locked is None, found, "unlimited", remedy, "warn")
-
-
 def _memory() -> Iterator[Finding]:
     memory, shm = read_memory(), shutil.disk_usage(SHM_MOUNT)
-    yield _judged(
-        "memory available",
-        memory.available >= memory.total // 20,
-        f"{gb(memory.available)} of {gb(memory.total)} ({memory.where})",
-        "a twentieth of it",
-        "`ps -eo pid,rss,comm --sort=-rss | head` names who has it: end what is not the box's, or give it less to do",
-        "warn",
-    )
-    yield _judged(
-        "swap",
-        memory.swap_used < 2**30,
-        f"{gb(memory.swap_used)} in use",
-        "less than 1 GB",
-        "engines that are swapped out answer late: `swapoff -a`, with enough memory free",
-        "warn",
-    )
-    yield _judged(
-        "shared memory",
-        shm.total >= int(memory.total * SHM_SHARE),
-        f"{gb(shm.total)}, {gb(shm.free)} free",
-        f"half of the memory, {gb(int(memory.total * SHM_SHARE))}",
-        "`mount -o remount,size=80% /dev/shm`, or --shm-size of the container: weights are handed over there",
-        "warn",
-    )
+    available = f"{gb(memory.available)} of {gb(memory.total)} ({memory.where})"
+    yield _judged("memory available", memory.available >= memory.total // 20, available)
+    yield _judged("swap", memory.swap_used < 2**30, f"{gb(memory.swap_used)} in use")
+    yield _judged("shared memory", shm.total >= memory.total // 2, f"{gb(shm.total)}, {gb(shm.free)} free")
 
 
 def _disk(folder: Path) -> Iterator[Finding]:
     disk = shutil.disk_usage(folder)
     share = disk.free / max(1, disk.total)
-    yield _judged(
-        "disk free",
-        share >= DISK_SHARE,
-        f"{gb(disk.free)} of {gb(disk.total)} ({share:.0%})",
-        f"at least {DISK_SHARE:.0%}",
-        "`appliance tier list` and `appliance file list` show what takes it: `appliance model rm`, "
-        "`appliance file rm`, a shorter [controller.retention], or the data directory on a larger disk",
-    )
-    kind = _file_system(folder)
-    yield _judged(
-        "file system",
-        not kind.startswith(REMOTE_FILE_SYSTEMS) if kind else None,
-        kind,
-        "one of this machine",
-        "the database's log wants shared memory of one host: put the data directory on a local disk, and copy it "
-        "away with `appliance backup make PLACE`",
-    )
-    slow_s = _slow_sync_s(folder)
-    yield _judged(
-        "disk sync",
-        None if slow_s is None else slow_s < SYNC_S,
-        "" if slow_s is None else f"{slow_s * 1e3:.1f} ms, the slowest but one of {SYNCS}",
-        f"under {SYNC_S * 1e3:.0f} ms",
-        "every change waits for it: a local SSD, or find who else writes to this disk",
-        "warn",
-    )
-
-
-def _file_system(folder: Path) -> str:
-    """The type of the mount below `folder`; "" if unknown."""
+    yield _judged("disk free", share >= DISK_SHARE, f"{gb(disk.free)} of {gb(disk.total)} ({share:.0%})")
     mounts = [one for one in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(one.mountpoint)]
-    return max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else ""
+    kind = max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else ""
+    yield _judged("file system", not kind.startswith(REMOTE_FILE_SYSTEMS) if kind else None, kind)
+    if (slow_s := _slow_sync_s(folder)) is None:
+        yield _judged("disk sync", None, "")
+    else:
+        found = f"{slow_s * 1e3:.1f} ms, the slowest but one of {SYNCS}"
+        yield _judged("disk sync", slow_s < SYNC_S, found)
 
 
 def _slow_sync_s(folder: Path) -> float | None:
@@ -227,51 +247,34 @@ def _slow_sync_s(folder: Path) -> float | None:
     return sorted(took)[-2]
 
 
-def _machine() -> Iterator[Finding]:
-    files = _hard_limit(resource.RLIMIT_NOFILE)
-    yield _judged(
-        "open files",
-        files is None or files >= OPEN_FILES,
-        "unlimited" if files is None else f"{files:,}",
-        f"{OPEN_FILES:,}",
-        f"LimitNOFILE={OPEN_FILES} in the unit, or as root `ulimit -n {OPEN_FILES}` before `appliance up`",
-        "warn",
-    )
-
-
 def _hard_limit(name: int) -> int | None:
     """The hard limit, which the box raises its own to; None: unlimited."""
     hard = resource.getrlimit(name)[1]
     return None if hard == resource.RLIM_INFINITY else hard
 
 
-def _endpoint(config: BoxConfig, runs: bool) -> Iterator[Finding]:
+def _machine(config: BoxConfig, runs: bool) -> Iterator[Finding]:
+    files = _hard_limit(resource.RLIMIT_NOFILE)
+    yield _judged("open files", files is None or files >= OPEN_FILES, "unlimited" if files is None else f"{files:,}")
     taken = "" if runs else endpoint.why_not(config.box.host, config.box.port)
-    yield _judged("port", not taken, "the box has it" if runs else taken or "free", "free, or the box's", taken)
+    yield _judged("port", not taken, "the box has it" if runs else taken or "free", taken)
     cert, key = config.gateway.tls_cert_path, config.gateway.tls_key_path
     if cert is None or key is None:
         return
-    pair = "put a chain and its key into the files that [gateway] tls_cert_path and tls_key_path name"
     try:
         left_s = Certificate(cert, key).expires_s - time.time()
     except ConfigInvalid as error:
-        yield Finding("certificate", "fail", str(error), "a PEM chain and its key", pair)
+        yield Finding("certificate", "fail", str(error), "a PEM chain and its key", _PAIR)
         return
-    yield _judged(
-        "certificate",
-        left_s > SAID_BEFORE_S,
-        f"{left_s / DAY_S:.0f} days left" if left_s > 0 else "has expired",
-        "more than 14 days",
-        f"{pair}: they are loaded without a restart",
-        "fail" if left_s <= 0 else "warn",
-    )
+    left = f"{left_s / DAY_S:.0f} days left" if left_s > 0 else "has expired"
+    found = _judged("certificate", left_s > SAID_BEFORE_S, left)
+    yield replace(found, state="fail") if left_s <= 0 else found
 
 
 def _box(state_file: Path, runs: bool) -> Iterator[Finding]:
     if runs:
         troubles = "; ".join(f"{one['name']}: {one['why']}" for one in read_troubles(state_file))
-        remedy = "`appliance status` says since when; the logs in `logs` of the data directory have the traceback"
-        yield _judged("box", not troubles, troubles or "runs", "nothing degraded", remedy, "warn")
+        yield _judged("box", not troubles, troubles or "runs")
     elif ended := read_end(state_file):
         remedy = "`appliance up --detach` goes on where it was; logs/main.log and logs/controller.log say what happened"
         yield Finding("box", "warn", f"does not run: {ended}", "runs, or ended in order", remedy)
@@ -281,29 +284,20 @@ def _box(state_file: Path, runs: bool) -> Iterator[Finding]:
 
 def _keys(database: Path) -> Iterator[Finding]:
     query = "SELECT name FROM keys WHERE expires_s <= ? AND revoked_s IS NULL ORDER BY expires_s"
-    none = "none expires within a week"
     try:
         with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-            names = [name for (name,) in connection.execute(query, (time.time() + 7 * DAY_S,))]
+            names = ", ".join(name for (name,) in connection.execute(query, (time.time() + 7 * DAY_S,)))
+        yield _judged("keys", not names, f"expiring: {names}" if names else "none expires within a week")
     except sqlite3.Error:
-        yield Finding("keys", "skip", "there is no box yet, or its database is of an earlier release", none)
-        return
-    remedy = "`appliance key limit NAME --expires 90d` lets one last longer; `appliance key list` has the dates"
-    found = f"{', '.join(names)} expire within a week" if names else none
-    yield _judged("keys", not names, found, none, remedy, "warn")
+        yield _judged("keys", None, "there is no box yet, or its database is of an earlier release")
 
 
 def _backup(newest: Path) -> Iterator[Finding]:
-    last = read_last(newest)
-    age_s = None if last is None else time.time() - last.made_s
-    yield _judged(
-        "backup",
-        age_s is not None and age_s <= BACKUP_LATE_S,
-        "none yet" if last is None or age_s is None else f"{age_s / 3600:.1f} h old, at {last.where}",
-        f"at most {BACKUP_LATE_S / 3600:g} h, elsewhere",
-        "`appliance backup make PLACE`, each day by a systemd timer or cron",
-        "warn",
-    )
+    if (last := read_last(newest)) is None:
+        yield _judged("backup", False, "none yet")
+    else:
+        age_s = time.time() - last.made_s
+        yield _judged("backup", age_s <= BACKUP_LATE_S, f"{age_s / 3600:.1f} h old, at {last.where}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -149,10 +149,11 @@ class Box:
         self._background = BackgroundTasks()
         self._ray_address = ""
         self._devices: tuple[Device, ...] = ()
-        self._ray = Supervised("ray", self._start_ray, self._on_ray_change)
-        answers = Probe("http://box", "/admin/v1/mode", str(paths.controller_socket))
-        self._controller = Supervised("controller", self._start_controller, self._say, answers)
-        self._gateway = Supervised("gateway", self._start_gateway, self._say, Probe(local_url(config), "/health"))
+        background, answers = self._background, Probe("http://box", "/admin/v1/mode", str(paths.controller_socket))
+        health = Probe(local_url(config), "/health")
+        self._ray = Supervised("ray", self._start_ray, background, self._on_ray_change)
+        self._controller = Supervised("controller", self._start_controller, background, self._say, answers)
+        self._gateway = Supervised("gateway", self._start_gateway, background, self._say, health)
 
     async def start(self) -> None:
         """Returns when the endpoint answers. Raises BoxError or RayStartError."""
@@ -250,12 +251,12 @@ class Box:
             return await ray_head.start_process(arguments, output, self._environment)
 
     async def _tell_troubles(self) -> None:
-        kept = [one for process in (self._ray, self._controller, self._gateway) if (one := process.trouble)]
+        degraded = self._background.degraded()
         told = read_troubles(status_file(self._paths)) if self._config.tracking.is_on else []
-        self._state.troubles([*self._background.degraded(), *kept, *told])
-        for one in kept:
-            if one["failures"] >= HOPELESS:
-                self.hopeless = f"the box ended because {one['why']}, for the {HOPELESS}th time without a steady run"
+        self._state.troubles([*degraded, *told])
+        for one in degraded:
+            if one["failures"] >= HOPELESS and one["name"] in ("ray", "controller", "gateway"):
+                self.hopeless = f"the box ended because of {one['why']}, for the {HOPELESS}th time without a steady run"
                 self._stop()
 
     def _on_ray_change(self, message: str) -> None:

@@ -26,7 +26,6 @@ from appliance.invitation import Invitation, InvitationError
 from appliance.paths import BoxPaths, UnsafeFolder
 from runtime.devices.kind import DevicesRefused
 from runtime.logs import configure_logging
-from runtime.processes.kernel import kill_group
 from scheduler.core.errors import NodeNameTaken
 from scheduler.devices.discovery import check_build, discover_devices, foreign_use
 
@@ -81,8 +80,9 @@ async def _run(config: BoxConfig, paths: BoxPaths, invitation: Invitation) -> in
 
     node_config = node_config_of(config, paths, devices)
     where, ids = ray_head.member(head, node_config.address), [device.id for device in devices]
-    ray, _ = await ray_head.start(paths, where, ids, environment, timeout_s)
+    ray: asyncio.subprocess.Process | None = None
     try:
+        ray, _ = await ray_head.start(paths, where, ids, environment, timeout_s)
         await announced_from(node_config, head)
         print(f"{name} joined the box at {head} with {len(devices)} devices; Ctrl-C takes it out again", flush=True)
         ended = asyncio.create_task(ray.wait())
@@ -95,11 +95,10 @@ async def _run(config: BoxConfig, paths: BoxPaths, invitation: Invitation) -> in
         await _left(leaving, {hurrying, ended}, config.scheduler.drain_timeout_s)
         return 0
     finally:
-        if ray.returncode is None:
+        if ray is not None and ray.returncode is None:
             ray.terminate()
             await ray.wait()
-        kill_group(ray.pid)
-        clear_leftovers(paths)
+        clear_leftovers(paths)  # also of a Ray that did not come up
         ray_head.remove_files(paths)
         shutil.rmtree(paths.away_jobs, ignore_errors=True)
 

@@ -10,18 +10,18 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 import psutil
 
 from appliance.paths import BoxPaths
-from runtime.background_tasks import first_words
+from runtime.background_tasks import BackgroundTasks
 from runtime.processes.kernel import kill_group
 from serve.core.spec import remove_segments_below
 
 BOX_VARIABLE = "APPLIANCE_BOX"  # every process of a box inherits it, with the box's id
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _STEADY_S = 0.2, 10.0, 60.0
+_PAUSES_S = (0.2, 10.0)
 LOOK_EVERY_S, PATIENCE_S = 5.0, 10.0
 HUNG_S = 120.0
 """Longer than any pause that a process recovers from by itself, such as half a minute of SIGSTOP or of swapping."""
@@ -42,8 +42,12 @@ class Probe(NamedTuple):
             return await client.get(self.path)
 
 
+class ProcessEnded(RuntimeError):
+    """It says which process, and how it ended."""
+
+
 class Supervised:
-    """One process that must run: it is started again, with growing pauses, when it ends or could not be started.
+    """One process that must run: `background` starts it again when it ends or could not be started.
 
     say: told in words when it ends or hangs. probe: how `look` finds out that it hangs.
     """
@@ -52,16 +56,14 @@ class Supervised:
         self,
         name: str,
         start: Callable[[], Awaitable[asyncio.subprocess.Process]],
+        background: BackgroundTasks,
         say: Callable[[str], None],
         probe: Probe | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.name, self.probe = name, probe
-        self._start, self._say, self._clock = start, say, clock
-        self._trouble: dict[str, Any] | None = None
+        self._start, self._background, self._say, self._clock = start, background, say, clock
         self._process: asyncio.subprocess.Process | None = None
-        self._supervision: asyncio.Task | None = None
-        self._started_s = 0.0
         self._runs = asyncio.Event()
         self._answered: tuple[int | None, float] = (None, 0.0)
         self.restarts = 0
@@ -72,15 +74,13 @@ class Supervised:
 
     async def begin(self) -> None:
         """Start it; raises what the first start raises."""
-        self._started_s = self._clock()
         self._process = await self._start()
         self._runs.set()
-        self._supervision = asyncio.create_task(self._keep(), name=f"supervision of {self.name}")
+        self._background.keep(self.name, self._watched, _PAUSES_S)
 
     async def end(self, timeout_s: float) -> bool:
-        """SIGTERM, then SIGKILL of its process group after `timeout_s` seconds. True if it ended by itself with 0."""
-        if self._supervision is not None:
-            self._supervision.cancel()
+        """SIGTERM, then SIGKILL of its process group after `timeout_s` seconds. True if it ended by itself with 0. Call
+        it once the background is stopped."""
         process = self._process
         if process is None:
             return True
@@ -99,7 +99,7 @@ class Supervised:
         await self._runs.wait()
 
     def restart(self) -> None:
-        """Kill it; its supervisor starts it again."""
+        """Kill it; the background starts it again."""
         if self._process is not None:
             kill_group(self._process.pid)
 
@@ -119,41 +119,18 @@ class Supervised:
                 self._say(f"the {self.name} lives and has not answered for {HUNG_S:.0f} s: it is restarted")
                 self.restart()
 
-    @property
-    def trouble(self) -> dict[str, Any] | None:
-        """`{"name", "since_s", "why", "failures", "next_try_s"}` since it last ran steadily; None while it does."""
-        if self._trouble is not None and self.pid is not None and self._clock() - self._started_s > _STEADY_S:
-            self._trouble = None
-        return self._trouble
-
-    async def _keep(self) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            what = await self._ended()
-            self._runs.clear()
-            if self._clock() - self._started_s > _STEADY_S:
-                pause_s, self._trouble = _FIRST_PAUSE_S, None
-            while True:
-                first = self._trouble or {"name": self.name, "since_s": time.time(), "failures": 0}
-                again = {"failures": first["failures"] + 1, "next_try_s": time.time() + pause_s}
-                self._trouble = {**first, "why": what, **again}
-                self._say(f"{what}; starting it again in {pause_s:.1f} s")
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
-                self.restarts += 1
-                self._started_s = self._clock()
-                try:
-                    self._process = await self._start()
-                    self._runs.set()
-                    break
-                except Exception as error:  # noqa: BLE001 - reported and tried again: nobody else would start it
-                    what = f"{self.name} could not be started ({first_words(error)})"
-
-    async def _ended(self) -> str:
+    async def _watched(self) -> None:
+        """Start it unless it runs, and wait for its end. Raises ProcessEnded."""
+        if not self._runs.is_set():
+            self.restarts += 1
+            self._process = await self._start()
+            self._runs.set()
         assert self._process is not None
         code = await self._process.wait()
+        self._runs.clear()
         kill_group(self._process.pid)
-        return f"{self.name} ended with {code}"
+        self._say(f"{self.name} ended with {code}")
+        raise ProcessEnded(f"{self.name} ended with {code}")
 
 
 def kill_leftovers(box_id: str) -> list[int]:

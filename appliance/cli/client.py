@@ -108,13 +108,11 @@ class Client:
 
     def upload(self, path: Path, purpose: str) -> Any:
         """Send a file to /v1/files without reading it into memory."""
-        if not path.name.isprintable():
-            raise BadUsage(f"the name of {path!s:.100} contains control characters; rename the file")
         try:
-            opened = output.opened(path)
+            file = path.open("rb")
         except OSError as error:
             raise BadUsage(f"cannot read {path}: {error.strerror}") from error
-        with opened as file:
+        with file, output.progress("sending the file, which the box then checks"):
             form = {"data": {"purpose": purpose}, "files": {"file": (path.name, file, "application/octet-stream")}}
             return self.send("POST", "/v1/files", timeout_s=_UPLOAD_TIMEOUT_S, **form)
 

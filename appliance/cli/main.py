@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import os
 import sys
 from importlib import metadata
@@ -95,11 +94,10 @@ def main(words: list[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read the output has gone; Python flushes it once more
         return 1
-    except ModuleNotFoundError as error:
-        if importlib.util.find_spec("ray") is not None:
-            raise
-        output.say(f"error: this command needs all of the appliance, and here is appliance[client] alone: {error}")
-        return 2
+    except OSError as error:  # of a file or folder that was named
+        named = f"{error.filename}: " if error.filename else ""
+        output.say(f"error: {named}{error.strerror or error}")
+        return 1
 
 
 def run() -> None:

@@ -8,8 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from io import FileIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -87,7 +85,8 @@ def view(answer: Mapping[str, Any], named: Callable[[str], str] | None = None) -
     shown = named or label
     pairs, parts, remarks = [], [], []
     for name, value in answer.items():
-        if value in NOTHING or name == "object":
+        twin = f"{name.removesuffix('_at')}_s"  # the same time, with fractions
+        if value in NOTHING or name == "object" or (twin in answer and name.endswith("_at")):
             continue
         if name in ("notes", "warnings"):
             remarks += [f"{of}: {text}" for of, text in value.items()] if isinstance(value, dict) else value
@@ -95,8 +94,8 @@ def view(answer: Mapping[str, Any], named: Callable[[str], str] | None = None) -
             parts.append(stack(f"{shown(name)}:", listing("", rows), gap=False))
         elif isinstance(value, dict) and len(by_name(name, value)) > _ONE_LINE_CHARACTERS:
             parts.append(stack(f"{shown(name)}:", view(value, label_of_parts(name)), gap=False))
-        else:
-            pairs.append((shown(name), by_name(name, value)))
+        elif (text := by_name(name, value)) != "-":
+            pairs.append((shown(name), text))
     told = "\n".join(f"! {one}" for one in remarks) or None
     return stack(table(("", ""), pairs) if pairs else None, *parts, told)
 
@@ -196,21 +195,6 @@ def _lines(message: str) -> Callable[..., None]:
     return update
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[FileIO]:
-    """A file to be sent, with progress of how much of it was read. Raises OSError."""
-    total = path.stat().st_size
-
-    class Sent(FileIO):
-        def read(self, size: int | None = -1) -> bytes:
-            content = super().read(-1 if size is None else size)
-            meter(None, self.tell(), total)
-            return content or b""
-
-    with progress("sending the file, which the box then checks") as meter, Sent(path) as file:
-        yield file
-
-
 def _console(width: int | None = None, *, stderr: bool = False) -> Console:
     from rich.console import Console
 
@@ -293,9 +277,9 @@ def by_name(name: str, value: Any) -> str:
         if value.keys() == {"kind", "id"}:
             return f"{value['kind']} {value['id']}"
         unit = f"_{name}" if any(name.endswith(end) for end, _ in UNITS[:-1]) else ""  # of parts that have none
-        parts = {part: one for part, one in value.items() if one not in ("", [], {})}
+        parts = {part: by_name(part + unit, one) for part, one in value.items()}
         shown = label_of_parts(name)
-        return ", ".join(f"{shown(part)} {by_name(part + unit, one)}" for part, one in parts.items()) or "-"
+        return ", ".join(f"{shown(part)} {text}" for part, text in parts.items() if text != "-") or "-"
     if isinstance(value, list):
         sentences = any(isinstance(one, str) and " " in one for one in value)
         return ("\n" if sentences else ", ").join(by_name(name, one) for one in value) or "-"

@@ -99,18 +99,19 @@ class Row:
         """Send for each, whatever becomes of the others. Several answers are one JSON document."""
         answers: list[Any] = []
         refused: CliError | None = None
-        try:
-            for one in ids:
-                try:
-                    answers.append(send(one))
-                except (NotFound, Conflict) as error:
-                    output.say(f"error: {error}")
-                    refused = refused or error
-        finally:  # what was done is shown even when the box is gone by now
-            if len(ids) > 1 and (answers or session.as_json):
-                session.show({"data": answers}, lambda all_: output.stack(*map(self.drawn, all_["data"]), gap=False))
-            elif answers:
-                session.show(answers[0], self.drawn)
+        for one in ids:
+            try:
+                answers.append(send(one))
+            except CliError as error:
+                output.say(f"error: {error}")
+                if not isinstance(error, (NotFound, Conflict)):
+                    refused = error
+                    break
+                refused = refused or error
+        if len(ids) > 1 and (answers or session.as_json):
+            session.show({"data": answers}, lambda all_: output.stack(*map(self.drawn, all_["data"]), gap=False))
+        elif answers:
+            session.show(answers[0], self.drawn)
         if refused:
             raise Said(refused.exit_code)
 
@@ -137,6 +138,7 @@ _QUEUE = (
 
 def _status(now: Answer) -> Any:
     box, devices, requests = now["box"], now["devices"], now["requests"].values()
+    memory = now["memory"]
     held, lost = sum(one["holder"] is not None for one in devices), sum(one["health"] == "lost" for one in devices)
     about = {
         "box": {"id": box["id"], "version": box["version"], "up_s": time.time() - box["started_s"]},
@@ -150,7 +152,9 @@ def _status(now: Answer) -> Any:
             "waiting": sum(one["held"] for one in requests),
         },
         "backup": box.get("backup") or "none yet (`appliance backup make`)",
-        "weights": now["memory"],
+        "weights": f"{output.size(memory['used_bytes'])} of {output.size(memory['budget_bytes'])} of shared memory",
+        "memory": memory.get("host"),
+        "nodes' memory": memory.get("nodes"),
     }
     return output.stack(
         output.view(about),
@@ -164,8 +168,7 @@ def _status(now: Answer) -> Any:
 
 
 def draw_mode(now: Answer) -> Any:
-    moved = draw_handover(now["handover"]) if now["handover"] else None
-    return output.stack(output.view({**now, "handover": None}), moved)
+    return output.stack(output.view(now | {"handover": None}), now["handover"] and draw_handover(now["handover"]))
 
 
 def draw_handover(one: Answer) -> Any:
@@ -214,8 +217,6 @@ GROUPS = {
     "model": "Models: base models, fine-tuned ones, and their versions.",
     "node": "Nodes: the machines of the box, invitations for others, and taking one out.",
     "plan": "Show whether a job or a model would fit, before anything is started.",
-    "profile": "Show where the time of a running job goes.",
-    "support": "Collect what somebody else needs to see what is wrong with a box.",
     "tier": "Tiers: where the bytes of models and jobs are kept.",
 }
 
@@ -314,7 +315,9 @@ ROWS = (
 
         A key without the scope read gets its owner's, as OpenAI's API has them.""", _JOBS, (limit(100),),
         empty="no jobs; `appliance job submit --help` shows how to make one", watch=True),
-    Row("job get", f"GET {JOBS}/{{id}}", "Show everything the box knows of one job.", options=(JOB,), watch=True),
+    Row("job get", f"GET {JOBS}/{{id}}", "Show everything the box knows of one job.",
+        lambda job: output.view(job | {"hyperparameters": None}),  # its method has them too
+        (JOB,), watch=True),
     Row("job queue", "GET /admin/v1/queue",
         "List jobs in the order in which they get devices, each with why it waits, as Slurm does.", _queue,
         watch=True),
@@ -335,6 +338,13 @@ ROWS = (
             ("cancel", "Cancel jobs for good. Exit code 5 if one of them has ended already."),
         )
     ),
+    Row("job profile", "POST /admin/v1/jobs/{id}/profile",
+        """Measure where the time of a job's next steps goes: compute, communication, input, idle.
+
+        `job logs` shows the shares and the trace file (for ui.perfetto.dev), `job logs -o json` the longest operators
+        too. The job continues, somewhat slower during these steps.""",
+        "profiling {steps} steps of {id}; `appliance job logs {id}` shows the result",
+        (JOB, opt("--steps N", "Steps of the first rank, within a minute.", type=number(int, 1, 50), default=3))),
     Row("batch list", "GET /v1/batches", "List batches, the newest first.",
         "id status >answered=request_counts.completed >failed=request_counts.failed >total=request_counts.total "
         "created=created_at ?waits_for=waiting_for", empty="no batches; `appliance batch create FILE` starts one"),

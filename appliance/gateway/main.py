@@ -37,9 +37,8 @@ from appliance.gateway.core.load import ModelLoad
 from appliance.gateway.core.routes import ROTATION, SESSIONS
 from appliance.gateway.core.table import Table, read_table
 from appliance.gateway.server.app import App, write_snapshot
-from appliance.gateway.server.connection import Connection
 from appliance.gateway.server.controller import Controller
-from appliance.gateway.server.exchange import Exchange
+from appliance.gateway.server.exchange import Connection, Exchange
 from appliance.gateway.server.state import State
 from appliance.ui.site import site
 from runtime.logs import configure_logging, timestamp
@@ -70,7 +69,7 @@ class Gateway:
         self.controller = Controller(self.state)
         self._servers: list[asyncio.Server] = []
         self._bus: asyncio.StreamWriter | None = None
-        self._due, self._sent_s = False, 0.0
+        self._sent_s = 0.0
         # Rows that the controller has not counted yet, and whether this connection has them.
         self._usage: list[dict[str, Any]] = []
         self._usage_sent = False
@@ -127,12 +126,13 @@ class Gateway:
         await self._idle(_LAST_WORDS_S)
         for connection in list(state.connections):
             connection.abort()
-        state.on_change(True)
+        state.report_now()
         await state.background.stop()
         if lost := self.controller.copies:
             log.warning("%d answered responses are not stored: the controller is away", lost)
         await state.engines.keep(())
         if state.access_log is not None:
+            state.write_access_log()
             state.access_log.close()
         if state.tracing is not None:
             await asyncio.to_thread(state.tracing.close)
@@ -178,7 +178,7 @@ class Gateway:
             except HttpError as error:
                 state.holds.refuse(ticket, error)
         state.place_held()
-        state.on_change(True)
+        state.report_now()
 
     def _revoked(self, exchange: Exchange) -> HttpError | None:
         """Why nothing may come by this request's key, its secret or its login any more; None if it may."""
@@ -197,9 +197,10 @@ class Gateway:
         return None
 
     async def sweep(self) -> None:
-        """Replicas that may be tried again, heads that are late, sockets that are gone, the certificate."""
+        """Write the access log; look at paused replicas, late heads, sockets that are gone, and the certificate."""
         state, now_s = self.state, time.monotonic()
         state.place_held()
+        state.write_access_log()
         for connection in list(state.connections):
             connection.end_if_late(now_s)
         wanted = {replica.socket for model in state.router.models.values() for replica in model.replicas}
@@ -213,7 +214,7 @@ class Gateway:
     async def run_bus(self) -> None:
         """Keep one connection to the controller; returns only when cancelled."""
         state = self.state
-        state.on_change = self._changed
+        state.report_now = self._report
         while True:
             try:
                 reader, self._bus = await asyncio.open_unix_connection(state.config.bus_socket, limit=LINE_BYTES)
@@ -237,7 +238,7 @@ class Gateway:
                 async with asyncio.timeout(self.config.report_s):
                     line = await reader.readline()
             except TimeoutError:
-                if self._due or time.monotonic() - self._sent_s >= HEARTBEAT_S:
+                if self.state.report_due or time.monotonic() - self._sent_s >= HEARTBEAT_S:
                     self._report()
                 continue
             if not line:
@@ -251,18 +252,12 @@ class Gateway:
             except msgspec.ValidationError as error:
                 log.error("bus: a message is refused, the last table stays in force: %s", error)
 
-    def _changed(self, urgent: bool) -> None:
-        """A report is due: now if urgent, else within the report interval."""
-        self._due = True
-        if urgent:
-            self._report()
-
     def _report(self) -> None:
         """Send a report if the controller is connected and keeps up; the next report replaces a skipped one."""
         writer, state = self._bus, self.state
         if writer is None or writer.is_closing():
             return
-        self._due, self._sent_s = False, time.monotonic()
+        state.report_due, self._sent_s = False, time.monotonic()
         if writer.transport.get_write_buffer_size() > LINE_BYTES // 64:
             writer.transport.abort()  # the controller does not read
             return
@@ -285,7 +280,7 @@ def load_report(state: State) -> dict[str, Any]:
     inflight, waiting, prompts = Counter[str](), Counter[str](), Counter[str]()
     for exchange in state.exchanges:
         checked, choice, model = exchange.checked, exchange.choice, exchange.routed_model
-        if exchange.work is None or checked is None or exchange.use.batch:
+        if not exchange.infers or checked is None or exchange.use.batch:
             continue
         inflight[model] += 1
         prompts[model] += checked.prompt_tokens

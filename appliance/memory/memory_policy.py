@@ -108,10 +108,12 @@ def decide(
                 f"{gb(reading.available)} of {reading.where} available"
             )
             given = _give_idle(holdings, state, lacking, why)
-        if given is None:
+        if given is not None:
+            state, action = given
+            return replace(state, next_s=now_s + SETTLE_S[action.kind]), action
+        if short or not state.jobs:
             return state, None
-        state, action = given
-        return replace(state, next_s=now_s + SETTLE_S[action.kind]), action
+        # A job that waits for more than there is must not keep a suspended one from its memory.
     if not state.holds_back or reading.available < enough:
         return replace(state, calm_since_s=None), None
     if state.calm_since_s is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -51,15 +51,15 @@ _HEADS = ("Classification", "RewardModel", "QuestionAnswering")
 _CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     """What the files say. `params` counts elements of all tensors; `info` is for people and may grow."""
 
-    arch: str
-    task: Task
     params: int
-    max_model_len: int | None
-    warnings: tuple[str, ...]
+    arch: str = ""
+    task: Task = "generate"
+    max_model_len: int | None = None
+    warnings: Sequence[str] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
 
 

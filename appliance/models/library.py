@@ -14,13 +14,13 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from appliance.models import adapter, hub, trial
-from appliance.models.checkpoint import Task, choose_files, examine, regular
+from appliance.models.checkpoint import Facts, choose_files, examine, regular
 from appliance.models.errors import InvalidModelName, NotEnoughDisk, NotEnoughMemory, SourceNotFound
 from appliance.models.put_right import check_numbers, put_right
 from runtime.replace_file import replace_file
@@ -48,21 +48,15 @@ def silent(done: float, total: float | None, unit: str, message: str) -> None:
     """The Report that nobody reads."""
 
 
-@dataclass(frozen=True)
-class ModelVersion:
-    """A version on disk. `bytes` counts tensors and described files; `info` is for people."""
+@dataclass(frozen=True, kw_only=True)
+class ModelVersion(Facts):
+    """A version on disk. `bytes` counts tensors and described files."""
 
     name: str
     version: str
     path: Path
     bytes: int
     source: str
-    params: int
-    arch: str = ""
-    task: Task = "generate"
-    max_model_len: int | None = None
-    warnings: Sequence[str] = ()
-    info: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -308,7 +302,7 @@ def _copy(source: Path, target: Path) -> None:
 def _described(path: Path) -> ModelVersion:
     manifest = Manifest.read(path)
     known = {key: value for key, value in manifest.meta.items() if key in ModelVersion.__dataclass_fields__}
-    return ModelVersion(manifest.model, manifest.version, path, manifest.nbytes, **known)
+    return ModelVersion(name=manifest.model, version=manifest.version, path=path, bytes=manifest.nbytes, **known)
 
 
 def _convert_gguf(file: Path, out: Path, report: Report) -> None:

@@ -19,34 +19,6 @@ from runtime.processes.bounds import Bounds
 from weights.checkpoint.turns import PROBES
 
 CPU_S, MEMORY_BYTES, MAX_OUTPUT_CHARACTERS = 2, 1 << 30, 1_000_000
-CONVERSATION = (
-    {"role": "user", "content": "Hello."},
-    {"role": "assistant", "content": "Hello, how can I help?"},
-    {"role": "user", "content": "What is 2 + 3?"},
-)
-_TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
-_CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
-# What a request may have, by what a template may tell apart: one that is quick with three messages may be endless with
-# eight.
-OTHERS: tuple[dict[str, Any], ...] = (
-    {"messages": CONVERSATION[:1]},
-    {"messages": ({"role": "system", "content": "Be brief."}, *CONVERSATION)},
-    *({"messages": (*CONVERSATION[:2] * turns, CONVERSATION[0])} for turns in (2, 4, 8, 16, 64, 256)),
-    {"messages": ({"role": "user", "content": "word " * 4000},)},
-    {"messages": CONVERSATION, "tools": [_TOOL]},
-    {"messages": CONVERSATION, "tools": [_TOOL] * 16},
-    {
-        "messages": (
-            CONVERSATION[2],
-            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-            {"role": "tool", "content": "5", "tool_call_id": "call00000"},
-        ),
-        "tools": [_TOOL],
-    },
-    {"messages": CONVERSATION, "documents": [{"title": "a", "text": "b"}] * 4},
-    {"messages": CONVERSATION, "add_generation_prompt": False},
-    {"messages": CONVERSATION, "enable_thinking": False},
-)
 
 
 @dataclass(frozen=True)
@@ -85,15 +57,12 @@ def try_here(template: str, special: Mapping[str, str]) -> dict[str, Any]:
     environment.globals["raise_exception"] = raise_exception
     try:
         compiled = environment.from_string(template)
-        _, warning = _render(compiled, {"messages": CONVERSATION}, special)
-        for given in OTHERS:
-            _render(compiled, given, special)
-        rendered = {name: _render(compiled, given, special)[0] for name, given in PROBES.items()}
+        tried = {name: _render(compiled, given, special) for name, given in PROBES.items()}
     except jinja2.TemplateSyntaxError as error:
         return {"refused": f"line {error.lineno}: {error.message}"}
     except _Refused as error:
         return {"refused": str(error)}
-    return {"warning": warning, "rendered": rendered}
+    return {"warning": tried["again"][1], "rendered": {name: text for name, (text, _) in tried.items()}}
 
 
 def _render(
@@ -106,11 +75,11 @@ def _render(
         for piece in compiled.generate(**common | special | given):
             text += piece
             if len(text) > MAX_OUTPUT_CHARACTERS:
-                raise _Refused(f"makes more than {MAX_OUTPUT_CHARACTERS} characters of 20,000")
+                raise _Refused(f"makes more than {MAX_OUTPUT_CHARACTERS} characters of a short conversation")
     except jinja2.sandbox.SecurityError as error:
         raise _Refused(f"reaches outside of the template: {error}") from error
     except MemoryError:
-        raise _Refused(f"needs more than {MEMORY_BYTES >> 20} MB of memory for three messages") from None
+        raise _Refused(f"needs more than {MEMORY_BYTES >> 20} MB of memory for a short conversation") from None
     except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         return None, f"the chat template fails on a plain conversation: {str(error)[:200]}"
     return text, None

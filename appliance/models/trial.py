@@ -1,4 +1,4 @@
-"""Try a checkpoint's tokenizer, chat templates and architecture, each in a process that can be killed.
+"""Try a checkpoint's chat templates, and its tokenizer and architecture, in processes that can be killed.
 
 Whatever reads a foreign file runs in such a process: a module of ours that holds itself to bounds and prints JSON.
 """
@@ -19,18 +19,15 @@ from typing import Any
 
 from appliance.models.checkpoint import chat_templates
 from appliance.models.errors import TemplateRefused, TrialEnded
-from appliance.models.template_trial import CPU_S, MEMORY_BYTES, OTHERS, Tried
+from appliance.models.template_trial import CPU_S, MEMORY_BYTES, Tried
 from runtime.processes.ended import how_it_ended
-from train.convert import tokenizer_trial
-from weights.checkpoint.errors import NotACheckpoint, TokenizerRefused
+from weights.checkpoint.errors import NotACheckpoint
 from weights.checkpoint.folder import read_json, read_tokenizer_config
 from weights.checkpoint.settings import MAP_FILE
-from weights.format.names import VOCABULARIES
 from weights.format.tool_template import with_tools
 
 MAX_TEMPLATE_CHARACTERS = 200_000
-TEMPLATE_S, TOKENIZER_S, LOAD_S = 30.0, 600.0, 3600.0
-TOKENIZER_FILE = "tokenizer.json"
+TEMPLATE_S, LOAD_S = 30.0, 3600.0
 ROLES = frozenset({"bos_token", "eos_token", "unk_token", "pad_token"})
 
 
@@ -108,16 +105,16 @@ def compare(directory: Path, arch: str) -> Mapping[str, Any]:
     except TrialFailed as error:
         reason = str(error).splitlines()[-1][:300]
         raise NotACheckpoint(
-            "config.json", f"the architecture that it describes cannot be compared with the tensors: {reason}"
+            "config.json",
+            f"transformers cannot read its tokenizer, or compare its architecture with the tensors: {reason}",
         ) from error
     if "unfit" in found:
-        raise NotACheckpoint("config.json", found["unfit"])
+        raise NotACheckpoint("config.json", found["unfit"].replace(f"{directory}/", ""))  # of the import alone
     return found
 
 
 def try_folder(directory: Path) -> Tried:
-    """Try all chat templates and the tokenizer; return what the template of plain conversations does. Raises
-    CheckpointRefused."""
+    """Try all chat templates; return what that of plain conversations does. Raises CheckpointRefused."""
     template, others = chat_templates(directory)
     tried, special = Tried(), special_tokens(directory)
     if template is not None:
@@ -126,7 +123,6 @@ def try_folder(directory: Path) -> Tried:
             tried = Tried(tried.warning, try_template(str(rendered), special).rendered)
     for other in others:
         try_template(other, special)
-    try_tokenizer(directory)
     return tried
 
 
@@ -145,31 +141,11 @@ def try_template(template: str, special: Mapping[str, str] | None = None) -> Tri
     except TrialFailed as error:
         raise TemplateRefused(
             "chat template",
-            f"rendering {1 + len(OTHERS)} short conversations took more than {CPU_S} s of CPU or "
-            f"{MEMORY_BYTES >> 20} MB of memory",
+            f"rendering short conversations took more than {CPU_S} s of CPU or {MEMORY_BYTES >> 20} MB of memory",
         ) from error
     if "refused" in found:
         raise TemplateRefused("chat template", found["refused"])
     return Tried(**found)
-
-
-def try_tokenizer(directory: Path) -> None:
-    """Read some texts by the tokenizer in `directory`: by its tokenizer.json, and, where it has other vocabularies
-    too or none but such, as transformers loads it. Raises TokenizerRefused for one that exceeds the limits, and for one
-    without tokenizer.json that cannot be loaded."""
-    found = [name for names in VOCABULARIES for name in names if (directory / name).is_file()]
-    tried = [(directory / TOKENIZER_FILE, TOKENIZER_FILE)] if TOKENIZER_FILE in found else []
-    tried += [(directory, name) for name in found if name != TOKENIZER_FILE][:1]
-    for path, name in tried:
-        try:
-            refused = run_trial(name, tokenizer_trial.__name__, str(path), limit_s=TOKENIZER_S)["refused"]
-        except TrialFailed as error:
-            limits = f"{tokenizer_trial.CPU_S} s of CPU or {tokenizer_trial.MEMORY_BYTES >> 30} GiB of memory"
-            raise TokenizerRefused(
-                name, f"reading short texts took more than {limits}, or ended its process"
-            ) from error
-        if refused:
-            raise TokenizerRefused(name, refused)
 
 
 def special_tokens(directory: Path) -> dict[str, str]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import AsyncGenerator, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
+from fastapi.exceptions import RequestValidationError
 from pydantic import BeforeValidator, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -35,6 +37,9 @@ _UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, Rec
 KINDS = (ValueError, NotImplementedError, *_UNREADABLE)
 # A value of the wrong type is not the fault if another type fits except for something else.
 _OTHER_TYPE = ("_type", "literal_error", "union_tag_invalid")
+# Parts of a location that are types, or tags by which vLLM tells the forms of one field apart.
+_FIELD = re.compile(r"[a-z0-9_]+")
+_NO_FIELDS = frozenset("body str int float bool list dict enabled disabled adaptive tool_definition".split())
 UNREADABLE = (
     "A value in this request has a type or shape that is not expected in its place: compare messages, tools and "
     "formats with the documentation of this route."
@@ -83,12 +88,16 @@ def fault_of(error: Exception) -> Exception:
 
 def of_request(error: Exception) -> Exception:
     """What a client is told about an error that was raised while its request was read."""
-    if isinstance(error, ValidationError):
-        faults = error.errors(include_url=False, include_context=False, include_input=False)
+    if isinstance(error, ValidationError | RequestValidationError):
+        faults = error.errors()
         fault = next((one for one in faults if not one["type"].endswith(_OTHER_TYPE)), faults[0])
-        # Names of types are among the names of fields.
-        place = ".".join(str(name) for name in fault["loc"] if isinstance(name, int) or name.islower())
-        return VLLMValidationError(f"Invalid value for `{place or 'messages'}`: {words_of_check(fault['msg'])}")
+        # body, messages, 0, ChatCompletionUserMessageParam, content, str: the parameter is messages[0].content.
+        fields = [str(name) for name in fault["loc"] if _FIELD.fullmatch(str(name)) and name not in _NO_FIELDS]
+        param = re.sub(r"\.([0-9]+)", r"[\1]", ".".join(fields))
+        words = words_of_check(fault["msg"]).removesuffix(".")[:2000]
+        # Without a parameter it is a check of several fields together, which its words name.
+        text = f"Invalid value for `{param}`: {words}." if param else f"{words}."
+        return VLLMValidationError(text, parameter=param or None)
     if isinstance(error, VLLMError) or not isinstance(error, KINDS):
         return error
     return VLLMValidationError(UNREADABLE if isinstance(error, _UNREADABLE) else str(error))
@@ -239,7 +248,7 @@ class Messages(AnthropicServingMessages):
 def set_up(app: Any) -> None:
     """Put our subclasses in the places of vLLM's handlers, for whose classes it has no option. app: of vLLM's
     build_app, after init_app_state and before it answers."""
-    for kind in KINDS:
+    for kind in (RequestValidationError, *KINDS):
         app.add_exception_handler(kind, _answer_fault)
     for name, own in (("openai_serving_chat", Chat), ("anthropic_serving_messages", Messages)):
         if (handler := getattr(app.state, name, None)) is not None:

@@ -37,7 +37,7 @@ def front() -> Iterator[Front]:
 
 
 class Before:
-    """What the workers hold when nothing is going on, to be compared with later."""
+    """Resources of the idle workers, to be compared with later."""
 
     def __init__(self, front: Front) -> None:
         self.front = front

@@ -157,7 +157,7 @@ async def directly(box, count: int) -> float:
 
 
 def standby(box) -> str:
-    return box.ask("mode", "plan", "--dry-run")["standby"].get("tiny", "")
+    return box.ask("mode", "plan")["standby"].get("tiny", "")
 
 
 def count_of(text: str) -> int:

@@ -6,9 +6,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.train.data_checks.made import chat, prepared, read, write
+from tests.unit.train.data_checks.made import chat, repeats, write
 from train.data_checks.personal_data import masked
-from train.data_checks.process import CheckFailed
 from train.data_checks.repeats import LIKE, grams, words_of
 
 WORDS = [f"word{n}" for n in range(40)]
@@ -42,7 +41,7 @@ def _jaccard(one, other):
 def test_near_duplicates_are_what_they_are_called(tmp_path_factory, bases, edits):
     texts = _texts(bases, edits)
     path = write(tmp_path_factory.mktemp("near") / "f.jsonl", *(chat("", text) for text in texts))
-    of_each = {index: row.of for index, row in enumerate(read(path).rows) if row.of is not None}
+    of_each = repeats(path)
     gone = set(of_each)
     for index, of in of_each.items():
         assert of < index and (of not in gone or texts[of] == texts[index] or of_each[of] not in gone)
@@ -61,30 +60,8 @@ def test_of_many_that_are_alike_nearly_all_are_found(tmp_path):
         other = list(words)
         other[random_.randrange(120)] = "changed"
         texts += [" ".join(words), " ".join(other)]
-    rows = read(write(tmp_path / "f.jsonl", *(chat("", text) for text in texts))).rows
-    found = [(index, row.of) for index, row in enumerate(rows) if row.of is not None]
-    assert len(found) >= 0.99 * pairs and all(index == of + 1 for index, of in found)
-
-
-@given(bases=st.lists(TEXTS, min_size=1, max_size=8), edits=st.lists(EDITS, max_size=12), split=st.booleans())
-@settings(max_examples=30, deadline=None)
-def test_every_example_is_kept_or_named(tmp_path_factory, bases, edits, split):
-    texts = _texts(bases, edits)
-    texts += texts[:2]
-    folder = tmp_path_factory.mktemp("kept")
-    path = write(folder / "f.jsonl", *(chat("q", text) for text in texts))
-    asked = {"drop": ("duplicates", "near_duplicates")} | ({"split": 0.4} if split else {})
-    try:
-        made = prepared(path, out=folder / "o.jsonl", **asked)
-    except CheckFailed as error:
-        assert "no example would be left" in str(error)
-        return
-    lines = path.read_text().splitlines()
-    kept = [line for one in made["made"] for line in open(one["file"]).read().splitlines()]
-    assert set(kept) <= set(lines) and len(kept) + sum(made["dropped"].values()) == len(lines)
-    whole = write(folder / "whole.jsonl", *kept)
-    again = prepared(whole, out=folder / "p.jsonl", drop=("duplicates", "near_duplicates"))
-    assert sum(again["dropped"].values()) == 0 or split  # both sides of a split, joined, are in another order
+    found = repeats(write(tmp_path / "f.jsonl", *(chat("", text) for text in texts)))
+    assert len(found) >= 0.99 * pairs and all(index == of + 1 for index, of in found.items())
 
 
 @given(st.text(max_size=200))

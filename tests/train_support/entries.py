@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,19 +10,17 @@ import torch
 from deepspeed import comm, zero
 from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from peft.tuners.lora import LoraLayer
-from torch.distributed import ProcessGroup
 from transformers.core_model_loading import revert_weight_conversion
 
 from runtime.processes.lifeline import Lifeline
 from train.control.progress import ControlSignals, Progress
 from train.model import adapter
 from train.plan.spec import TrainSpec
-from train.state import fragments
-from train.state import publish as publishing
+from train.state import copies, fragments
+from train.state.copies import Piece
 from train.state.publish import publish
 from train.trainer.engine import init_world
 from train.trainer.prepare import prepare
-from weights.format.slices import Strided
 from weights.format.torch_views import as_tensor
 
 
@@ -34,9 +32,9 @@ def compare_publish(lifeline: Lifeline, args: dict[str, Any]) -> int:
     run = prepare(spec, lambda event, **data: None, ControlSignals(), Progress())
     for _ in range(2):
         run.train_step()
-    sent, written = _count_collective_bytes(), _count_written_elements()
+    written = _count_written_elements()
     publish(run.engine, spec, run.store, version="v1", meta={})
-    collective_bytes, written_elements = sum(sent), sum(written)
+    written_elements = sum(written)
     for module in run.engine.module.modules():
         if own := list(module.parameters(recurse=False)):
             GatherReplacedLayerParams(own, module).__enter__()  # nothing to do without tensor parallelism
@@ -61,10 +59,7 @@ def compare_publish(lifeline: Lifeline, args: dict[str, Any]) -> int:
     if spec.published_kind == "adapter":
         whole = factors
     elements = sum(tensor.numel() for tensor in whole.values())
-    before = sum(sent)
-    share = torch.zeros(elements, dtype=torch.bfloat16)
-    comm.all_gather_into_tensor(share.new_zeros(comm.get_world_size() * elements), share)  # as DeepSpeed gathers
-    control_bytes = sum(sent) - before
+    comm.barrier()  # the first rank has committed it
     stored = run.store.find(spec.published_kind, spec.output_model, "v1")
     worst: dict[str, float] = {}
     with run.store.lease(stored) as lease:
@@ -80,8 +75,6 @@ def compare_publish(lifeline: Lifeline, args: dict[str, Any]) -> int:
         expected=sorted(whole),
         worst=worst,
         rank=comm.get_rank(),
-        collective_bytes=collective_bytes,
-        control_bytes=control_bytes,
         written_elements=written_elements,
         elements=elements,
     )
@@ -89,45 +82,13 @@ def compare_publish(lifeline: Lifeline, args: dict[str, Any]) -> int:
     return 0
 
 
-def _count_collective_bytes() -> list[int]:
-    """From now on, the bytes of every tensor this rank hands to a collective.
-
-    At the process group itself: DeepSpeed keeps the functions of torch.distributed from when the world was made.
-    """
-    sent: list[int] = []
-    names = (
-        "_allgather_base all_gather_single_coalesced allgather_coalesced allreduce_coalesced broadcast reduce "
-        "reduce_scatter_single_coalesced send _reduce_scatter_base all_to_all_single "
-        "allgather_into_tensor_coalesced alltoall gather reduce_scatter reduce_scatter_tensor_coalesced "
-        "all_gather_single allgather allreduce alltoall_base recv reduce_scatter_single scatter"
-    )
-    for name in names.split():
-        original = getattr(ProcessGroup, name)
-
-        def counting(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-            sent.extend(t.numel() * t.element_size() for t in _tensors([*args, *kwargs.values()]))
-            return _original(self, *args, **kwargs)
-
-        setattr(ProcessGroup, name, counting)
-    return sent
-
-
-def _tensors(values: list[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list):
-            yield from _tensors(value)
-
-
 def _count_written_elements() -> list[int]:
     """From now on, the elements this rank writes into versions."""
     written: list[int] = []
-    original = publishing.write_runs
+    original = copies.write
 
-    def counting(draft: Any, name: str, runs: Strided, source: torch.Tensor) -> None:
-        written.append(source.numel())
-        original(draft, name, runs, source)
+    def counting(draft: Any, pieces: Iterable[Piece]) -> None:
+        original(draft, (written.append(piece[2].numel()) or piece for piece in pieces))
 
-    publishing.write_runs = counting
+    copies.write = counting
     return written

@@ -6,8 +6,11 @@ import gzip
 import json
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -95,46 +98,73 @@ def make_model_dir(
     return path
 
 
-def write_chat_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
-    """Sums to learn: short chats of different lengths."""
+def _write(path: Path, count: int, seed: int, record_of: Callable[[random.Random, int, int, int], Any]) -> Path:
+    """Records about the sum of two numbers below 100. record_of: a record, from draws, its number and both numbers."""
     draw = random.Random(seed)
     with open(path, "w") as file:
-        for _ in range(n_examples):
-            a, b = draw.randrange(100), draw.randrange(100)
-            fill = " please" * draw.randrange(8)
-            messages = [
-                {"role": "user", "content": f"how many are {a} and {b}{fill}"},
-                {"role": "assistant", "content": f"{a} and {b} are {a + b}" + "!" * draw.randrange(4)},
-            ]
-            file.write(json.dumps({"messages": messages}) + "\n")
+        for number in range(count):
+            file.write(json.dumps(record_of(draw, number, draw.randrange(100), draw.randrange(100))) + "\n")
     return path
+
+
+def write_chat_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
+    """Sums to learn: short chats of different lengths."""
+
+    def record_of(draw: random.Random, _: int, a: int, b: int) -> Any:
+        question = {"role": "user", "content": f"how many are {a} and {b}{' please' * draw.randrange(8)}"}
+        answer = f"{a} and {b} are {a + b}" + "!" * draw.randrange(4)
+        return {"messages": [question, {"role": "assistant", "content": answer}]}
+
+    return _write(path, n_examples, seed, record_of)
 
 
 def write_pair_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
     """Right sums to be preferred to wrong ones, as the check of a file writes them for a run."""
-    draw = random.Random(seed)
-    with open(path, "w") as file:
-        for _ in range(n_examples):
-            a, b = draw.randrange(100), draw.randrange(100)
-            wrong = a + b + draw.choice((-2, -1, 1, 2))
-            record = {
-                "prompt": f"how many are {a} and {b}{' please' * draw.randrange(4)}",
-                "chosen": f"{a} and {b} are {a + b}",
-                "rejected": f"{a} and {b} are {wrong}" + "!" * draw.randrange(4),
-            }
-            file.write(json.dumps(DPO.convert(record, "preference")) + "\n")
-    return path
+
+    def record_of(draw: random.Random, _: int, a: int, b: int) -> Any:
+        wrong = a + b + draw.choice((-2, -1, 1, 2))
+        prompt = f"how many are {a} and {b}{' please' * draw.randrange(4)}"
+        rejected = f"{a} and {b} are {wrong}" + "!" * draw.randrange(4)
+        record = {"prompt": prompt, "chosen": f"{a} and {b} are {a + b}", "rejected": rejected}
+        return DPO.convert(record, "preference")
+
+    return _write(path, n_examples, seed, record_of)
 
 
 def write_marked_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
     """Sums, of which one in four is wrong and marked so, as the check of a file writes them for a run."""
-    draw = random.Random(seed)
-    with open(path, "w") as file:
-        for number in range(n_examples):
-            a, b, good = draw.randrange(100), draw.randrange(100), number % 4 != 0
-            record = {"prompt": f"how many are {a} and {b}", "completion": f"{a + b + (not good)}", "label": good}
-            file.write(json.dumps(KTO.convert(record, "unpaired")) + "\n")
-    return path
+
+    def record_of(_: random.Random, number: int, a: int, b: int) -> Any:
+        good = number % 4 != 0
+        record = {"prompt": f"how many are {a} and {b}", "completion": f"{a + b + (not good)}", "label": good}
+        return KTO.convert(record, "unpaired")
+
+    return _write(path, n_examples, seed, record_of)
+
+
+def write_prompt_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
+    """Sums to be answered, with what a grader compares an answer with, as the check of a file writes them for a run."""
+
+    def record_of(draw: random.Random, _: int, a: int, b: int) -> Any:
+        question = f"how many are {a} and {b}{' please' * draw.randrange(4)}"
+        record = {"messages": [{"role": "user", "content": question}], "answer": str(a + b)}
+        return REINFORCEMENT.convert(record, "prompt")
+
+    return _write(path, n_examples, seed, record_of)
+
+
+def log_probs_of(model: torch.nn.Module, sequence: tuple[np.ndarray, np.ndarray]) -> torch.Tensor:
+    """The log-probability of each learnt token of a sequence (ids, loss mask), by the model's own logits."""
+    ids, learnt = (torch.from_numpy(part) for part in sequence)
+    logits = model(ids.long()[None], segments=((0, len(ids)),)).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, ids[1:, None].long())[:, 0][learnt[1:]]
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Those that the model has, which are reset."""
+    found = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    model.zero_grad()
+    return found
 
 
 def shared_data() -> Path:
@@ -150,16 +180,4 @@ def gsm8k(path: Path, split: str, n_examples: int) -> Path:
     with gzip.open(shared_data() / "finetune" / f"gsm8k_{split}.jsonl.gz", "rt") as source:
         lines = [line for line, _ in zip(source, range(n_examples), strict=False)]
     path.write_text("".join(lines))
-    return path
-
-
-def write_prompt_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
-    """Sums to be answered, with what a grader compares an answer with, as the check of a file writes them for a run."""
-    draw = random.Random(seed)
-    with open(path, "w") as file:
-        for _ in range(n_examples):
-            a, b = draw.randrange(100), draw.randrange(100)
-            question = f"how many are {a} and {b}{' please' * draw.randrange(4)}"
-            record = {"messages": [{"role": "user", "content": question}], "answer": str(a + b)}
-            file.write(json.dumps(REINFORCEMENT.convert(record, "prompt")) + "\n")
     return path

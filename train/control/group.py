@@ -27,6 +27,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -48,7 +49,7 @@ class Host(Protocol):
 
     async def start(
         self, spec: dict, rank: int, world_size: int, meeting: str, device: str, snapshot: str | None = None
-    ) -> dict: ...
+    ) -> None: ...
     async def call(self, method: str, timeout_s: float | None = None, **args: Any) -> Any: ...
     async def next_event(self, after: int = 0) -> dict | None: ...
     async def kill(self) -> None: ...
@@ -83,7 +84,7 @@ class Outcome:
     supervisor died, which is not a fault of the job. by_device: the rank's device may have caused it: the rank died
     without a word, or of an error of that kind."""
 
-    outcome: Literal["succeeded", "failed", "suspended", "cancelled"]
+    outcome: Literal["succeeded", "failed", "suspended"]
     step: int = 0
     error: dict[str, Any] | None = None
     detail: dict[str, Any] = field(default_factory=dict)
@@ -161,7 +162,11 @@ class Group:
         None if the job ended otherwise meanwhile (it was in its last step, or failed): `wait` returns how.
         """
         started = time.monotonic()
-        outcome = await self._wish("suspend")
+        assert self._ended is not None, "start the group first"
+        if not self._ended.done():
+            with suppress(RuntimeLayerError):  # the rank has just died; its listener ends the group
+                await self._hosts[0].call("signal", name="suspend")
+        outcome = await self.wait()
         if outcome.outcome != "suspended":
             return None
         total = time.monotonic() - started
@@ -171,19 +176,10 @@ class Group:
         seconds = {"agree": agree_s, "snapshot": snapshot_s, "exit": total - agree_s - snapshot_s, "total": total}
         return SuspendReport(outcome.step, outcome.detail["snapshot_path"], outcome.detail["bytes"], seconds)
 
-    async def cancel(self) -> Outcome:
-        """End without a snapshot, leaving the current step unless it is about to end; returns when no process is
-        left."""
-        return await self._wish("cancel")
-
-    async def snapshot(self) -> None:
-        """Request a snapshot at the next step boundary; the "snapshot" event reports it."""
-        await self._hosts[0].call("signal", name="snapshot")
-
     async def profile(self, steps: int) -> None:
         """Have rank 0 profile its next steps; the "profiled" event has what came of it."""
         self._profiling = True
-        await self._hosts[0].call("profile", steps=steps)
+        await self._hosts[0].call("signal", name="profile", value=steps)
 
     async def kill(self) -> Outcome:
         """End now, as a failure that can be retried (the devices are needed, or the box goes down)."""
@@ -194,15 +190,6 @@ class Group:
         """How the group ended; returns when no process of it is left."""
         assert self._ended is not None, "start the group first"
         return await asyncio.shield(self._ended)
-
-    async def _wish(self, name: str) -> Outcome:
-        assert self._ended is not None, "start the group first"
-        if not self._ended.done():
-            try:
-                await self._hosts[0].call("signal", name=name)
-            except RuntimeLayerError:
-                pass  # the rank has just died; its listener ends the group
-        return await self.wait()
 
     def _attend(self) -> None:
         for rank in range(len(self._hosts)):
@@ -228,7 +215,7 @@ class Group:
             elif name == "done":
                 self._done[rank] = event | {"left_s": time.monotonic()}
                 if len(self._done) == len(self._hosts):
-                    asyncio.create_task(self._end_well(), name=f"{self._job_id} end")
+                    self._ending = asyncio.create_task(self._end_well(), name=f"{self._job_id} end")
             elif name == "fatal":
                 self._fatal[rank] = event
                 self._fail_after_grace(rank)

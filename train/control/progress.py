@@ -6,8 +6,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-SIGNALS = ("suspend", "cancel", "snapshot")
-
 
 class Events(Protocol):
     """Receives a run's events; called on rank 0 only."""
@@ -17,21 +15,19 @@ class Events(Protocol):
 
 @dataclass
 class ControlSignals:
-    """Control signals sent to this rank; another thread writes them, the loop reads them between micro-batches."""
+    """What this rank is asked for; another thread writes it, the loop reads it between micro-batches.
+
+    profile: the number of steps to profile from the next one on; taking it resets it.
+    """
 
     suspend: bool = False
-    cancel: bool = False
-    snapshot: bool = False
+    profile: int = 0
 
     def __post_init__(self) -> None:
         self._answers: dict[str, Any] = {}
-        self._profile = 0
 
-    def ask(self, name: str) -> None:
-        """Raises ValueError for an unknown name."""
-        if name not in SIGNALS:
-            raise ValueError(f"signal {name!r} is unknown; expected one of {SIGNALS}")
-        setattr(self, name, True)
+    def ask(self, name: str, value: Any = True) -> None:
+        setattr(self, name, value)
 
     def answer(self, question: str, value: Any) -> None:
         """What the run has asked whoever runs it (the event "ask") is answered. The first answer counts."""
@@ -41,13 +37,8 @@ class ControlSignals:
         """None until there is one."""
         return self._answers.pop(question, None)
 
-    def profile(self, steps: int) -> None:
-        """This many steps of this rank are to be profiled from the next one on."""
-        self._profile = steps
-
     def take_profile(self) -> int:
-        """0 if nobody asks."""
-        steps, self._profile = self._profile, 0
+        steps, self.profile = self.profile, 0
         return steps
 
 

@@ -21,7 +21,6 @@ from runtime.processes.oom import DiesAs, group_dies_as
 log = logging.getLogger(__name__)
 
 ENTRY = "train.trainer.worker:main"
-COLLECTIVE_TIMEOUT_S = 600.0
 STATES = ("ready", "done", "fatal")
 NOWHERE = {"job_id": "", "rank": 0, "world_size": 0}
 WORLDS = "worlds"  # beside the warm parent's socket, in a directory of the box's user alone
@@ -49,12 +48,11 @@ class RankHost:
         meeting: str,
         device: str,
         snapshot: str | None = None,
-        collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
-    ) -> dict[str, Any]:
-        """Fork the rank; it joins the world by itself. `device`: its address (DeviceKind.address).
-        `meeting` is the name of this world and of no other; its ranks are all on this node.
+    ) -> None:
+        """Fork the rank and return as soon as the process exists; it joins the world by itself. Raises WarmParentError.
 
-        Raises WarmParentError. Returns {"pid"} as soon as the process exists.
+        device: its address (DeviceKind.address). meeting: the name of this world and of no other; its ranks are all on
+        this node.
         """
         await self.kill()
         self._place = {"job_id": spec["job_id"], "rank": rank, "world_size": world_size}
@@ -81,7 +79,6 @@ class RankHost:
                 "world_size": world_size,
                 "snapshot": snapshot,
                 "meeting": str(self._meeting),
-                "collective_timeout_s": collective_timeout_s,
             },
             env=env,
             numa_nodes=[self._numa_node],
@@ -90,7 +87,6 @@ class RankHost:
         )
         group_dies_as(DiesAs.RANK, self._child.pid)
         self._events = _Events(self._child)
-        return {"pid": self._child.pid}
 
     async def life(self) -> dict[str, Any]:
         """The life of this supervisor, see runtime.processes.kernel.life; also asked to see whether it lives."""
@@ -131,12 +127,6 @@ class RankHost:
             meeting.unlink(missing_ok=True)
         if self._place is place:
             self._place = dict(NOWHERE)
-
-    async def wait_dead(self) -> None:
-        """Returns when no process of the rank is left."""
-        if self._child is not None:
-            await asyncio.shield(self._child.closed())
-            await self._child.kill_and_wait()
 
     def _started(self) -> Child:
         if self._child is None:

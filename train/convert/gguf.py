@@ -38,7 +38,7 @@ def is_gguf(path: Path) -> bool:
 
 def main(file: Path, out: Path) -> None:
     sys.stdout = sys.stderr  # where libraries that print may print to
-    available = _available_bytes()
+    available = psutil.virtual_memory().available
     most = int(_AVAILABLE_SHARE * available)
     Bounds(_HEADER_CPU_S + file.stat().st_size // _BYTES_PER_CPU_S, most).hold()
     try:
@@ -58,23 +58,22 @@ def main(file: Path, out: Path) -> None:
 def _parameters(file: Path) -> int:
     """How many the model has. Raises _Refused."""
     try:
-        return _counted(_reader(file))
-    except _Refused:
-        raise
+        reader = _reader(file)
+        parts, kind = (_field(reader, name) for name in ("split.count", "general.type"))
+        count = sum(int(tensor.n_elements) for tensor in reader.tensors)
     except Exception as error:  # noqa: BLE001 - whatever bytes raise that are not what they say they are
         raise _Refused(f"is not a sound GGUF file: {type(error).__name__}: {str(error)[:200]}") from error
+    if parts is not None and int(parts) > 1:
+        raise _Refused(f"is one of {parts} parts; join them (`llama-gguf-split --merge`) and import the whole")
+    if kind not in (None, "model"):
+        raise _Refused(f"holds a {str(kind)!r}, not a model")
+    return count
 
 
-def _counted(reader: Any) -> int:
-    parts = reader.get_field("split.count")
-    kind = reader.get_field("general.type")
-    if parts is not None and int(parts.contents()) > 1:
-        raise _Refused(
-            f"is one of {int(parts.contents())} parts; join them (`llama-gguf-split --merge`) and import the whole"
-        )
-    if kind is not None and kind.contents() != "model":
-        raise _Refused(f"holds a {str(kind.contents())!r}, not a model")
-    return sum(int(tensor.n_elements) for tensor in reader.tensors)
+def _field(reader: Any, name: str) -> Any:
+    """A field of the header; None without it."""
+    found = reader.get_field(name)
+    return None if found is None else found.contents()
 
 
 def _convert(file: Path, out: Path) -> dict[str, Any]:
@@ -117,14 +116,14 @@ def _head_size(reader: Any) -> dict[str, int]:
     from transformers import CONFIG_MAPPING
     from transformers.integrations import GGUF_CONFIG_MAPPING
 
-    arch = reader.get_field("general.architecture").contents()
-    length = reader.get_field(f"{arch}.attention.key_length")
+    arch = _field(reader, "general.architecture")
+    length = _field(reader, f"{arch}.attention.key_length")
     name = {"qwen3moe": "qwen3_moe"}.get(arch, arch)
     if length is None or "attention.key_length" in GGUF_CONFIG_MAPPING.get(name, {}):
         return {}
     if name not in CONFIG_MAPPING or not hasattr(CONFIG_MAPPING[name](), "head_dim"):
         return {}
-    return {"head_dim": int(length.contents())}
+    return {"head_dim": int(length)}
 
 
 def _scale_gemma(config: Any) -> None:
@@ -175,10 +174,6 @@ def _told(tensors: Iterable[Any], **_: Any) -> Iterator[Any]:
 
 def _say(event: str, **fields: Any) -> None:
     print(json.dumps({"event": event} | fields), flush=True, file=sys.__stdout__)
-
-
-def _available_bytes() -> int:
-    return psutil.virtual_memory().available
 
 
 if __name__ == "__main__":

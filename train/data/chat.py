@@ -43,18 +43,13 @@ class ChatEncoder:
     for the first `vocabulary` of its tokens; None: for all."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None):
-        template = tokenizer.chat_template
-        if not template:
-            raise UnsupportedModel(
-                "the model's tokenizer has no chat template, so it is not known how a conversation looks to it; "
-                "add chat_template.jinja to the model directory"
-            )
         if not tokenizer.is_fast:
             raise UnsupportedModel(
                 "the model has no fast tokenizer (tokenizer.json), which is needed to tell which tokens are whose"
             )
         self.tokenizer, self._vocabulary = tokenizer, vocabulary
         self.n_without_tools = 0  # examples whose tools the template left out
+        template = tokenizer.chat_template
         # The same template that engines render requests with.
         self._template = with_tools(template) if isinstance(template, str) else None
 
@@ -77,6 +72,15 @@ class ChatEncoder:
                 "others follow: give each output one turn of the assistant"
             )
         return rows[0]
+
+    def encode_text(self, text: str) -> Tokens:
+        """A document as one row of which every token is trained: as the tokenizer begins a text, and with its end of
+        text. Raises BadRecord."""
+        begin = self.tokenizer("", verbose=False)["input_ids"][:1]
+        begin = [token for token in begin if token == self.tokenizer.bos_token_id]
+        end = [token for token in (self.tokenizer.eos_token_id,) if token is not None]
+        ids = np.array([*begin, *self._tokenise(text)["input_ids"], *end], dtype=np.int32)
+        return ids, np.ones(len(ids), bool)
 
     def prompt(self, example: dict[str, Any]) -> np.ndarray:
         """Token ids (n,) int32 up to where the assistant is to answer. Raises BadRecord if the template refuses it."""
@@ -102,7 +106,12 @@ class ChatEncoder:
 
     @cached_property
     def _forms(self) -> tuple[_MessageForm, ...]:
-        """The forms of a message to try, in this order."""
+        """The forms of a message to try, in this order. Raises BadRecord for a model without a chat template."""
+        if not self.tokenizer.chat_template:
+            raise BadRecord(
+                "is a conversation, and the model's tokenizer has no chat template: add chat_template.jinja to the "
+                'model\'s directory, or train on documents, {"text": ...}'
+            )
         probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": turns.PROBE}]
         for parts in (False, True):
             forms = tuple(

@@ -214,7 +214,9 @@ def count_left_out(counts: dict[str, int], record: Record, shape: str) -> None:
 
 
 def estimate_tokens(chat: dict[str, Any]) -> int:
-    """The tokens of a converted chat, estimated from its bytes."""
+    """The tokens of a converted chat or document, estimated from its bytes."""
+    if "text" in chat:
+        return int(len(chat["text"].encode()) / _BYTES_PER_TOKEN) + 1
     size = len(orjson.dumps(chat["tools"])) if chat.get("tools") else 0
     for message in chat["messages"]:
         size += len(message["content"].encode()) + len(orjson.dumps(message.get("tool_calls", "")))

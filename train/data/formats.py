@@ -60,10 +60,6 @@ def _is_mark(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) and value in (-1, 0, 1)
 
 
-def _has_mark(record: Record) -> bool:
-    return any(_is_mark(record.get(key)) for key in MARKS)
-
-
 def _is_set(value: Any) -> bool:
     return has_value(value) and not (isinstance(value, dict) and all(map(is_empty, value.values())))
 
@@ -126,20 +122,16 @@ class Shape:
         object.__setattr__(self, "keys", self.reads.union(*self.needs))
 
     def fits(self, record: Record) -> bool:
-        if any(key not in record for key in self.has) or (self.marked and not _has_mark(record)):
-            return False
-        for group in self.needs:
-            if not any(has_value(record.get(key)) for key in group):
-                return False
-        return self.when(record)
+        return self._has(record, lambda key: has_value(record.get(key))) and self.when(record)
 
     def is_meant(self, record: Record) -> bool:
         """Whether a record has the keys, whatever is in them."""
-        if self.marked and not _has_mark(record):
+        return self._has(record, record.__contains__)
+
+    def _has(self, record: Record, has: Callable[[str], bool]) -> bool:
+        if self.marked and not any(_is_mark(record.get(key)) for key in MARKS):
             return False
-        return all(key in record for key in self.has) and all(
-            any(key in record for key in group) for group in self.needs
-        )
+        return all(key in record for key in self.has) and all(any(map(has, group)) for group in self.needs)
 
 
 def shape_of(record: Any) -> str:
@@ -148,21 +140,22 @@ def shape_of(record: Any) -> str:
 
 
 def to_chat(record: Record, shape: str = "chat") -> Record:
-    """`record` of shape `shape` as {"messages": [...], "tools"?: [...]}, checked. Raises BadRecord."""
-    row = _shape(record)
+    """`record` of shape `shape` as {"messages": [...], "tools"?: [...]}, checked; a document as {"text": ...}. Raises
+    BadRecord."""
+    row, given = _read(record)
+    if row.name == TEXT:
+        return row.convert(given)
     if row.marked:
         refuse(record, _CHAT_REFUSES)
     if "preference" in (shape, row.name):
         raise BadRecord(f"has the shape {shape!r}, which is not a conversation")
-    given = _read(row, record)
-    return _checked(with_system(row.convert(given), given), given, _name(given))
+    return _chat(row, given)
 
 
 def to_pair(record: Record) -> list[Record]:
     """[with the preferred output, with the other] as checked chats, of which only the output is trained. Raises
     BadRecord."""
-    row = _shape(record)
-    given = _read(row, record)
+    row, given = _read(record)
     pair: Pair = row.convert(given)
     request = given["input"] if isinstance(given.get("input"), dict) else given
     prompt = with_system(pair.prompt, given)
@@ -182,13 +175,12 @@ def to_pair(record: Record) -> list[Record]:
 def to_marked(record: Record) -> tuple[Record, bool]:
     """A checked chat of which only the answer to its last question is trained, and whether that answer is a good one.
     Raises BadRecord."""
-    row = _shape(record)
-    given = _read(row, record)
+    row, given = _read(record)
     mark = one_of(given, MARKS)
     if not isinstance(mark, (bool, int, float)) or mark not in (0, 1):
         key = next(key for key in MARKS if record.get(key) is not None)
         raise BadRecord(f"{key!r} is {mark!r}; expected true for a good answer, false for a bad one")
-    chat = _checked(with_system(row.convert(given), given), given, _name(given))
+    chat = _chat(row, given)
     messages = chat["messages"]
     asked = max((n for n, message in enumerate(messages) if message["role"] not in ("assistant", "tool")), default=-1)
     answers = [(n, message) for n, message in enumerate(messages) if message["role"] == "assistant"]
@@ -233,41 +225,39 @@ def left_out(record: Record, shape: str) -> set[str]:
     return names
 
 
-def _read(row: Shape, record: Record) -> Record:
-    """What a shape reads of a record. Raises BadRecord for what it refuses."""
+def _read(record: Record) -> tuple[Shape, Record]:
+    """The shape of a record, and what the shape reads of it. Raises BadRecord for what it refuses."""
+    row = _shape(record)
     refuse(record, row.refuses)
-    return {key: value for key, value in record.items() if key in row.keys}
+    return row, {key: value for key, value in record.items() if key in row.keys}
 
 
 def _shape(record: Any) -> Shape:
     if not isinstance(record, dict):
         raise BadRecord(f"is a {kind_of(record)}, expected a JSON object")
-    for row in SHAPES:
-        if row.fits(record):
-            return row
-    for row in SHAPES:
-        if row.is_meant(record):
-            return row
+    for chosen in (Shape.fits, Shape.is_meant):
+        for row in SHAPES:
+            if chosen(row, record):
+                return row
     raise BadRecord(_no_shape(record))
 
 
 def _no_shape(record: Record) -> str:
     keys = sorted(map(str, record))
-    nested = [key for key in keys if isinstance(record[key], list) and record[key] and _has_shape(record[key][0])]
-    if nested:
-        return f"is one object with the examples in {nested[0]!r}: jq -c '.{nested[0]}[]' FILE > train.jsonl"
+    for key in keys:
+        first = record[key][0] if isinstance(record[key], list) and record[key] else None
+        if isinstance(first, dict) and any(row.fits(first) for row in SHAPES):
+            return f"is one object with the examples in {key!r}: jq -c '.{key}[]' FILE > train.jsonl"
     return (
         f"has the keys {keys[:8]}; expected 'messages' (OpenAI chat), 'conversations' (ShareGPT), 'instruction' and "
-        "'output' (alpaca), 'prompt' and 'completion', 'question' and 'answer', or for pairs 'chosen' and 'rejected'"
+        "'output' (alpaca), 'prompt' and 'completion', 'question' and 'answer', 'text' (a document), or for pairs "
+        "'chosen' and 'rejected'"
     )
 
 
-def _has_shape(record: Any) -> bool:
-    return isinstance(record, dict) and any(row.fits(record) for row in SHAPES)
-
-
-def _name(record: Record) -> str:
-    return next((name for name in _CONVERSATION if record.get(name) is not None), "messages")
+def _chat(row: Shape, given: Record) -> Record:
+    name = next((name for name in _CONVERSATION if given.get(name) is not None), "messages")
+    return _checked(with_system(row.convert(given), given), given, name)
 
 
 def _checked(turns: Any, record: Record, name: str = "messages") -> Record:
@@ -346,6 +336,14 @@ def _with_calls(record: Record) -> list[Record]:
     return [*_question_turns(record), {"role": "assistant", "tool_calls": record["answers"]}]
 
 
+def _document(record: Record) -> Record:
+    if not isinstance(text := record["text"], str):
+        raise BadRecord(f"'text' is a {kind_of(text)}, expected the text of a document")
+    if not text.strip():
+        raise NoAnswer("'text' is empty")
+    return {"text": text}
+
+
 def _conversation(record: Record) -> Any:
     return one_of(record, ("messages", *_CONVERSATION))
 
@@ -365,6 +363,8 @@ def _marked(row: Shape) -> Shape:
     return replace(row, name="unpaired", reads=row.reads.union(MARKS), refuses=refuses, marked=True)
 
 
+TEXT = "text"
+"""Shape of a document, all of which is trained, without a chat template."""
 _CONVERSATIONS = (
     Shape("chat", (("messages",),), _conversation),
     Shape("sharegpt", (_CONVERSATION,), _conversation),
@@ -392,4 +392,5 @@ SHAPES: tuple[Shape, ...] = (
     ),
     *map(_marked, _CONVERSATIONS),
     *_CONVERSATIONS,
+    Shape(TEXT, (("text",),), _document, frozenset(), _CHAT_REFUSES),
 )

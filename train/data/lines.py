@@ -12,15 +12,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
-from train.shapes.foreign_files import foreign_file
+from train.shapes.foreign_files import MARK, foreign_file
 from train.shapes.records import BadFile, BadRecord, loads
 
 MAX_EXAMPLE_BYTES, MAX_ARRAY_BYTES = 16 * 2**20, 256 * 2**20
 
 _OF_A_TURN = ({"role", "from"}, {"content", "value", "tool_calls", "function_call"})
 _TURNS = ("messages", "conversations", "conversation")
-MARK = b"\xef\xbb\xbf"
-"""The byte order mark of UTF-8. Files that were joined have one in their middle."""
 
 
 class Example(NamedTuple):

@@ -31,6 +31,7 @@ from weights.format.names import TOKENIZER_FILES
 _RENDERED_BY = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json")
 _MAX_LISTED_ERRORS = 20
 _BLOCK_BYTES, _MOST_BLOCKS = 1 << 18, 2048  # of a file: a third of a second of one rank, or more where it is large
+_COUNTS = ("n_records", "n_dropped", "n_truncated")
 FORMAT = 7
 
 
@@ -47,6 +48,14 @@ def cut(sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None
     """The first `max_length` tokens of each sequence; None if nothing to learn is left."""
     short = [(ids[:max_length], learnt[:max_length]) for ids, learnt in sequences]
     return short if any(learnt[1:].any() for _, learnt in short) else None
+
+
+def pieces(document: Tokens, max_length: int) -> list[Tokens]:
+    """A document in rows of `max_length` tokens at most. Each begins with the last token of the one before, as the
+    first token of a row is never predicted: so every token but the first is predicted once."""
+    ids, trained = document
+    starts = range(0, max(1, len(ids) - 1), max_length - 1)
+    return [(ids[start : start + max_length], trained[start : start + max_length]) for start in starts]
 
 
 class TokenSet:
@@ -66,9 +75,8 @@ class TokenSet:
         self._packing = packing
         self.reference: np.ndarray | None = None
         facts = orjson.loads((directory / "facts.json").read_bytes())
-        self._pad_id, self.n_records = facts["pad_id"], facts["n_records"]
-        self.n_dropped, self.n_truncated = facts["n_dropped"], facts["n_truncated"]
-        self.digest: str = facts["digest"]
+        self._pad_id, self.digest = facts["pad_id"], str(facts["digest"])
+        self.n_records, self.n_dropped, self.n_truncated = (facts[name] for name in _COUNTS)
         lengths = np.diff(self._offsets[:: self.sequences])
         self.packs = plan_packs(lengths, self.capacity, packing=packing, as_given=as_given)
         self._labels = np.array([labels[pack].sum() for pack in self.packs], np.int64)
@@ -211,14 +219,17 @@ def _write_block(
     max_length: int,
     alive: Callable[[], None],
 ) -> None:
-    tokens, learnt, lengths, labels, errors = [], [], [], [], []
+    tokens, learnt, errors = [np.zeros(0, np.int32)], [np.zeros(0, bool)], []
     n_lines = n_records = n_dropped = n_truncated = 0
     for n_lines, line in enumerate(lines, 1):
         if not line.strip():
             continue
         alive()
         try:
-            rows = method.encode(encoder, orjson.loads(line))
+            record = orjson.loads(line)
+            rows = method.encode(encoder, record)
+            if "text" in record:
+                rows = [[piece] for piece in pieces(rows[0][0], max_length)]
             kept = [row for row in (method.cut(whole, max_length) for whole in rows) if row is not None]
         except BadRecord as bad:
             errors.append((n_lines, str(bad)))
@@ -229,15 +240,14 @@ def _write_block(
         for ids, mask in (sequence for row in kept for sequence in row):
             tokens.append(ids)
             learnt.append(mask)
-            lengths.append(len(ids))
-            labels.append(int(mask[1:].sum()))  # the first token is never predicted, whatever its mark
     content = io.BytesIO()
     np.savez(
         content,
-        tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
-        learnt=np.concatenate(learnt) if learnt else np.zeros(0, bool),
-        lengths=np.array(lengths, np.int64),
-        labels=np.array(labels, np.int64),
+        tokens=np.concatenate(tokens),
+        learnt=np.concatenate(learnt),
+        lengths=np.array([len(ids) for ids in tokens[1:]], np.int64),
+        # The first token is never predicted, whatever its mark.
+        labels=np.array([mask[1:].sum() for mask in learnt[1:]], np.int64),
         counts=np.array([n_records, n_dropped, n_truncated]),
         n_lines=np.array(n_lines),
         errors=np.frombuffer(orjson.dumps([len(errors), errors[:_MAX_LISTED_ERRORS]]), np.uint8),
@@ -277,13 +287,7 @@ def _merge(kept: Path, directory: Path, count: int, pad_id: int) -> None:
         joined = np.concatenate([*_parts(kept, count, name)])
         digest.update(joined)
         np.save(partial / f"{name}.npy", joined)
-    n_records, n_dropped, n_truncated = np.sum([*_parts(kept, count, "counts")], axis=0).tolist()
-    facts = {
-        "pad_id": pad_id,
-        "n_records": n_records,
-        "n_dropped": n_dropped,
-        "n_truncated": n_truncated,
-        "digest": digest.hexdigest(),
-    }
+    counts = dict(zip(_COUNTS, np.sum([*_parts(kept, count, "counts")], axis=0).tolist(), strict=True))
+    facts = {"pad_id": pad_id, "digest": digest.hexdigest(), **counts}
     (partial / "facts.json").write_bytes(orjson.dumps(facts))
     os.rename(partial, directory)

@@ -23,18 +23,6 @@ _PERCENTILES = (5, 25, 50, 75, 95, 99)
 
 
 @dataclass(slots=True)
-class Row:
-    """One example of the file. found: names of the checks that found something. digest: of its content, empty if it is
-    unusable. of: index of the earlier row that it repeats or nearly repeats."""
-
-    line: int
-    tokens: int = 0
-    digest: bytes = b""
-    found: tuple[str, ...] = ()
-    of: int | None = None
-
-
-@dataclass(slots=True)
 class Finding:
     """In how many examples a check found something, how often each kind, and the first of them."""
 
@@ -44,7 +32,7 @@ class Finding:
 
 
 class Check:
-    """`rows` has every example of the file that `read` has read, in its order."""
+    """The findings of all checks in the file that `read` was given."""
 
     def __init__(
         self,
@@ -58,7 +46,8 @@ class Check:
         """names: of all checks, as a report has them. count: gives tokens of a converted record; without it they are
         estimated. against: the validation file."""
         self._convert, self._refuses, self._count, self._max_tokens = convert, refuses, count, max_tokens
-        self.rows: list[Row] = []
+        self._lines: list[int] = []  # of all examples
+        self._lengths: list[int] = []  # tokens of the usable ones
         self.bytes, self.sha256, self.shape = 0, "", None
         needed = {"too_long": max_tokens is not None, "contaminated": against is not None}
         self.found = {name: Finding() for name in names if needed.get(name, True)}
@@ -76,14 +65,13 @@ class Check:
             self.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             self.bytes = file.tell()
         for read in read_examples(path, self._convert, self._refuses):
-            row = Row(read.line)
-            self.rows.append(row)
+            self._lines.append(read.line)
             self.shape = read.shape or self.shape
             if read.bad is not None:
-                self._flag_bad(row, read.bad)
+                self._flag_bad(read.bad)
             elif read.made is not None:
                 count_left_out(self._keys_left_out, read.record, read.shape)
-                self._look_at(row, read.made)
+                self._look_at(read.made)
 
     def texts(self, path: Path) -> Iterable[tuple[int, str]]:
         """(line, text) of each usable example. Raises OSError."""
@@ -91,22 +79,18 @@ class Check:
             if read.made is not None:
                 yield read.line, _texts_of(read.made)[0]
 
-    def usable(self) -> list[Row]:
-        return [row for row in self.rows if row.digest]
-
     def report(self, name: str) -> dict[str, Any]:
         """The report as plain JSON values. `usable`: whether a job would take the file, as far as a check knows.
 
         Args:
             name: what the report calls the file.
         """
-        good = self.usable()
-        tokens = np.array([row.tokens for row in good], np.int64)
+        tokens = np.array(self._lengths, np.int64)
         return {
             "object": "file.check",
             "file": {"file": name, "bytes": self.bytes, "sha256": self.sha256, "shape": self.shape},
-            "examples": len(self.rows),
-            "usable": 0 < len(good) == len(self.rows),
+            "examples": len(self._lines),
+            "usable": 0 < len(tokens) == len(self._lines),
             "checks": {name: self._finding(found) for name, found in self.found.items()},
             "keys_left_out": dict(sorted(self._keys_left_out.items())),
             "tokens": {"total": int(tokens.sum()), "exact": self._count is not None, "most_allowed": self._max_tokens},
@@ -114,34 +98,32 @@ class Check:
         }
 
     def _finding(self, found: Finding) -> dict[str, Any]:
-        share = round(found.count / max(1, len(self.rows)), 6)
+        share = round(found.count / max(1, len(self._lines)), 6)
         kinds = {"kinds": dict(found.kinds.most_common())} if found.kinds else {}
         return {"count": found.count, "share": share, **kinds, "first": found.first}
 
-    def _look_at(self, row: Row, made: Record) -> None:
+    def _look_at(self, made: Record) -> None:
         try:
             lengths = self._tokens(made)
         except BadRecord as bad:  # the model's chat template refuses it
-            self._flag_bad(row, bad)
+            self._flag_bad(bad)
             return
-        row.tokens = sum(lengths)
+        self._lengths.append(sum(lengths))
         if self._max_tokens is not None and max(lengths) > self._max_tokens:
-            self._flag("too_long", row, tokens=max(lengths))
-        index = len(self.rows) - 1
-        row.digest = hashlib.blake2b(orjson.dumps(made, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+            self._flag("too_long", tokens=max(lengths))
+        index = len(self._lines) - 1
+        digest = hashlib.blake2b(orjson.dumps(made, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
         body, shared = _texts_of(made)
         words = words_of(body)
-        if (first := self._by_digest.setdefault(row.digest, index)) != index:
-            row.of = first
-            self._flag("duplicates", row, of=self.rows[first].line)
+        if (first := self._by_digest.setdefault(digest, index)) != index:
+            self._flag("duplicates", of=self._lines[first])
         elif near := self._near.find(index, words):
-            row.of = near[0]
-            self._flag("near_duplicates", row, of=self.rows[near[0]].line, likeness=round(near[1], 2))
+            self._flag("near_duplicates", of=self._lines[near[0]], likeness=round(near[1], 2))
         if self._validation and (overlap := self._validation.overlap(words)):
-            self._flag("contaminated", row, of=overlap[0], share=round(overlap[1], 2))
+            self._flag("contaminated", of=overlap[0], share=round(overlap[1], 2))
         if matches := [match for text in (body, shared) for match in masked(text)[1]]:
             self.found["personal_data"].kinds.update(match.kind for match in matches)
-            self._flag("personal_data", row, kind=matches[0].kind, value=matches[0].hint())
+            self._flag("personal_data", kind=matches[0].kind, value=matches[0].hint())
 
     def _tokens(self, made: Record) -> list[int]:
         """Tokens of each sequence. Raises BadRecord."""
@@ -149,23 +131,25 @@ class Check:
             return [length for row in self._count(made) for length in row]
         return [estimate_tokens(chat) for chat in made.get("sequences", (made,))]
 
-    def _flag_bad(self, row: Row, bad: BadRecord) -> None:
+    def _flag_bad(self, bad: BadRecord) -> None:
         if isinstance(bad, NoAnswer):
-            self._flag("empty", row)
+            self._flag("empty")
         else:
-            self._flag("bad_lines", row, reason=str(bad)[:_MOST_REASON])
+            self._flag("bad_lines", reason=str(bad)[:_MOST_REASON])
 
-    def _flag(self, check: str, row: Row, **detail: Any) -> None:
-        row.found += (check,)
+    def _flag(self, check: str, **detail: Any) -> None:
+        """Notes a finding in the newest example."""
         finding = self.found[check]
         finding.count += 1
         if len(finding.first) < _MOST_SHOWN:
-            finding.first.append({"line": row.line, **detail})
+            finding.first.append({"line": self._lines[-1], **detail})
 
 
 def _texts_of(made: Record) -> tuple[str, str]:
     """The text of a converted example without its system prompts, which many examples share; and these, with what a
     grader sees of it."""
+    if "text" in made:
+        return made["text"], ""
     body, shared = [], []
     for number, chat in enumerate(made.get("sequences", (made,))):
         # The sequences of a pair share their prompt.

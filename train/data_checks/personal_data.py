@@ -7,10 +7,9 @@ possessive, so the cost of a text is proportional to its length, whatever its co
 from __future__ import annotations
 
 import ipaddress
-import json
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Match(NamedTuple):
@@ -22,7 +21,6 @@ class Match(NamedTuple):
         return f"{self.value[:3]}… ({len(self.value)} characters)"
 
 
-_UNMASKED_KEYS = ("role", "from", "type", "id", "tool_call_id", "weight")
 # Cheap tests, much faster than the patterns: what every match of a kind has.
 _NUMBER = re.compile(r"[0-9](?:[ ().\-/]{0,2}[0-9]){6}")
 _DOTTED = re.compile(r"[0-9]\.[0-9]|:[0-9A-Fa-f]{0,4}:")
@@ -68,33 +66,6 @@ def masked(text: str) -> tuple[str, list[Match]]:
         if found:
             text = pattern.sub(lambda match: f"[{kind.upper()}]" if is_valid(match[0]) else match[0], text)  # noqa: B023
     return text, matches
-
-
-def mask_record(value: Any, matches: list[Match], key: str = "") -> Any:
-    """A record with every text in it masked; names of roles and ids stay, and JSON in a text stays JSON.
-
-    Args:
-        matches: receives what was masked.
-        key: where the value is in its record.
-    """
-    if isinstance(value, dict):
-        return {name: mask_record(inside, matches, name) for name, inside in value.items()}
-    if isinstance(value, list):
-        return [mask_record(inside, matches, key) for inside in value]
-    if key in _UNMASKED_KEYS or not isinstance(value, str | int) or isinstance(value, bool):
-        return value
-    if key == "arguments" and isinstance(value, str):
-        inner: list[Match] = []
-        try:
-            arguments = mask_record(json.loads(value), inner)
-            if isinstance(arguments, dict):
-                matches += inner
-                return json.dumps(arguments, ensure_ascii=False) if inner else value
-        except (ValueError, RecursionError):  # not JSON, or nested too deeply: masked as a text
-            pass
-    changed, found = masked(str(value))
-    matches += found
-    return changed if found else value
 
 
 def _is_card(text: str) -> bool:

@@ -43,7 +43,7 @@ class BadOption(ValueError):
 
 
 class CheckFailed(Exception):
-    """A check or a preparation did not finish; the text says why, for the caller."""
+    """A check did not finish; the text says why, for the caller."""
 
 
 def command_of(request: dict[str, Any]) -> list[str]:
@@ -52,8 +52,7 @@ def command_of(request: dict[str, Any]) -> list[str]:
     Args:
         request: "file": path; "name"?: what the report calls it; "check": {"model"?: directory with a tokenizer,
             "max_tokens"?: in place of the context that its config.json says, "method"?: a name in train.methods,
-            "against"?: validation file}; "niceness"?. To prepare a new file also "prepare": {"drop", "mask", "split"},
-            "targets": paths, "lineage"?: path (train.data_checks.prepare).
+            "against"?: validation file}; "niceness"?.
     """
     return [sys.executable, "-P", "-m", "train.data_checks.process", json.dumps(request)]
 
@@ -141,7 +140,6 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
     """Runs a request of `command_of` in this process. Raises BadOption, CheckFailed, OSError, ValueError."""
     # Compiled libraries, which take half a second: the controller imports this file for `command_of`.
     from train.data_checks.check import Check
-    from train.data_checks.prepare import Unusable, prepare
 
     options, path = request["check"], Path(request["file"])
     try:
@@ -158,16 +156,7 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
     convert, refuses = (method.convert, method.refuses) if method else (methods.convert, None)
     check = Check(CHECKS, convert, refuses, count, max_tokens, against)
     check.read(path)
-    if "prepare" not in request:
-        return check.report(request.get("name", str(path)))
-    try:
-        lineage = prepare(check, path, list(map(Path, request["targets"])), **request["prepare"])
-    except Unusable as error:
-        raise CheckFailed(str(error)) from error
-    if "lineage" in request:
-        with os.fdopen(os.open(request["lineage"], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-            json.dump(lineage, out)
-    return lineage
+    return check.report(request.get("name", str(path)))
 
 
 def encoder_of(tokenizer: Path) -> ChatEncoder | None:

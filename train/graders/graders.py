@@ -5,17 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NoReturn, Protocol
+from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, TypeAdapter, ValidationError
 
 from train.graders import formula, similarity, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader, MissingField
@@ -57,13 +49,13 @@ class _Grader(_Strict):
             templates.check(text, path)
 
     @property
-    def highest(self) -> float | None:
-        """The highest reward that it can give; None if only its code or formula knows."""
-        return 1.0
+    def bounds(self) -> tuple[float, float] | None:
+        """The lowest and the highest reward that it can give; None if only its code or formula knows."""
+        return 0.0, 1.0
 
     @property
     def default_threshold(self) -> float:
-        return 0.5
+        return sum(self.bounds or (0.0, 1.0)) / 2
 
     def passes(self, reward: float) -> bool:
         return reward >= (self.default_threshold if self.pass_threshold is None else self.pass_threshold)
@@ -116,27 +108,13 @@ class Python(_Grader):
     """A field of OpenAI's API. A box has one set of packages, so that every tag means the same."""
 
     @property
-    def highest(self) -> float | None:
+    def bounds(self) -> None:
         return None
 
 
 class _Part(_Strict):
     type: Literal["input_text", "output_text", "text"]
     text: str
-
-
-class _HasText(Protocol):
-    @property
-    def text(self) -> str: ...
-
-
-def parts_of(content: str | _HasText | Sequence[str | _HasText], param: str) -> list[tuple[str, str]]:
-    """(path, text) of each part of a message's content, whose path is `param`."""
-    if isinstance(content, str):
-        return [(param, content)]
-    if isinstance(content, Sequence):
-        return [found for place, part in enumerate(content) for found in parts_of(part, f"{param}.{place}")]
-    return [(f"{param}.text", content.text)]
 
 
 def _role(given: Any) -> Any:
@@ -152,7 +130,11 @@ class Message(_Strict):
 
     def parts(self, param: str = "") -> list[tuple[str, str]]:
         """(path, text) of each; param: the message's own path."""
-        return parts_of(self.content, f"{param}.content")
+        path = f"{param}.content"
+        each = [(path, self.content)]
+        if isinstance(self.content, list):
+            each = [(f"{path}.{place}", part) for place, part in enumerate(self.content)]
+        return [(at, part) if isinstance(part, str) else (f"{at}.text", part.text) for at, part in each]
 
 
 class Sampling(_Strict):
@@ -244,12 +226,8 @@ class ScoreModel(_ModelGrader):
             raise InvalidGrader(f"{param}range", f"is {self.range}; expected [low, high] within ±1,000,000")
 
     @property
-    def highest(self) -> float | None:
-        return self.range[1]
-
-    @property
-    def default_threshold(self) -> float:
-        return sum(self.range) / 2
+    def bounds(self) -> tuple[float, float]:
+        return self.range[0], self.range[1]
 
     @property
     def answers_by(self) -> dict[str, Any]:
@@ -300,7 +278,7 @@ class LabelModel(_ModelGrader):
         return float(answer["label"] in self.passing_labels)
 
 
-Leaf = Annotated[StringCheck | TextSimilarity | Python | ScoreModel | LabelModel, Field(discriminator="type")]
+Leaf = StringCheck | TextSimilarity | Python | ScoreModel | LabelModel
 
 
 class Multi(_Grader):
@@ -308,11 +286,11 @@ class Multi(_Grader):
 
     type: Literal["multi"]
     calculate_output: str
-    graders: dict[str, Leaf] = Field(min_length=1, max_length=MAX_GRADERS)
+    graders: dict[str, Annotated[Leaf, Field(discriminator="type")]] = Field(min_length=1, max_length=MAX_GRADERS)
     """Graders by the name that the formula uses."""
 
     @property
-    def highest(self) -> float | None:
+    def bounds(self) -> None:
         return None
 
     def check(self, param: str) -> None:
@@ -325,7 +303,7 @@ class Multi(_Grader):
         formula.check(self.calculate_output, set(self.graders), f"{param}calculate_output")
 
 
-Grader = StringCheck | TextSimilarity | Python | ScoreModel | LabelModel | Multi
+Grader = Leaf | Multi
 _ANY: TypeAdapter[Grader] = TypeAdapter(Annotated[Grader, Field(discriminator="type")])
 _ASKING = ("score_model", "label_model")
 TYPES = ("string_check", "text_similarity", "python", "score_model", "label_model", "multi")
@@ -358,12 +336,12 @@ def parse(given: Any) -> Grader:
 def check_threshold(grader: Grader) -> None:
     """Of a new grader; jobs and evaluations that have one from before go on with it. Raises InvalidGrader for one that
     no reward reaches: every item would fail, whatever is answered."""
-    threshold, most = grader.pass_threshold, grader.highest
-    if threshold is not None and most is not None and threshold > most:
-        raise InvalidGrader("pass_threshold", f"is {threshold:g}, and the grader gives {most:g} at most")
+    threshold, bounds = grader.pass_threshold, grader.bounds
+    if threshold is not None and bounds is not None and threshold > bounds[1]:
+        raise InvalidGrader("pass_threshold", f"is {threshold:g}, and the grader gives {bounds[1]:g} at most")
 
 
-def leaves(grader: Grader) -> dict[str, StringCheck | TextSimilarity | Python | ScoreModel | LabelModel]:
+def leaves(grader: Grader) -> dict[str, Leaf]:
     """Its graders by name; one alone stands by its own name."""
     return dict(grader.graders) if isinstance(grader, Multi) else {grader.name: grader}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +15,17 @@ from pydantic import FiniteFloat
 
 from train.graders import formula, similarity, templates
 from train.graders.errors import GradingErrors, GradingFailed
-from train.graders.graders import Grader, LabelModel, Multi, Python, ScoreModel, StringCheck, TextSimilarity, leaves
+from train.graders.graders import (
+    Grader,
+    LabelModel,
+    Leaf,
+    Multi,
+    Python,
+    ScoreModel,
+    StringCheck,
+    TextSimilarity,
+    leaves,
+)
 from train.graders.templates import Sample
 
 RunPython = Callable[[str, dict[str, Any], Any], float]
@@ -36,10 +47,6 @@ class ModelAnswer:
     tools: list[Any] = field(default_factory=list)
     """Calls of tools, as chat's `tool_calls`."""
     finish_reason: str = ""
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +98,21 @@ def grade(
         except GradingFailed as failure:
             errors |= failure.errors
             messages.append(str(failure))
-    tokens: dict[str, int] = {}
+    tokens: Counter[str] = Counter()
     for answer in answers.values():
-        if answer.tokens:
-            tokens[answer.model] = tokens.get(answer.model, 0) + answer.tokens
+        tokens[answer.model] += answer.prompt_tokens + answer.completion_tokens
     return Graded(
         reward=reward,
         passed=not errors and grader.passes(reward),
         sub_rewards=rewards if isinstance(grader, Multi) else {},
         errors=errors,
         messages=messages,
-        tokens_by_model=tokens,
+        tokens_by_model=dict(+tokens),
     )
 
 
 def _leaf(
-    leaf: StringCheck | TextSimilarity | Python | ScoreModel | LabelModel,
+    leaf: Leaf,
     sample: Sample,
     item: Any,
     answer: ModelAnswer | None,
@@ -114,11 +120,10 @@ def _leaf(
 ) -> tuple[float, GradingErrors]:
     """Raises GradingFailed."""
     match leaf:
-        case StringCheck():
+        case StringCheck() | TextSimilarity():
             text, reference = (templates.fill(one, sample, item) for one in (leaf.input, leaf.reference))
-            return float(_string_check(leaf.operation, text, reference)), GradingErrors()
-        case TextSimilarity():
-            text, reference = (templates.fill(one, sample, item) for one in (leaf.input, leaf.reference))
+            if isinstance(leaf, StringCheck):
+                return float(_string_check(leaf.operation, text, reference)), GradingErrors()
             reward, cut = similarity.similarity(leaf.evaluation_metric, text, reference)
             return reward, GradingErrors(truncated_observation_error=cut)
         case Python():

@@ -5,45 +5,64 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
-from functools import partial
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
+from train.graders.errors import GradingErrors
 from train.graders.graders import Grader, Python, leaves
 from train.graders.grading import Graded, ModelAnswer
 from train.graders.templates import Sample
-from train.graders.worker import CHECK_S, OWN_TIME_S, SCHEMA_S, TIME_S, loads_of
+from train.graders.worker import loads_of
 
 MAX_BUSY = 4
 """How many owners' samples are graded at the same time; others wait for one of them."""
 NICENESS = 10
 """Higher than that of the box's work, so that users' code yields to it."""
-CHECK_CPU_S = 10
+TIME_S = 120
+"""Seconds for each python grader, as in OpenAI's API, like the memory."""
+OWN_TIME_S = 60
+"""Seconds for grading without code."""
+MOST_TIMEOUTS = 3
+"""If this many calls of code end without a result before any returns, the request makes no more of them: otherwise a
+job's devices would wait two minutes for each of its answers."""
+START_S = 60.0
+"""For the worker, which imports packages for a second or more, to fork a child."""
+RETRY_S = 1.0
+"""Before a retry: the ended process is reaped meanwhile, and a machine without memory may have some."""
+_RESULT_BYTES = 256 << 10  # of one sample
+_REAPED_S = 0.1
 _ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 _BEGIN = "from train.graders.worker import main; main()"
 _GRADED = TypeAdapter(list[Graded])
-ANSWER_BYTES = 32 << 20
-"""The largest answer: users' code has a part in it, and the box holds it in memory."""
-RETRY_S = 1.0
-"""Before a retry: the ended process is reaped meanwhile, and a machine without memory may have some."""
 
 
 class WorkerBroke(Exception):
-    """The worker ended or took too long; the request has no answer."""
-
-
-class WorkerEnded(WorkerBroke):
-    """The worker or a handler ended, maybe at another owner's request: a retry may succeed."""
+    """The worker ended; the request has no answer, and is not at fault."""
 
 
 class ForkBroke(WorkerBroke):
-    """The request ended the process that handled it, for example by its limits."""
+    """The request ended the process that handled it, or took too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of one request. The clock also bounds what waits; the CPU limit refuses no honest request on a busy machine."""
+
+    time_s: float
+    cpu_s: int
+    memory_bytes: int = 2 << 30
+
+
+CHECK = Bounds(time_s=30, cpu_s=30)
+SCHEMA = Bounds(time_s=300, cpu_s=15)
 
 
 class GraderHosts:
@@ -69,39 +88,50 @@ class GraderHosts:
 
         waited_for: work of the box stands still meanwhile, so that the worker has its priority. Raises WorkerBroke.
         """
-        head = {"kind": "grade", "grader": grader.as_given(), "nice": 0 if waited_for else NICENESS}
-        given: list[dict[str, ModelAnswer]] = list(answers) if answers else [{} for _ in samples]
-        lines = [
+        given: Sequence[dict[str, ModelAnswer]] = answers or [{} for _ in samples]
+        rows = [
             {"sample": asdict(sample), "item": item, "answers": {name: asdict(of) for name, of in by_name.items()}}
             for (sample, item), by_name in zip(samples, given, strict=True)
         ]
-        calls = sum(isinstance(leaf, Python) for leaf in leaves(grader).values()) * len(samples)
+        calls = sum(isinstance(leaf, Python) for leaf in leaves(grader).values())
+        graded, broken, returned = list[Graded](), 0, False
         async with self._turn(owner, "grade"), self._free:
-            # Without code: for all samples together, then for each alone.
-            limit_s = OWN_TIME_S * (1 + len(samples)) + TIME_S * calls
-            ask = partial(self._ask, head, lines, limit_s, loads_of(grader))
-            try:
-                answered = await ask()
-            except WorkerEnded:
-                await asyncio.sleep(RETRY_S)
-                answered = await ask()
-        return _GRADED.validate_json(answered)
+            if not calls and len(rows) > 1:
+                with suppress(ForkBroke):  # by one of them: then each has a process of its own
+                    return await self._graded(grader, rows, calls, waited_for)
+            for row in rows:
+                if broken >= MOST_TIMEOUTS and not returned:
+                    why = f"it was not run: the first {MOST_TIMEOUTS} calls all ended without a result"
+                    graded.append(_broken(why, code=False))
+                    continue
+                try:
+                    graded += await self._graded(grader, [row], calls, waited_for)
+                    returned = True
+                except ForkBroke as error:
+                    broken += 1
+                    graded.append(_broken(str(error), code=bool(calls)))
+        return graded
 
     async def unusable(self, owner: str, sources: Mapping[str, str]) -> list[tuple[str, str]]:
         """(path, why) of the code, by its path, that cannot grade. Raises WorkerBroke."""
+        found = []
         async with self._turn(owner, "check"):
-            limit_s = OWN_TIME_S + CHECK_S * len(sources)
-            answered = await self._ask({"kind": "code", "sources": dict(sources)}, [], limit_s)
-        return [(path, why) for path, why in json.loads(answered)]
+            for path, source in sources.items():
+                try:
+                    why = json.loads(await self._ask({"kind": "code", "source": source}, [], CHECK))
+                except ForkBroke as error:
+                    why = str(error)
+                found.append((path, str(why)))
+        return [(path, why) for path, why in found if why]
 
     async def refused_items(
-        self, owner: str, schema: Any, items: Sequence[Any], cpu_s: int = CHECK_CPU_S
+        self, owner: str, schema: Any, items: Sequence[Any], bounds: Bounds = SCHEMA
     ) -> list[tuple[int, str]]:
         """(place, why) of the first few items that do not follow a JSON schema; place -1: it is not a schema. Raises
-        WorkerBroke, for one that takes more than `cpu_s` ForkBroke."""
+        WorkerBroke, for one that takes more than its bounds ForkBroke."""
         async with self._turn(owner, "check"):
-            head = {"kind": "schema", "schema": schema, "cpu_s": cpu_s}
-            answered = await self._ask(head, list(items), SCHEMA_S + OWN_TIME_S, ["jsonschema"])
+            head = {"kind": "schema", "schema": schema}
+            answered = await self._ask(head, items, bounds, loads=["jsonschema"])
         return [(place, why) for place, why in json.loads(answered)]
 
     async def refused_schema(self, owner: str, schema: Mapping[str, Any]) -> str:
@@ -121,35 +151,90 @@ class GraderHosts:
     def _turn(self, owner: str, lane: str) -> asyncio.Lock:
         return self._turns.setdefault((owner, lane), asyncio.Lock())
 
+    async def _graded(self, grader: Grader, rows: list[dict[str, Any]], calls: int, waited_for: bool) -> list[Graded]:
+        """Raises WorkerBroke."""
+        time_s = TIME_S * calls or OWN_TIME_S
+        answered = await self._ask(
+            {"kind": "grade", "grader": grader.as_given()},
+            rows,
+            Bounds(time_s, cpu_s=max(1, round(time_s))),
+            loads=loads_of(grader),
+            nice=0 if waited_for else NICENESS,
+        )
+        with suppress(ValidationError):
+            if len(found := _GRADED.validate_json(answered)) == len(rows):
+                return found
+        raise ForkBroke("its process ended without a result: it wrote something else")  # users' code can
+
     async def _ask(
-        self, head: dict[str, Any], samples: Sequence[Any], limit_s: float, loads: Collection[str] = ()
+        self,
+        head: dict[str, Any],
+        samples: Sequence[Any],
+        bounds: Bounds,
+        loads: Collection[str] = (),
+        nice: int = NICENESS,
     ) -> bytes:
         """The result of worker.answer, as JSON. loads: names of worker.LOADED. Raises WorkerBroke."""
+        message = {"loads": list(loads), "nice": nice, "memory_bytes": bounds.memory_bytes, "cpu_s": bounds.cpu_s}
+        for last_try in (False, True):
+            try:
+                mine = await self._child(json.dumps(message).encode())
+                return await self._answered(mine, head, samples, bounds)
+            except WorkerBroke as error:  # the worker ended, maybe at another owner's request
+                if last_try or isinstance(error, ForkBroke):
+                    raise
+                await asyncio.sleep(RETRY_S)
+        raise AssertionError("the last try returns or raises")
+
+    async def _answered(
+        self, mine: socket.socket, head: dict[str, Any], samples: Sequence[Any], bounds: Bounds
+    ) -> bytes:
+        most_bytes = _RESULT_BYTES * (1 + len(samples))
+        reader, writer = await asyncio.open_unix_connection(sock=mine, limit=most_bytes)
+        child = None
+        try:
+            async with asyncio.timeout(START_S):
+                # It waits for its request, so that the number is its own.
+                child = os.pidfd_open(int(await reader.readuntil()))
+            async with asyncio.timeout(bounds.time_s):
+                writer.writelines(await asyncio.to_thread(_lines, head, samples))
+                writer.write_eof()
+                return await reader.readuntil()
+        except TimeoutError:
+            if child is None:
+                raise WorkerBroke(f"no process that grades started within {START_S:g} s") from None
+            raise ForkBroke(f"it took longer than {bounds.time_s:g} s") from None
+        except asyncio.LimitOverrunError:
+            raise ForkBroke(f"its result is larger than {most_bytes >> 10} KiB") from None
+        except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+            if child is None or await self._has_ended():
+                raise WorkerBroke(f"the process that grades ended: {error}") from None
+            limits = f"it may use {bounds.memory_bytes >> 30} GiB of memory and {bounds.cpu_s:g} s of CPU"
+            raise ForkBroke(f"its process ended without a result; {limits}") from None
+        finally:
+            writer.close()
+            if child is not None:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(child, signal.SIGKILL)
+                os.close(child)
+
+    async def _has_ended(self) -> bool:
+        assert self._process is not None
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _REAPED_S)
+        return self._process.returncode is not None
+
+    async def _child(self, message: bytes) -> socket.socket:
+        """The socket of a new child. Raises WorkerBroke."""
         control = await self._started()
         mine, theirs = socket.socketpair()
         with theirs:
             try:
-                socket.send_fds(control, [" ".join(loads).encode()], [theirs.fileno()])
+                socket.send_fds(control, [message], [theirs.fileno()])
             except OSError as error:
                 mine.close()
-                raise WorkerEnded(f"the process that grades ended: {error}") from None
-        reader, writer = await asyncio.open_unix_connection(sock=mine, limit=ANSWER_BYTES)
-        try:
-            async with asyncio.timeout(limit_s):
-                writer.writelines(await asyncio.to_thread(_lines, {"nice": NICENESS, **head}, samples))
-                await writer.drain()
-                answered = await reader.readuntil()
-        except TimeoutError:
-            raise WorkerBroke(f"grading took longer than {limit_s:.0f} s") from None
-        except asyncio.LimitOverrunError:
-            raise ForkBroke(f"its results are larger than {ANSWER_BYTES >> 20} MiB") from None
-        except (OSError, asyncio.IncompleteReadError) as error:
-            raise WorkerEnded(f"the process that grades ended: {error}") from None
-        finally:
-            writer.close()  # which ends what still runs for it
-        if answered.startswith(_RESULT):
-            return answered[len(_RESULT) : -len(b"}\n")]
-        raise ForkBroke(str(json.loads(answered)["broke"]))
+                raise WorkerBroke(f"the process that grades ended: {error}") from None
+        return mine
 
     async def _started(self) -> socket.socket:
         async with self._starting:
@@ -174,9 +259,11 @@ class GraderHosts:
             return self._control
 
 
-_RESULT = b'{"result": '
+def _broken(why: str, *, code: bool) -> Graded:
+    ran = GradingErrors(python_grader_runtime_error=True, python_grader_runtime_error_details=why)
+    return Graded(0.0, False, errors=ran if code else GradingErrors(other_error=True), messages=[why])
 
 
 def _lines(head: dict[str, Any], samples: Sequence[Any]) -> list[bytes]:
     """A request. Line by line, so that other threads run in between: the items of one may be 64 MiB together."""
-    return [json.dumps(one).encode() + b"\n" for one in (head, *samples)] + [b"\n"]
+    return [json.dumps(one).encode() + b"\n" for one in (head, *samples)]

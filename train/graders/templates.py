@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
@@ -43,19 +43,6 @@ class Sample:
             raise GradingFailed(
                 f"sample.output_json: the output is not JSON ({error})", GradingErrors(sample_parse_error=True)
             ) from None
-
-    @cached_property
-    def _parsed(self) -> Callable[[str], Any]:
-        """The value of a text of the answer if it is JSON, otherwise the text; a template may ask 2,000 times."""
-
-        @cache
-        def parsed(text: str) -> Any:
-            try:
-                return json.loads(text)
-            except (ValueError, RecursionError):
-                return text
-
-        return parsed
 
     @property
     def choices(self) -> list[Any]:
@@ -126,6 +113,15 @@ def _pieces(template: str) -> Iterator[tuple[str, str | None]]:
         yield parts[place] + ("{{" if literal else ""), None if literal else path
 
 
+@lru_cache(maxsize=16)  # a template may ask 2,000 times
+def _parsed(text: str) -> Any:
+    """The value of a text of the answer if it is JSON, otherwise the text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
 def _shown(path: str) -> str:
     return repr(f"{{{{{path[:_SHOWN]}}}}}")
 
@@ -138,7 +134,7 @@ def value(path: str, sample: Sample, item: Any) -> Any:
         found, steps = getattr(sample, steps[0]), steps[1:]
     for step in steps:
         if isinstance(found, str) and namespace == "sample":  # a call of a tool has its arguments as JSON
-            found = sample._parsed(found)
+            found = _parsed(found)
         if isinstance(found, Mapping) and step in found:
             found = found[step]
         elif isinstance(found, list) and _PLACE.fullmatch(step) and int(step) < len(found):

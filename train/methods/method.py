@@ -67,9 +67,9 @@ class Method(ABC):
     "divergence" the sum over the step, times the scale, of their log-probabilities less the reference.
     judged_by: "grader" or "teacher" where an example is a prompt: in each step the model answers those of the step, the
     answers are judged, and the rows are made of them (train.rollouts); "" where the data itself is learnt. takes: what
-    a request may say of it beside hyperparameters, by name; who judges is one of them. cut_refuses: `cut` raises for an
-    example that it leaves nothing of. sums: the loss is minus the sum of all log-probabilities, so that the gradients
-    of the output head are made as it runs.
+    a request may say of it beside hyperparameters, by name; who judges is one of them. rate_share: part of the learning
+    rate that suits supervised tuning. cut_refuses: `cut` raises for an example that it leaves nothing of. sums: the
+    loss is minus the sum of all log-probabilities, so that the gradients of the output head are made as it runs.
     """
 
     name: str
@@ -82,6 +82,7 @@ class Method(ABC):
     needs_divergence: bool = False
     judged_by: str = ""
     takes: tuple[str, ...] = ()
+    rate_share: float = 1.0
     cut_refuses: bool = False
     sums: bool = False
 
@@ -114,6 +115,8 @@ class Method(ABC):
         unsuitable common defaults. Raises InvalidHyperparameter."""
         if self.options:
             fields["options"] = {o.name: given.number(o.name, o.low, o.high, auto=o.auto) for o in self.options}
+        if not given.is_set("learning_rate"):
+            fields["learning_rate"] *= self.rate_share
 
     @abstractmethod
     def refuses(self, shape: str) -> str | None:
@@ -121,7 +124,8 @@ class Method(ABC):
 
     @abstractmethod
     def convert(self, record: Record, shape: str) -> Record:
-        """A record of a shape that it takes, as `encode` takes it: a chat record, or {"sequences": [chat record, …]}.
+        """A record of a shape that it takes, as `encode` takes it: a chat record, {"text": …}, or {"sequences": [chat
+        record, …]}.
         Raises BadRecord."""
 
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
@@ -141,6 +145,8 @@ class Method(ABC):
     def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
         """The rows of a converted record, each of `sequences` pairs (token ids (n,) int32, trained (n,) bool). Raises
         BadRecord."""
+        if "text" in record:
+            return [[encoder.encode_text(record["text"])]]
         if "sequences" not in record:
             return [[tokens] for tokens in encoder.encode(record)]
         return [[encoder.encode_whole(chat) for chat in record["sequences"]]]

@@ -12,16 +12,13 @@ from train.methods.method import Option
 if TYPE_CHECKING:
     import torch
 
-    from train.plan.auto import DatasetStats, ModelStats
-
-RATE_SHARE = 0.5
-"""Part of supervised tuning's learning rate: 5e-6 for all weights of 7e9 parameters; TRL's example has 8e-6."""
 SUREST = -1e-6
 """The largest mean log-probability of a token whose odds are computed: those of a certain output are infinite."""
 
 
 class Orpo(Pairs):
     name = "orpo"
+    rate_share = 0.5  # 5e-6 for all weights of 7e9 parameters; TRL's example has 8e-6
     summary = "learns the preferred answer of each pair and avoids the other, without a reference model"
     options = (Option("beta", 1e-6, 10, 0.1, "weight of the odds ratio beside the preferred answer's own loss"),)
     metric_names = (
@@ -33,14 +30,6 @@ class Orpo(Pairs):
         "logps/chosen",
         "logps/rejected",
     )
-
-    def resolve(
-        self, hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int
-    ) -> dict[str, Any]:
-        fields = super().resolve(hyperparameters, dataset, model, max_devices)
-        if hyperparameters.get("learning_rate", "auto") in ("auto", None):
-            fields["learning_rate"] *= RATE_SHARE
-        return fields
 
     def loss(
         self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]

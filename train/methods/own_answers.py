@@ -84,8 +84,6 @@ class OwnAnswers(Method, ABC):
         row = _HOST_ROW if estimate.kind_of(model.device_kind).on_host else _DEVICE_ROW
         together = max(1, row // fields["max_length"])
         options["rows"] = next(n for n in range(1, options["group"] + 1) if _shares(options["group"], n) <= together)
-        if not given.is_set("learning_rate"):
-            fields["learning_rate"] *= self.rate_share
 
     def refuses(self, shape: str) -> str | None:
         if shape != "prompt":

@@ -186,32 +186,54 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 class _Gradients:
-    """Of the log-probabilities of labels with regard to hidden states and weight, one chunk of rows after the other."""
+    """Of the log-probabilities of labels with regard to hidden states and weight, one chunk of rows after the other.
+
+    The logits' gradients are held for as many rows as take no more memory than a float32 sum of the weight's size, and
+    then multiplied at once. One product per chunk, added up in float32, moved 6 bytes per element of the weight each
+    time: 2 ms for 131 rows (vocabulary 128k, width 4096), twice the arithmetic.
+    """
 
     def __init__(
         self, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, need_hidden: bool, need_weight: bool
     ):
-        self._hidden, self._weight, self._labels = hidden, weight, labels
-        rows = chunk_rows(hidden, weight.shape[0])
+        self._hidden, self._weight, self._labels, self._need_weight = hidden, weight, labels, need_weight
+        chunk = chunk_rows(hidden, weight.shape[0])
+        rows = held_rows(len(hidden), chunk, hidden.shape[1], hidden.element_size()) if need_weight else chunk
+        self._held = hidden.new_empty((rows, weight.shape[0]))
+        self._first = self._end = 0
         self._of_hidden = torch.empty_like(hidden) if need_hidden else None
-        self._of_weight = HeadGradient(hidden, weight.shape[0], rows) if need_weight else None
+        self._of_weight: torch.Tensor | None = None
 
     def add(
         self, part: slice, logits: torch.Tensor, log_sums: torch.Tensor, upstream: torch.Tensor | None = None
     ) -> None:
-        """logits (rows, vocabulary) float32 are written over. log_sums, upstream (n,): of all rows."""
+        """The next rows. logits (rows, vocabulary) float32 are written over. log_sums, upstream (n,): of all rows."""
         grad = logits.sub_(log_sums[part, None]).exp_().neg_()  # minus the softmax
         target = self._labels[part, None]
         grad.scatter_add_(1, target, torch.ones_like(target, dtype=grad.dtype))
         if upstream is not None:
             grad = grad.mul_(upstream[part, None])
-        grad = grad.to(self._hidden.dtype) if self._of_weight is None else self._of_weight.add(grad)
+        if part.stop - self._first > len(self._held):
+            self._multiply()
+        held = self._held[part.start - self._first : part.stop - self._first].copy_(grad)
+        self._end = part.stop
         if self._of_hidden is not None:
-            torch.mm(grad, self._weight, out=self._of_hidden[part])
+            torch.mm(held, self._weight, out=self._of_hidden[part])
 
     def found(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(n, width) and (vocabulary, width); None where it is not needed."""
-        return self._of_hidden, None if self._of_weight is None else self._of_weight.total()
+        """(n, width) and (vocabulary, width) in hidden's dtype; None where it is not needed."""
+        self._multiply()
+        return self._of_hidden, None if self._of_weight is None else self._of_weight.to(self._hidden.dtype)
+
+    def _multiply(self) -> None:
+        first, self._first = self._first, self._end
+        if not self._need_weight or first == self._end:
+            return
+        part = self._held[: self._end - first].t() @ self._hidden[first : self._end]
+        if self._of_weight is not None:
+            self._of_weight.add_(part)
+        else:  # several parts are added in float32, or the small late ones would be rounded away
+            self._of_weight = part if len(self._hidden) <= len(self._held) else part.float()
 
 
 def chunk_rows(hidden: torch.Tensor, vocabulary: int) -> int:
@@ -220,46 +242,6 @@ def chunk_rows(hidden: torch.Tensor, vocabulary: int) -> int:
     arithmetic.)"""
     chunk_bytes = HOST_LOGITS_BYTES if in_host_memory(hidden.device) else DEVICE_LOGITS_BYTES
     return max(1, min(hidden.shape[0], chunk_bytes // (4 * vocabulary)))
-
-
-class HeadGradient:
-    """grad.T @ hidden, for rows that come in order.
-
-    The logits' gradients are held for as many rows as take no more memory than a float32 sum of the weight's size, and
-    then multiplied at once. One product per chunk, added up in float32, moved 6 bytes per element of the weight each
-    time: 2 ms for 131 rows (vocabulary 128k, width 4096), twice the arithmetic.
-    """
-
-    def __init__(self, hidden: torch.Tensor, vocabulary: int, chunk: int):
-        """hidden (n, width); `chunk`: the most rows that `add` gets."""
-        self._hidden, self._n = hidden, hidden.shape[0]
-        rows = held_rows(self._n, chunk, hidden.shape[1], hidden.element_size())
-        self._held = hidden.new_empty((rows, vocabulary))
-        self._first = self._end = 0
-        self._sum: torch.Tensor | None = None
-
-    def add(self, grad: torch.Tensor) -> torch.Tensor:
-        """The next rows' gradient (rows, vocabulary); returns it in hidden's dtype, good until the next call."""
-        rows = grad.shape[0]
-        if self._end + rows - self._first > len(self._held):
-            self._multiply()
-        place = self._held[self._end - self._first : self._end - self._first + rows]
-        self._end += rows
-        return place.copy_(grad)
-
-    def total(self) -> torch.Tensor | None:
-        """(vocabulary, width) in hidden's dtype; None if there were no rows."""
-        if self._end > self._first:
-            self._multiply()
-        return None if self._sum is None else self._sum.to(self._hidden.dtype)
-
-    def _multiply(self) -> None:
-        part = self._held[: self._end - self._first].t() @ self._hidden[self._first : self._end]
-        self._first = self._end
-        if self._sum is not None:
-            self._sum.add_(part)
-        else:  # several parts are added in float32, or the small late ones would be rounded away
-            self._sum = part if self._n <= len(self._held) else part.float()
 
 
 def log_sum_exp(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

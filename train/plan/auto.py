@@ -33,12 +33,14 @@ SHORTEST_ROW = 128  # tokens; a shorter one takes a device as long
 @dataclass(frozen=True)
 class DatasetStats:
     """Figures of the training file; tokens may be estimates (data_check). lengths: in tokens, of some examples that
-    stand for all, in the order of the file; without them rows count as full."""
+    stand for all, in the order of the file; without them rows count as full. documents: examples longer than a row are
+    continued in the next."""
 
     n_examples: int
     n_tokens: int
     longest_example_tokens: int
     lengths: tuple[int, ...] = ()
+    documents: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ def steps(dataset: DatasetStats, fields: Mapping[str, Any]) -> int:
 
 def _sequences(dataset: DatasetStats, fields: Mapping[str, Any]) -> float:
     """The sequences of one epoch."""
+    if dataset.documents:
+        return max(1.0, dataset.n_tokens / fields["max_length"])
     if not fields["packing"]:
         return float(dataset.n_examples)
     if not dataset.lengths:
@@ -149,17 +153,11 @@ def _tensor_parallel(given: Given, model: ModelStats, max_devices: int) -> int:
 
 
 def _refuse_beside_tensor_parallel(fields: dict) -> None:
-    if fields["tensor_parallel"] == 1:
-        return
-    for name, fits, expected in (
-        ("full", fields["full"], "true"),
-        ("zero_stage", fields["zero_stage"] <= 2, "0, 1 or 2"),
-        ("offload", fields["offload"] == "none", "'none'"),
-    ):
-        if not fits:
-            raise InvalidHyperparameter(
-                name, fields[name], f"{expected} with tensor_parallel {fields['tensor_parallel']}"
-            )
+    shards = fields["tensor_parallel"]
+    for name, fitting in (("full", (True,)), ("zero_stage", (0, 1, 2)), ("offload", ("none",))):
+        if shards > 1 and fields[name] not in fitting:
+            expected = " or ".join(map(repr, fitting)).lower()
+            raise InvalidHyperparameter(name, fields[name], f"{expected} with tensor_parallel {shards}")
 
 
 def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, tensor_parallel: int = 1) -> list[int]:
@@ -227,18 +225,13 @@ def _lora_publish(given: Given, model: ModelStats, fields: dict) -> str:
 
 def _zero_stage(given: Given, model: ModelStats, fields: dict) -> int:
     # Stage 1 reduces gradients once per step, 2 and 3 once per micro-batch: partition only what is large.
-    trained = model.n_parameters if fields["full"] else 0
-    auto = 1
-    if trained >= ZERO2_FROM_PARAMETERS:
-        auto = 2
-    if (
-        model.n_parameters >= ZERO3_FROM_PARAMETERS
-        and fields["tensor_parallel"] == 1
-        or fields["offload"] == "parameters"
-    ):
+    away = fields["offload"] == "parameters"
+    if away or (model.n_parameters >= ZERO3_FROM_PARAMETERS and fields["tensor_parallel"] == 1):
         auto = 3
+    else:
+        auto = 2 if fields["full"] and model.n_parameters >= ZERO2_FROM_PARAMETERS else 1
     stage = given.integer("zero_stage", 0, 3, auto=auto)
-    if fields["offload"] == "parameters" and stage != 3:
+    if away and stage != 3:
         raise InvalidHyperparameter("zero_stage", stage, "3, because offload is 'parameters'")
     return stage
 

@@ -26,7 +26,6 @@ class InvalidHyperparameter(TrainError):
     def __init__(self, param: str, given: Any, expected: str):
         super().__init__(f"hyperparameter {param!r} is {given!r}; expected {expected}")
         self.param, self.given, self.expected = param, given, expected
-        self.data = {"param": param, "given": given, "expected": expected}
 
 
 class InvalidTrainingData(TrainError):
@@ -36,8 +35,7 @@ class InvalidTrainingData(TrainError):
         shown = "; ".join(f"line {line}: {reason}" for line, reason in errors[:5])
         more = f" and {n_errors - 5} more" if n_errors > 5 else ""
         super().__init__(f"{name} cannot be trained on: {shown}{more}")
-        self.errors, self.n_errors = errors, n_errors
-        self.data = {"errors": errors, "n_errors": n_errors}
+        self.errors = errors
 
 
 class InvalidSpec(TrainError):
@@ -60,7 +58,6 @@ class TrainingDiverged(TrainError):
             f"training diverged at step {step} (loss {loss}, gradient norm {grad_norm}); lower "
             "learning_rate_multiplier or check the data for broken examples"
         )
-        self.data = {"step": step}
 
 
 class NothingGraded(TrainError):

@@ -74,11 +74,6 @@ _NORMS: dict[str, tuple[int, int]] = {
 }
 
 
-def norms_of(model_type: Any) -> tuple[int, int]:
-    """`model_type` as a config.json has it, if it has one."""
-    return _NORMS.get(model_type, (0, 0)) if isinstance(model_type, str) else (0, 0)
-
-
 def layer_bytes(hidden: int, heads: int, ffn: int, *, experts: int, norms: tuple[int, int], shards: int = 1) -> int:
     """What one layer keeps. heads: q + k. experts: e, 0 of a dense model. shards: ranks of a tensor-parallel group,
     which share heads and MLP."""
@@ -101,7 +96,7 @@ class ModelShape:
     parameters of the adapter. (Fused experts are not linear layers and get none.)
     outside: parameters of embeddings and head, which tensor parallelism leaves whole. tensor_slices: into how many even
     slices it can cut heads and MLP, or a divisor of it; 1: a mixture of experts, which it does not cut; 0: not known.
-    queries: elements of a token's queries. experts: those that it passes. norms: see `norms_of`.
+    queries: elements of a token's queries. experts: those that it passes. norms: see `_NORMS`.
     """
 
     n_parameters: int
@@ -150,7 +145,7 @@ class ModelShape:
             1 if experts else slices,
             heads * head_dim,
             number("num_experts_per_tok") if experts else 0,
-            norms_of(text_part(config).get("model_type")),
+            _NORMS.get(str(text_part(config).get("model_type")), (0, 0)),
         )
 
     @property

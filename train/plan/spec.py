@@ -55,7 +55,6 @@ class TrainSpec:
     lr_scheduler: Schedule = "cosine"
     warmup_ratio: float = 0.03
     weight_decay: float = 0.0
-    adam_betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = 1.0  # 0: no clipping
 
     full: bool = True  # False: LoRA
@@ -72,8 +71,8 @@ class TrainSpec:
     offload: Literal["none", "optimizer", "parameters"] = "none"
     device_kind: str = field(kw_only=True)  # of the devices that its ranks compute on
 
-    snapshot_every_s: float | None = None  # None: as often as it is cheap (train.state.cadence); 0: only when asked
-    keep_snapshots: int = 2
+    # None: as often as it is cheap (train.state.cadence); 0: only to leave the devices.
+    snapshot_every_s: float | None = None
     step_patience_s: float = 0.1  # a step with more than this to go is left when devices are wanted
     shm_budget_bytes: int | None = None  # of the whole weight store; None: what tmpfs has
     serve_dtype: Literal["bf16", "fp32"] = "bf16"  # of published weights
@@ -83,12 +82,7 @@ class TrainSpec:
     @property
     def published_kind(self) -> Literal["adapter", "version"]:
         """The kind of what this run publishes, as the weight store knows it."""
-        return "version" if self.is_whole else "adapter"
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this run publishes whole weights, not an adapter."""
-        return self.full or self.lora_publish == "merged"
+        return "version" if self.full or self.lora_publish == "merged" else "adapter"
 
     @property
     def publishes_epochs(self) -> bool:

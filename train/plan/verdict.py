@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -67,37 +66,21 @@ class Verdict(NamedTuple):
         return self.code in WARNINGS
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What is known of one step, or of the starting model (`step` 0). Losses are None if they were not measured or are
-    not numbers. measured, valid_measured: by the method's own names."""
-
-    step: int
-    loss: float | None = None
-    valid_loss: float | None = None
-    measured: Mapping[str, float] = field(default_factory=dict)
-    valid_measured: Mapping[str, float] = field(default_factory=dict)
-
-    def trained(self, name: str) -> float | None:
-        return self.loss if name == "loss" else self.measured.get(name)
-
-    def validated(self, name: str) -> float | None:
-        return self.valid_loss if name == "loss" else self.valid_measured.get(name)
-
-
-def judge(method: str, steps: Sequence[Step], settings: Mapping[str, Any]) -> Verdict:
+def judge(method: str, steps: Sequence[Any], settings: Mapping[str, Any]) -> Verdict:
     """The verdict on a run.
 
     Args:
         method: name of the training method.
-        steps: by ascending number, up to the one whose weights are the result.
+        steps: rows of the job's metrics by ascending `step`, up to the one whose weights are the result; step 0 is the
+            starting model. Each has `loss` and `valid_loss`, None if they were not measured or are not numbers, and
+            `measured` and `valid_measured` by the method's own names, or None.
         settings: fields of the TrainSpec, of which `n_epochs` and `learning_rate` are read.
     """
     done = [one for one in steps if one.step > 0]
     if done and all(map(equal_rewards, done)):
         return _no_signal(done)
     measure = _MEASURES.get(method, _LOSS)
-    train = [value for one in done if (value := one.trained(measure.name)) is not None]
+    train = [value for one in done if (value := _value(one.loss, one.measured, measure.name)) is not None]
     if len(train) < FEWEST_STEPS:
         return Verdict(
             "too_short", f"{_count(len(train), 'step')} cannot show whether the model learned: raise n_epochs."
@@ -105,7 +88,7 @@ def judge(method: str, steps: Sequence[Step], settings: Mapping[str, Any]) -> Ve
     n_epochs, error = settings["n_epochs"], 0.0
     each = _epochs(train, n_epochs)
     start, end = fmean(train[: max(1, len(train) // 20)]), each[-1]  # the first steps have hardly moved
-    order = [value for one in done if (value := one.trained("rewards/accuracies")) is not None]
+    order = [value for one in done if (value := _value(one.loss, one.measured, "rewards/accuracies")) is not None]
     if measure.sampled:
         first, last = train[: max(2, len(train) // 4)], train[-max(2, len(train) // 4) :]
         start, end = fmean(first), fmean(last)
@@ -118,7 +101,8 @@ def judge(method: str, steps: Sequence[Step], settings: Mapping[str, Any]) -> Ve
     change, moved = measure.change(start, end, error), f"{measure.called} {start:.2f} → {end:.2f}"
     growing = not known and len(each) > 1 and measure.better * (each[-1] - each[-2]) > FALLING_SHARE * max(each[-2:])
 
-    valid = [(value, one.step) for one in steps if (value := one.validated(measure.name)) is not None]
+    validated = [(_value(one.valid_loss, one.valid_measured, measure.name), one.step) for one in steps]
+    valid = [(value, step) for value, step in validated if value is not None]
     if measure is _MARGIN and valid:
         valid.insert(0, (0.0, 0))
     generalised = None
@@ -157,12 +141,16 @@ def _conclude(
     return Verdict("learned", text)
 
 
-def equal_rewards(one: Step) -> bool:
+def equal_rewards(one: Any) -> bool:
     """Whether the answers to each prompt of the step got one reward, so that the step trained nothing."""
-    return one.measured.get("equal_rewards") == 1.0
+    return (one.measured or {}).get("equal_rewards") == 1.0
 
 
-def _no_signal(done: Sequence[Step]) -> Verdict:
+def _value(loss: float | None, measured: Mapping[str, float] | None, name: str) -> float | None:
+    return loss if name == "loss" else (measured or {}).get(name)
+
+
+def _no_signal(done: Sequence[Any]) -> Verdict:
     rewards = sorted({one.measured["mean_reward"] for one in done if "mean_reward" in one.measured})
     which = f" (all rewards are {rewards[0]:.3g})" if len(rewards) == 1 else ""
     return Verdict(

@@ -55,7 +55,7 @@ class Hearing:
         """Collective: whether the devices are wanted, and whether any rank goes on."""
         self._progress.enter(self._progress.phase)
         signals = self._signals
-        message = torch.tensor([float(signals.suspend or signals.cancel), float(going)], device=self._device)
+        message = torch.tensor([float(signals.suspend), float(going)], device=self._device)
         comm.all_reduce(message)
         wanted, others = message.tolist()
         return wanted > 0, others > 0

@@ -6,7 +6,8 @@ import re
 from typing import BinaryIO
 
 _HEAD, _TAIL = 4096, 1 << 16
-_MARK = b"\xef\xbb\xbf"
+MARK = b"\xef\xbb\xbf"
+"""The byte order mark of UTF-8. Files that were joined have one in their middle."""
 
 
 def _pandas(read: str) -> str:
@@ -55,7 +56,7 @@ def foreign_file(file: BinaryIO) -> tuple[str, str] | None:
     for begins, what, command in _BEGINNINGS:
         if re.match(begins, names, re.DOTALL):
             return what, command
-    text = head.removeprefix(_MARK).lstrip()
+    text = head.removeprefix(MARK).lstrip()
     return None if text[:1] in (b"{", b"[") else _table(text.split(b"\n"))
 
 

@@ -55,6 +55,8 @@ FUNCTION_READS = frozenset(("name", *ARGUMENTS))
 CALL_READS = {True: frozenset(("id", "type", "function")), False: frozenset(("id", "type")) | FUNCTION_READS}
 """By whether the function is in an envelope."""
 PART_READS = frozenset(("type", "text", "refusal"))
+_TEXTS = {"assistant": (("reasoning_content", REASONING),), "tool": (("tool_call_id", ("tool_call_id",)),)}
+"""Optional texts of a role's messages, with their names in a turn."""
 
 Refusals = Mapping[str, tuple[Callable[[Any], bool], str]]
 """By key: which of its values make a record unusable, and why."""
@@ -226,54 +228,42 @@ def _message(turn: Record, role: str, is_call: bool, where: str, calls_before: i
         content = _text(where, content)
     if calls:
         result["tool_calls"] = [_call(call, where, calls_before + number) for number, call in enumerate(calls, 1)]
-    if role == "assistant" and not content and not is_empty(turn.get("refusal")):
-        content = _string(turn, "refusal", where)
-    elif role == "assistant" and not is_empty(turn.get("refusal")):
-        raise BadRecord(f"{where} has both a text and a 'refusal'; expected one of the two")
+    if role == "assistant" and (refusal := _one_text(turn, ("refusal",), where)):
+        if content:
+            raise BadRecord(f"{where} has both a text and a 'refusal'; expected one of the two")
+        content = refusal
     if content is None and not calls:
         raise (NoAnswer if role == "assistant" else BadRecord)(f"{where}.content is missing")
     result["content"] = content or ""
     if role == "assistant" and not calls and not result["content"].strip():
         raise NoAnswer(f"{where} is an assistant message without text")
     _add_weight(result, turn, where)
-    if not is_empty(turn.get("name")):
-        result["name"] = _string(turn, "name", where)
-    if role == "assistant" and (key := _one_text(turn, REASONING, where)):
-        result["reasoning_content"] = turn[key]
-    if role == "tool" and not is_empty(turn.get("tool_call_id")):
-        result["tool_call_id"] = _string(turn, "tool_call_id", where)
+    for field, names in (("name", ("name",)), *_TEXTS.get(role, ())):
+        if text := _one_text(turn, names, where):
+            result[field] = text
     return result
 
 
 def _one_text(turn: Record, names: tuple[str, ...], where: str) -> str | None:
-    one_of(turn, names, f"{where} ")
-    key = next((name for name in names if not is_empty(turn.get(name))), None)
-    if key is not None:
-        _string(turn, key, where)
-    return key
-
-
-def _string(turn: Record, key: str, where: str) -> str:
-    if not isinstance(turn[key], str):
-        raise BadRecord(f"{where}.{key} is a {kind_of(turn[key])}, expected a string")
-    return turn[key]
+    value = one_of(turn, names, f"{where} ")
+    if is_empty(value):
+        return None
+    if not isinstance(value, str):
+        key = next(name for name in names if turn.get(name) is value)
+        raise BadRecord(f"{where}.{key} is a {kind_of(value)}, expected a string")
+    return value
 
 
 def _add_weight(result: Record, turn: Record, where: str) -> None:
-    for key in WEIGHT:
-        given = turn.get(key)
-        if given is None:
-            continue
-        if (
-            not isinstance(given, (bool, int, float))
-            or given not in (0, 1)
-            or (given and result["role"] != "assistant")
-        ):
-            raise BadRecord(f"{where}.{key} is {quoted(given)}; expected 0 or 1, on assistant messages only")
-        if result.get("weight", int(given)) != given:
-            raise BadRecord(f"{where} has two different weights, one of them {key!r}")
-        if result["role"] == "assistant":
-            result["weight"] = int(given)
+    given = {key: turn[key] for key in WEIGHT if turn.get(key) is not None}
+    for key, value in given.items():
+        is_weight = isinstance(value, (bool, int, float)) and value in (0, 1)
+        if not is_weight or (value and result["role"] != "assistant"):
+            raise BadRecord(f"{where}.{key} is {quoted(value)}; expected 0 or 1, on assistant messages only")
+    if len(weights := {int(value) for value in given.values()}) > 1:
+        raise BadRecord(f"{where} has two different weights: {', '.join(map(repr, given))}")
+    if weights and result["role"] == "assistant":
+        result["weight"] = weights.pop()
 
 
 def _text(where: str, content: Any) -> str | None:

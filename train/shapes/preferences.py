@@ -91,11 +91,9 @@ def _dialogue(text: Any) -> list[Record]:
     if not isinstance(text, str) or not text.lstrip().startswith("Human:"):
         return []
     parts = _DIALOGUE.split(text.strip())[1:]
-    return [{"from": who.lower().replace("assistant", "gpt"), "value": said.strip()} for who, said in _twos(parts)]
-
-
-def _twos(parts: list[str]) -> list[tuple[str, str]]:
-    return list(zip(parts[::2], parts[1::2], strict=True))
+    roles = {"Human": "user", "Assistant": "assistant"}
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": roles[who], "content": said.strip()} for who, said in turns]
 
 
 def _sides(record: Record) -> list[list[Any]]:

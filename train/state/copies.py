@@ -1,61 +1,116 @@
-"""Copies a rank's memory into and out of a snapshot."""
+"""Copies a rank's memory into and out of the files of a snapshot or a version, cast to the dtype of the target.
+
+By system calls where elements are in one run: a new process that maps shared memory takes a page fault for every
+4 KiB, which costs twice the copy itself. Columns of a matrix go through a mapping.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 
 from runtime.devices.kinds import in_host_memory, of_torch
-from runtime.libc import libc
 from train.state.staging import StagingRing
+from weights.format.layout import Placed
 from weights.format.slices import Strided
-from weights.format.torch_views import as_tensor, runs_view
+from weights.format.torch_views import as_tensor, runs_view, torch_dtype
 
-FLOAT_BYTES = 4
-_PART_ELEMENTS = 2**20  # of a staging ring's buffer
+_PART_BYTES = 4 << 20  # a staging ring's buffer
 Piece = tuple[str, Strided, torch.Tensor]
-"""A tensor of the snapshot, which of its elements, and this rank's memory for them: (n,) float32, contiguous."""
+"""A stored tensor, which of its elements, and this rank's memory for them: (n,), contiguous."""
 
 
 def write(draft: Any, pieces: Iterable[Piece]) -> None:
-    _copy_all(draft, pieces, out=True)
+    with _Files(draft, os.O_WRONLY) as files:
+        for name, runs, ours in pieces:
+            placed, dtype = files.placed(name)
+            if runs.count > 1:
+                files.columns(placed, runs).copy_(ours.to(dtype).view(runs.count, runs.run))
+                continue
+            for at, part in _parts(runs, ours, dtype):
+                put = partial(_all, os.pwrite, files.fd(placed.file), placed.start + at * dtype.itemsize)
+                if in_host_memory(part.device):
+                    put(part.to(dtype))
+                else:
+                    files.ring(part.device).to_host(part.to(dtype), put)
 
 
 def read(lease: Any, pieces: Iterable[Piece]) -> None:
-    _copy_all(lease, pieces, out=False)
-
-
-def _copy_all(handle: Any, pieces: Iterable[Piece], *, out: bool) -> None:
-    rings: dict[torch.device, StagingRing] = {}
-    with ExitStack() as opened:
+    with _Files(lease, os.O_RDONLY) as files:
         for name, runs, ours in pieces:
-            assert ours.dtype == torch.float32 and ours.is_contiguous() and ours.numel() == runs.size
-            device, copy = ours.device, _copy
-            if not in_host_memory(device) and runs.count == 1:  # a device gathers columns by itself
-                if device not in rings:
-                    rings[device] = opened.enter_context(StagingRing(of_torch(device), _PART_ELEMENTS, _copy))
-                copy = rings[device].to_host if out else rings[device].to_device
-            view = handle.view(name)
-            for mine, theirs in _parts(ours, runs, as_tensor(view, "F32", (view.nbytes // FLOAT_BYTES,))):
-                copy(*((theirs, mine) if out else (mine, theirs)))
+            placed, dtype = files.placed(name)
+            if runs.count > 1:
+                ours.view(runs.count, runs.run).copy_(files.columns(placed, runs))
+                continue
+            for at, part in _parts(runs, ours, dtype):
+                get = partial(_all, _pread, files.fd(placed.file), placed.start + at * dtype.itemsize)
+                if not in_host_memory(part.device):
+                    files.ring(part.device).to_device(part, get, dtype)
+                elif part.dtype == dtype:
+                    get(part)
+                else:
+                    get(buffer := torch.empty_like(part, dtype=dtype))
+                    part.copy_(buffer)
 
 
-def _parts(ours: torch.Tensor, runs: Strided, whole: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    if runs.count > 1:
-        yield ours.view(runs.count, runs.run), runs_view(whole, runs)
-        return
-    for first in range(0, runs.size, _PART_ELEMENTS):
-        last = min(first + _PART_ELEMENTS, runs.size)
-        yield ours[first:last], whole[runs.start + first : runs.start + last]
+class _Files:
+    """The open files of a draft or a lease, and a staging ring for each device."""
+
+    def __init__(self, handle: Any, flags: int):
+        self._handle, self._flags, self._copying = handle, flags, ExitStack()
+        self._fds: dict[str, int] = {}
+        self._rings: dict[torch.device, StagingRing] = {}
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._copying.__exit__(*error)
+        finally:  # a ring's threads use the files until its end
+            for fd in self._fds.values():
+                os.close(fd)
+
+    def placed(self, name: str) -> tuple[Placed, torch.dtype]:
+        placed = self._handle.layout.find(name)
+        return placed, torch_dtype(placed.spec.dtype)
+
+    def columns(self, placed: Placed, runs: Strided) -> torch.Tensor:
+        spec = placed.spec
+        return runs_view(as_tensor(self._handle.view(spec.name), spec.dtype, (spec.numel,)), runs)
+
+    def fd(self, file: str) -> int:
+        if file not in self._fds:
+            self._fds[file] = os.open(self._handle.path / file, self._flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return self._fds[file]
+
+    def ring(self, device: torch.device) -> StagingRing:
+        if device not in self._rings:
+            self._rings[device] = self._copying.enter_context(StagingRing(of_torch(device), _PART_BYTES // 4))
+        return self._rings[device]
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    if not all(in_host_memory(tensor.device) and tensor.is_contiguous() for tensor in (target, source)):
-        target.copy_(source)
-        return
-    # glibc writes long runs past the cache (runtime.processes.warm_parents.WARM_ENV), which torch's own copy never
-    # does: half the time.
-    libc.memmove(target.data_ptr(), source.data_ptr(), FLOAT_BYTES * source.numel())
+def _parts(runs: Strided, ours: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+    """Parts of `ours`, each with its first element's number in the stored tensor."""
+    most = _PART_BYTES // dtype.itemsize
+    for first in range(0, runs.run, most):
+        yield runs.start + first, ours[first : first + most]
+
+
+def _pread(fd: int, into: memoryview, at: int) -> int:
+    return os.preadv(fd, [into], at)
+
+
+def _all(call: Callable[[int, memoryview, int], int], fd: int, at: int, memory: torch.Tensor) -> None:
+    """Repeat `call` until it has copied all of `memory`, which is on the host."""
+    rest = memoryview(memory.detach().view(torch.uint8).numpy())
+    while rest:
+        count = call(fd, rest, at)
+        if count == 0:
+            raise EOFError(f"a file ends at byte {at} of a tensor")
+        rest, at = rest[count:], at + count

@@ -13,9 +13,8 @@ Three optimizers hide behind three stages:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from train.model.model import checkpoint_name
 from train.model.tensor_parallel import Grid
 from weights.format.slices import Strided, narrow, part
-from weights.format.torch_views import runs_view
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _WRAPPER = "model."  # packed_objective.PackedObjective holds the model under this name
@@ -80,11 +78,6 @@ class Fragment:
         """Its elements [first, last), as a view."""
         moments = {key: moment[first:last] for key, moment in self.moments.items()}
         return replace(self, start=self.start + first, weights=self.weights[first:last], moments=moments)
-
-
-def ends_unevenly(shape: Iterable[int]) -> bool:
-    """Whether what ZeRO keeps behind a parameter of this shape begins at no whole 16 bytes, in half precision."""
-    return prod(shape) % 8 != 0
 
 
 def parameters(engine: Any) -> list[Parameter]:
@@ -185,19 +178,10 @@ def create_moments(engine: Any, step: int) -> None:
         state[flat] |= moments or {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
 
 
-def refresh_low_precision(engine: Any, whole: Callable[[str], torch.Tensor]) -> None:
-    """Make the weights the model computes with those of the master, after masters were written; a collective.
-
-    `whole(name)` is the master of a trained parameter, flat, which every rank can read where it lies: stages 1 and 2
-    take all weights from there, at a fraction of what an all-gather through gloo costs.
-    """
+def gather_weights(engine: Any) -> None:
+    """Collective under ZeRO-3: make the weights the model computes with those of the master, after masters were
+    written."""
     optimizer = engine.optimizer
-    if not is_zero3(engine):
-        for parameter in parameters(engine):
-            if parameter.trained:
-                target = parameter.tensor.data.view(parameter.held.count, parameter.held.run)
-                target.copy_(runs_view(whole(parameter.name), parameter.held))
-        return
     for group in range(len(optimizer.fp32_partitioned_groups_flat)):
         optimizer._reassign_or_swap_out_partitioned_parameters(group)
     persistent = optimizer.persistent_parameters

@@ -21,10 +21,11 @@ from train.model import adapter
 from train.model.adapter import ADAPTER
 from train.model.model import DTYPES, checkpoint_name
 from train.plan.spec import TrainSpec
-from train.state import fragments
+from train.state import copies, fragments
+from train.state.copies import Piece
 from train.state.fragments import Fragment
 from train.state.stored_names import StoredNames, stored_names
-from train.state.writing import Written, write_runs, write_together
+from train.state.writing import Written, write_together
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE
 from weights.format.slices import Strided
@@ -55,21 +56,7 @@ def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, m
             writers=comm.get_world_size(),
         )
 
-    def fill(draft: Any) -> None:
-        if kind == "adapter":
-            for fragment in fragments.trained_fragments(engine):
-                for runs, ours in fragment.pieces():
-                    write_runs(draft, adapter.stored_name(fragment.name), runs, fragment.weights[ours])
-            return
-        names = _names(engine, spec.base_path)
-        for fragment in fragments.written(engine, served_fragments(engine)):
-            for runs, ours in fragment.pieces():
-                _write(draft, names, fragment.name, runs, fragment.weights[ours])
-        if comm.get_rank() == 0:
-            for name, buffer in _buffers(engine):
-                _write(draft, names, name, Strided(0, buffer.numel(), buffer.numel(), 1), buffer.reshape(-1))
-
-    return write_together(store, layout, reserve, fill, meta)
+    return write_together(store, layout, reserve, lambda draft: copies.write(draft, _pieces(engine, spec)), meta)
 
 
 @torch.no_grad()
@@ -100,34 +87,46 @@ def published_tensors(engine: Any, spec: TrainSpec) -> list[TensorSpec]:
         return [
             TensorSpec(adapter.stored_name(p.name), code, p.shape) for p in fragments.parameters(engine) if p.trained
         ]
-    names, adapters = _names(engine, spec.base_path), _adapter_names(engine)
+    names, adapters = base_names(engine, spec.base_path), _adapter_names(engine)
     dtypes = {p.name: code for p in fragments.parameters(engine) if p.name not in adapters}
     dtypes |= {name: dtype_code(buffer.dtype) for name, buffer in _buffers(engine)}
     return [TensorSpec(t.name, dtype, t.shape) for name, dtype in dtypes.items() for t in names.of(name)]
 
 
-def check_publishable(engine: Any, spec: TrainSpec) -> None:
-    """Raises UnsupportedModel, before any step, if the result could not be written under the base's own names."""
-    _names(engine, spec.base_path)
-
-
 @lru_cache(maxsize=1)  # a rank has one engine
-def _names(engine: Any, base_path: str) -> StoredNames:
+def base_names(engine: Any, base_path: str) -> StoredNames:
+    """Raises UnsupportedModel if the result could not be written under the base's own names."""
     adapters = _adapter_names(engine)
     shapes = {p.name: p.shape for p in fragments.parameters(engine) if p.name not in adapters}
     shapes |= {name: tuple(buffer.shape) for name, buffer in _buffers(engine)}
     return stored_names(engine.module.model, shapes, base_path)
 
 
-def _write(draft: Any, names: StoredNames, parameter: str, runs: Strided, weights: torch.Tensor) -> None:
+def _pieces(engine: Any, spec: TrainSpec) -> Iterator[Piece]:
+    """What this rank writes; the first rank also writes buffers."""
+    if spec.published_kind == "adapter":
+        for fragment in fragments.trained_fragments(engine):
+            for runs, ours in fragment.pieces():
+                yield adapter.stored_name(fragment.name), runs, fragment.weights[ours]
+        return
+    names = base_names(engine, spec.base_path)
+    for fragment in fragments.written(engine, served_fragments(engine)):
+        for runs, ours in fragment.pieces():
+            yield from _stored(names, fragment.name, runs, fragment.weights[ours])
+    if comm.get_rank() == 0:
+        for name, buffer in _buffers(engine):
+            yield from _stored(names, name, Strided(0, buffer.numel(), buffer.numel(), 1), buffer.reshape(-1))
+
+
+def _stored(names: StoredNames, parameter: str, runs: Strided, weights: torch.Tensor) -> Iterator[Piece]:
     if runs.count > 1:
         # Columns of a matrix, and train.model.tensor_parallel cuts only what is stored as it is.
         (stored,) = names.of(parameter)
-        write_runs(draft, stored.name, runs, weights)
+        yield stored.name, runs, weights
         return
     for name, at, ours in names.cut(parameter, runs.start, runs.run):
         piece = weights[ours]
-        write_runs(draft, name, Strided(at, piece.numel(), piece.numel(), 1), piece)
+        yield name, Strided(at, piece.numel(), piece.numel(), 1), piece
 
 
 def served_fragments(engine: Any) -> Iterator[Fragment]:

@@ -9,10 +9,8 @@ spec, so there is nothing else to keep.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,24 +32,22 @@ from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
 
 KIND = "snapshot"
-FORMAT = 1
 PARTS = ("master", *fragments.MOMENTS)
 Kept = Mapping[str, torch.Tensor]  # float32, by name, equal on every rank
-NOTHING: Kept = MappingProxyType({})
 
 # Fields that must be equal for the continued run to be the same run.
 _IDENTITY = ("seed", "batch_size", "micro_batch", "max_length", "packing", "n_epochs", "full", "lora_rank")
 
 
-def snapshot_layout(engine: Any, kept: Kept = NOTHING) -> Layout:
+def snapshot_layout(engine: Any, kept: Kept) -> Layout:
     """The layout of a snapshot; the same on every rank and for every step of a run."""
     trained = [p for p in fragments.parameters(engine) if p.trained]
     state = [TensorSpec(f"{part}.{p.name}", "F32", p.shape) for part in PARTS for p in trained]
     return Layout.plan([*state, *(TensorSpec(name, "F32", tuple(tensor.shape)) for name, tensor in kept.items())])
 
 
-def written_pieces(engine: Any, kept: Kept = NOTHING) -> Iterator[Piece]:
-    """What this rank writes into a snapshot; `kept` by the first rank. After the first step, or a resume."""
+def _written(engine: Any, kept: Kept) -> Iterator[Piece]:
+    """What this rank writes; `kept` by the first rank."""
     assert fragments.has_moments(engine), "a snapshot before the first step would hold undefined bytes"
     yield from _pieces(fragments.written(engine, fragments.trained_fragments(engine)))
     if comm.get_rank() == 0:
@@ -67,27 +63,19 @@ def read_kept(store: WeightStore, path: str | Path, name: str) -> torch.Tensor |
 
 
 def write_snapshot(
-    spec: TrainSpec, store: WeightStore, layout: Layout, pieces: Iterable[Piece], *, step: int, tokens: str
+    engine: Any, spec: TrainSpec, store: WeightStore, layout: Layout, kept: Kept, *, step: int, tokens: str
 ) -> Written:
-    """Collective: all ranks copy their `written_pieces`. step: the number of steps done. tokens: digest of the training
+    """Collective: write the state after `step` steps, at least one of which was done. tokens: digest of the training
     data's tokens. Raises as `write_together`."""
-    world_size = comm.get_world_size()
 
     def reserve() -> Draft:
         if stale := store.find(KIND, spec.job_id, version_name(step)):
             store.remove(stale)
-        return store.reserve(layout, kind=KIND, model=spec.job_id, version=version_name(step), writers=world_size)
+        writers = comm.get_world_size()
+        return store.reserve(layout, kind=KIND, model=spec.job_id, version=version_name(step), writers=writers)
 
-    meta = {
-        "format": FORMAT,
-        "step": step,
-        "world_size": world_size,
-        "zero_stage": spec.zero_stage,
-        "tensor_parallel": spec.tensor_parallel,
-        "spec": {key: getattr(spec, key) for key in _IDENTITY},
-        "tokens": tokens,
-    }
-    return write_together(store, layout, reserve, lambda draft: copies.write(draft, pieces), meta)
+    meta = {"step": step, "spec": {key: getattr(spec, key) for key in _IDENTITY}, "tokens": tokens}
+    return write_together(store, layout, reserve, lambda draft: copies.write(draft, _written(engine, kept)), meta)
 
 
 def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | Path, tokens: str) -> int:
@@ -103,7 +91,7 @@ def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | 
             raise SnapshotMismatch(
                 f"the snapshot {path} was made with {key}={meta['spec'][key]!r}, the run has {getattr(spec, key)!r}"
             )
-    if meta.get("tokens", tokens) != tokens:  # absent: of a release that did not store it
+    if meta["tokens"] != tokens:
         raise SnapshotMismatch(
             f"the snapshot {path} was made with other tokens of the training data; did the tokenizer or the chat "
             "template of the base model change?"
@@ -111,19 +99,19 @@ def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | 
     step = int(meta["step"])
     with store.lease(stored) as lease, torch.no_grad():
         shapes = {placed.spec.name: placed.spec.shape for placed in lease.layout}
-        for parameter in fragments.parameters(engine):
-            if parameter.trained and shapes.get(f"master.{parameter.name}") != parameter.shape:
+        trained = [parameter for parameter in fragments.parameters(engine) if parameter.trained]
+        for parameter in trained:
+            if shapes.get(f"master.{parameter.name}") != parameter.shape:
                 raise SnapshotMismatch(
                     f"the snapshot {path} has {shapes.get(f'master.{parameter.name}')} for {parameter.name}, the model "
                     f"{parameter.shape}; it belongs to another model or other LoRA targets"
                 )
-
-        def whole(name: str) -> torch.Tensor:
-            return as_tensor(lease.view(name), "F32", (math.prod(shapes[name]),))
-
         fragments.create_moments(engine, step)
         copies.read(lease, _pieces(fragments.trained_fragments(engine)))
-        fragments.refresh_low_precision(engine, lambda name: whole(f"master.{name}"))
+        if fragments.is_zero3(engine):
+            fragments.gather_weights(engine)
+        else:  # at a fraction of what an all-gather through gloo costs
+            copies.read(lease, ((f"master.{p.name}", p.held, p.tensor.data.view(-1)) for p in trained))
     engine.global_steps = step
     engine.global_samples = step * spec.batch_size
     return step
@@ -155,11 +143,11 @@ def _pieces(owned: Iterable[Fragment]) -> Iterator[Piece]:
 
 
 def forget_older(store: WeightStore, spec: TrainSpec) -> None:
-    """Make room for a further snapshot: with it the job has `keep_snapshots`, or two while it is written. Call it on
-    one rank."""
+    """Remove all snapshots of the job but the newest, which is kept while a further one is written. Call it on one
+    rank."""
     of_job = [stored for stored in store.list(KIND) if stored.model == spec.job_id]
     of_job.sort(key=lambda stored: stored.manifest.meta["step"], reverse=True)
-    for stored in of_job[max(1, spec.keep_snapshots - 1) :]:
+    for stored in of_job[1:]:
         try:
             store.remove(stored)
         except StoreError:  # leased by a copy to disk: the next snapshot tries again

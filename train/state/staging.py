@@ -21,15 +21,16 @@ from runtime.devices.kind import DeviceKind
 BUFFERS = 8
 THREADS = 3  # of the host, per rank; the ranks of a box share its memory's bandwidth
 
-Copy = Callable[[torch.Tensor, torch.Tensor], None]
+HostCopy = Callable[[torch.Tensor], None]
+"""Takes the elements of a buffer, or fills them."""
 
 
 class StagingRing:
-    """For one thread, in whose current stream the device copies; `elements` float32 a buffer. `copy`: (target, source),
-    both on the host. Leave the context to wait for all copies; an error of one is raised there or before."""
+    """For one thread, in whose current stream the device copies; `elements` float32 a buffer. Leave the context to wait
+    for all copies; an error of one is raised there or before."""
 
-    def __init__(self, kind: DeviceKind, elements: int, copy: Copy):
-        self._kind, self._copy = kind, copy
+    def __init__(self, kind: DeviceKind, elements: int):
+        self._kind = kind
         # Each with what must be over before it is used again.
         self._free: deque[tuple[torch.Tensor, Callable[[], Any]]] = deque(
             (kind.locked_buffer(elements), _nothing) for _ in range(BUFFERS)
@@ -47,32 +48,35 @@ class StagingRing:
         finally:
             self._threads.shutdown()
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin a copy from the device (n,) into the host's memory (n,)."""
+    def to_host(self, source: torch.Tensor, take: HostCopy) -> None:
+        """Begin a copy from the device (n,), whose elements `take` gets."""
         buffer, over = self._free.popleft()
         over()
-        part = buffer[: source.numel()]
+        part = buffer.view(source.dtype)[: source.numel()]
         part.copy_(source, non_blocking=True)
-        landing = self._threads.submit(self._land, self._kind.mark(), target, part)
+        landing = self._threads.submit(self._land, self._kind.mark(), take, part)
         self._free.append((buffer, landing.result))
 
-    def to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin a copy from the host's memory (n,) to the device (n,)."""
+    def to_device(self, target: torch.Tensor, fill: HostCopy, dtype: torch.dtype) -> None:
+        """Begin a copy to the device (n,) of elements that `fill` provides in `dtype`."""
         while len(self._filled) > BUFFERS // 2:
             self._send()
         buffer, over = self._free.popleft()
         over()
-        part = buffer[: source.numel()]
-        self._filled.append((self._threads.submit(self._copy, part, source), buffer, part, target))
+        part = buffer.view(dtype)[: target.numel()]
+        self._filled.append((self._threads.submit(fill, part), buffer, part, target))
 
-    def _land(self, arrived: Callable[[], None], target: torch.Tensor, part: torch.Tensor) -> None:
+    def _land(self, arrived: Callable[[], None], take: HostCopy, part: torch.Tensor) -> None:
         arrived()
-        self._copy(target, part)
+        take(part)
 
     def _send(self) -> None:
         filling, buffer, part, target = self._filled.popleft()
         filling.result()
-        target.copy_(part, non_blocking=True)
+        # Cast on the device: torch would cast on the host, by way of a buffer that is not page-locked.
+        target.copy_(
+            part if part.dtype == target.dtype else part.to(target.device, non_blocking=True), non_blocking=True
+        )
         self._free.append((buffer, self._kind.mark()))
 
     def _finish(self) -> None:

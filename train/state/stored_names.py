@@ -58,11 +58,8 @@ class StoredNames:
             self._of.setdefault(tensor.parameter, []).append(tensor)
 
     def of(self, parameter: str) -> list[StoredTensor]:
-        """The stored tensors that make up `parameter`, by where they start."""
-        return self._of[parameter]
-
-    def has(self, parameter: str) -> bool:
-        return parameter in self._of
+        """The stored tensors that make up `parameter`, by where they start; none if the checkpoint has none."""
+        return self._of.get(parameter, [])
 
     def cut(self, parameter: str, start: int, numel: int) -> Iterator[tuple[str, int, slice]]:
         """Where elements [start, start + numel) of `parameter` go: stored name, first element there, slice of ours."""
@@ -146,12 +143,12 @@ def _ranges(
 
 
 def _check_covered(names: StoredNames, parameter: str, shape: Shape) -> None:
-    if not names.has(parameter):
+    tensors, end = names.of(parameter), 0
+    if not tensors:
         raise UnsupportedModel(
             f"{parameter} {shape} is in no tensor of the base checkpoint (transformers made it up on loading), so the "
             "result could not be written under names that an engine loads"
         )
-    tensors, end = names.of(parameter), 0
     for tensor in tensors:
         if tensor.start != end:
             break

@@ -7,7 +7,6 @@ memory or continue training at once. If a rank dies before its mark, the draft i
 from __future__ import annotations
 
 import errno
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,15 +15,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-from runtime.devices.kinds import in_host_memory
 from train.control.rank_messages import broadcast_json
 from weights.format.errors import StoreError, StoreFull, error_as_json, error_from_json
 from weights.format.layout import Layout
-from weights.format.slices import Strided
-from weights.format.torch_views import as_tensor, runs_view
 from weights.memory.store import WeightStore
-
-_CAST_ELEMENTS = 2**24  # on a device at a time
 
 
 @dataclass(frozen=True)
@@ -88,18 +82,3 @@ def _reserve_together(store: WeightStore, reserve: Callable[[], Any], layout: La
     if "error" in outcome:
         raise error_from_json(outcome["error"])
     return draft if draft is not None else store.attach(outcome["draft"], layout)
-
-
-def write_runs(draft: Any, name: str, runs: Strided, source: torch.Tensor) -> None:
-    """Copy `source` (n,) into the elements `runs`, n in all, of tensor `name`, cast to the tensor's dtype."""
-    spec = draft.layout.find(name).spec
-    whole = as_tensor(draft.view(name), spec.dtype, (math.prod(spec.shape),))
-    target, source = runs_view(whole, runs), source.view(runs.count, runs.run)
-    if in_host_memory(source.device) or source.dtype == target.dtype:
-        target.copy_(source)
-        return
-    # torch copies as it is stored and casts on the host, by way of another buffer there: twice the bytes over the link.
-    rows = max(1, _CAST_ELEMENTS // runs.run)
-    for ours, theirs in zip(source.split(rows), target.split(rows), strict=True):
-        for piece, place in zip(ours.split(_CAST_ELEMENTS, 1), theirs.split(_CAST_ELEMENTS, 1), strict=True):
-            place.copy_(piece.to(target.dtype))

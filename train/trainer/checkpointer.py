@@ -34,7 +34,7 @@ class Checkpointer:
     def __init__(self, spec: TrainSpec, store: WeightStore, engine: Any, tokens: str, emit: Events, progress: Progress):
         self._spec, self._store, self._engine, self._tokens = spec, store, engine, tokens
         self._emit, self._progress, self._grid = emit, progress, fragments.grid(engine)
-        self.kept: snapshot.Kept = snapshot.NOTHING
+        self.kept: snapshot.Kept = {}
         self._newest: tuple[int, Written] | None = None
         self._refused = False  # the last try found shared memory full, which the job has reported
         self._last_s, self._cost_s = time.monotonic(), 0.0
@@ -80,8 +80,9 @@ class Checkpointer:
         self._progress.enter("snapshot")
         if self._grid.rank == 0:
             snapshot.forget_older(store, self._spec)
-        pieces = snapshot.written_pieces(self._engine, self.kept)
-        written = snapshot.write_snapshot(self._spec, store, self._layout, pieces, step=step, tokens=self._tokens)
+        written = snapshot.write_snapshot(
+            self._engine, self._spec, store, self._layout, self.kept, step=step, tokens=self._tokens
+        )
         self._newest, self._cost_s, self._refused = (step, written), written.seconds, False
         self._emit("snapshot", step=step, **asdict(written))
         return written

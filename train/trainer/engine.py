@@ -6,6 +6,7 @@ import importlib
 import os
 from datetime import timedelta
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ compiler.compile = _compile
 
 COLLECTIVE_TIMEOUT_S = 600.0
 MAX_BUCKET_ELEMENTS = 50_000_000
+ADAM_BETAS = (0.9, 0.95)
 
 
 def meeting_url(meeting: str | Path, rank: int = 0, world_size: int = 1) -> str:
@@ -83,7 +85,7 @@ def build_engine(objective: torch.nn.Module, spec: TrainSpec) -> Any:
             f"ranks with tensor_parallel {spec.tensor_parallel}; see train.plan.auto.allowed_sizes"
         )
     trained = [p for p in objective.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(_groups(trained, spec), lr=spec.learning_rate, betas=spec.adam_betas, fused=True)
+    optimizer = torch.optim.AdamW(_groups(trained, spec), lr=spec.learning_rate, betas=ADAM_BETAS, fused=True)
     config = _config(spec, world_size, trained)
     if spec.tensor_parallel > 1:
         plan = partition_config(objective.model.config, spec.tensor_parallel)
@@ -119,7 +121,7 @@ def accumulation_steps(spec: TrainSpec, world_size: int) -> int:
 def _groups(trained: list[torch.nn.Parameter], spec: TrainSpec) -> list[dict[str, Any]]:
     # ZeRO 1 and 2, and 3 on one device, keep parameters end to end, and torch's grouped product wants a mixture's
     # experts at whole 16 bytes (GroupedMMUtils.h, on GPUs alone): behind a scale of one element they began at two.
-    trained = sorted(trained, key=lambda p: fragments.ends_unevenly(p.shape))
+    trained = sorted(trained, key=lambda p: prod(p.shape) % 8 != 0)
     # Norms and biases are not decayed (the convention since GPT-2). Without decay one group: fewer partitions.
     if spec.weight_decay == 0:
         return [{"params": trained, "weight_decay": 0.0}]

@@ -20,7 +20,8 @@ from train.methods.method import Method
 from train.model.tensor_parallel import Grid
 from train.plan.errors import TrainingDiverged
 from train.plan.spec import TrainSpec
-from train.trainer.feed import Feed
+from train.rollouts.rollouts import Rollouts
+from train.trainer.feed import DataFeed
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +38,13 @@ class Metrics:
     def begin_step(self) -> None:
         self._began_s = time.perf_counter()
         self._engine.module.take_metrics()  # of a validation
-        self._forward_time.begin_step()
+        self._forward_time.take()
 
     def forward_pass(self) -> Any:
         """A context around the forward pass of each micro-batch."""
         return self._forward_time.measured()
 
-    def end_step(self, step: int, loss: torch.Tensor, feed: Feed, **told: Any) -> None:
+    def end_step(self, step: int, loss: torch.Tensor, feed: DataFeed | Rollouts, **told: Any) -> None:
         """Collective: report that `step` steps are done. loss: this rank's part. told: more for the event. Raises
         TrainingDiverged, on every rank."""
         # The other ranks of a tensor-parallel group have the same values.
@@ -53,7 +54,7 @@ class Metrics:
             own[0] = loss
             own[1 : 1 + len(taken)] = torch.tensor(taken)
         seconds = torch.zeros(self._grid.world_size, dtype=torch.float32, device=own.device)
-        seconds[self._grid.rank] = self._forward_time.seconds()
+        seconds[self._grid.rank] = self._forward_time.take()
         message = torch.cat([own, seconds])
         comm.all_reduce(message)
         total, *found = message.tolist()
@@ -140,9 +141,6 @@ class ForwardTime:
         self._passes: list[tuple[torch.Event, torch.Event]] = []
         self._host_s = 0.0
 
-    def begin_step(self) -> None:
-        self._passes, self._host_s = [], 0.0
-
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Around a forward pass."""
@@ -157,11 +155,13 @@ class ForwardTime:
         end.record()
         self._passes.append((begin, end))
 
-    def seconds(self) -> float:
-        """Of the step so far. On a device it waits for the end of the last pass."""
+    def take(self) -> float:
+        """Seconds since the last call. On a device it waits for the end of the last pass."""
         if self._passes:
             self._passes[-1][1].synchronize()
-        return self._host_s + sum(begin.elapsed_time(end) for begin, end in self._passes) / 1000
+        seconds = self._host_s + sum(begin.elapsed_time(end) for begin, end in self._passes) / 1000
+        self._passes, self._host_s = [], 0.0
+        return seconds
 
 
 class Curves:

@@ -5,6 +5,7 @@ All ranks of a world run this together, whether they are new or resume a snapsho
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from train.methods.methods import method_of
 from train.model.model import keeps_state, load_model, load_tokenizer
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
-from train.state.publish import check_publishable
+from train.state.publish import base_names
 from train.trainer.engine import build_engine
 from train.trainer.train import Run
 from weights.checkpoint.errors import OpeningRefused
@@ -29,27 +30,23 @@ from weights.memory.store import WeightStore
 
 
 def hold_base(spec: TrainSpec) -> list[DirectoryLock]:
-    """Take the store's locks on the trained model's inputs for the life of the rank: frozen weights stay mapped from
-    their files, and the store reuses files of unlocked versions. Locking a directory outside the store is harmless.
-    Raises VersionNotFound."""
+    """Take the store's locks on the trained model's inputs for the life of the rank, and look at their files before a
+    library opens them. Raises VersionNotFound, UnsupportedModel.
+
+    Frozen weights stay mapped from their files, and the store reuses files of unlocked versions. Locking a directory
+    outside the store is harmless.
+    """
     held = []
-    for path in (spec.base_path, spec.base_adapter):
-        if path is not None:
-            lock = DirectoryLock.try_shared(Path(path))
-            if lock is None:
-                raise VersionNotFound(f"{path}, which {spec.job_id} is trained from, is gone or being removed")
-            held.append(lock)
+    for path in filter(None, (spec.base_path, spec.base_adapter)):
+        lock = DirectoryLock.try_shared(Path(path))
+        if lock is None:
+            raise VersionNotFound(f"{path}, which {spec.job_id} is trained from, is gone or being removed")
+        held.append(lock)
+        try:
+            may_open(path, spec.base_model)
+        except OpeningRefused as error:
+            raise UnsupportedModel(str(error)) from error
     return held
-
-
-def refuse_unsafe(spec: TrainSpec) -> None:
-    """Look at the files of the trained model's inputs before a library opens them. Raises UnsupportedModel."""
-    for path in (spec.base_path, spec.base_adapter):
-        if path is not None:
-            try:
-                may_open(path, spec.base_model)
-            except OpeningRefused as error:
-                raise UnsupportedModel(str(error)) from error
 
 
 def prepare(
@@ -83,7 +80,8 @@ def prepare(
     train, valid = sets
     assert train is not None
     if rank == 0 and snapshot_path is None:
-        _tell_about_data(emit, spec, train)
+        for level, text in _about_data(spec, train):
+            emit("message", level=level, text=text)
 
     progress.enter("loading")
     # Under ZeRO-3 the first rank sends every parameter to all (zero.Init). The others would read theirs for nothing,
@@ -93,7 +91,7 @@ def prepare(
     refuse_shared_rows(model, spec)
     engine = build_engine(method.objective(model, spec.options), spec)
     if snapshot_path is None:
-        check_publishable(engine, spec)
+        base_names(engine, spec.base_path)  # before any step
     run = Run(spec, store, engine, train, valid, emit, signals, progress)
     if snapshot_path:
         run.resume_from(snapshot_path)
@@ -113,7 +111,8 @@ def refuse_shared_rows(model: PreTrainedModel, spec: TrainSpec) -> None:
         )
 
 
-def _tell_about_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
+def _about_data(spec: TrainSpec, train: TokenSet) -> Iterator[tuple[str, str]]:
+    """(level, text) of what a new job is told about its data."""
     method, packs, batch = method_of(spec.method), len(train.packs), spec.batch_size
     made, steps = method.samples(spec.options), -(-packs * spec.n_epochs // batch)
     text = f"{train.n_examples} examples, {train.n_tokens} tokens"
@@ -127,16 +126,11 @@ def _tell_about_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
         text += f", packed into {packs} sequences of {train.capacity} ({fill:.0%} full)"
     answers = f", with {made.group} answers to each" if made.room else ""
     text += f": a step has {batch} of them (batch_size){answers}; with n_epochs {spec.n_epochs} they make {steps} steps"
-    emit("message", level="info", text=text)
+    yield "info", text
     if effort := spec.options.get("reasoning_effort"):
-        text = f"reasoning_effort {effort!r} changes nothing: a model of this box reasons as it has learnt to"
-        emit("message", level="warn", text=text)
+        yield "warn", f"reasoning_effort {effort!r} changes nothing: a model of this box reasons as it has learnt to"
     if train.n_truncated or train.n_dropped:
-        text = (
-            f"{train.n_truncated} examples were cut to max_length {spec.max_length} tokens; {train.n_dropped} were "
-            "left out because nothing to learn was left of them"
-        )
-        emit("message", level="warn", text=text)
+        text = f"{train.n_truncated} examples were cut to max_length {spec.max_length} tokens; {train.n_dropped} were "
+        yield "warn", text + "left out because nothing to learn was left of them"
     if spec.zero_stage == 0:
-        text = "zero_stage 0 runs as stage 1: the same computation, with the optimizer's state shared out"
-        emit("message", level="info", text=text)
+        yield "info", "zero_stage 0 runs as stage 1: the same computation, with the optimizer's state shared out"

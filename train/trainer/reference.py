@@ -51,62 +51,54 @@ class Reference:
         self._method, self._engine, self._emit, self._progress = method, engine, emit, progress
         self._grid = fragments.grid(engine)
         read = sets if method.needs_reference else {}
-        self._sets = {name: tokens for name, tokens in read.items() if tokens is not None}
-        self._began_s, self._saved_s = 0.0, 0.0
-        self._learning = {
+        self._values = {
             name: _Values(Path(spec.run_dir) / "reference" / f"{_key(spec, tokens)}.npz", tokens)
-            for name, tokens in self._sets.items()
-            if tokens.reference is None
+            for name, tokens in read.items()
+            if tokens is not None
         }
-        self._take_complete()
+        self._began_s = self._saved_s = time.monotonic()
 
     @property
     def complete(self) -> bool:
-        return not self._learning
+        return all(values.complete for values in self._values.values())
 
-    def learn_some(self) -> bool:
-        """Collective: compute one row on each rank; False if nothing is left to compute. The engine's weights must be
-        the starting ones."""
-        if self.complete:
-            return False
-        now_s = time.monotonic()
-        self._began_s = self._began_s or now_s
-        values = next(iter(self._learning.values()))
+    def learn_some(self) -> None:
+        """Collective: compute one row on each rank, of a set that is not complete. The engine's weights must be the
+        starting ones."""
+        values = next(values for values in self._values.values() if not values.complete)
         self._progress.enter("reference")
         self._one_round(values)
-        if values.complete or now_s - self._saved_s > _SAVE_EVERY_S:
+        if values.complete or time.monotonic() - self._saved_s > _SAVE_EVERY_S:
             self.save()
-            self._saved_s = now_s
-        if values.complete:
-            self._take_complete()
         if self.complete:
-            pairs = ", ".join(f"{tokens.n_examples} examples ({name})" for name, tokens in self._sets.items())
+            pairs = ", ".join(f"{one.tokens.n_examples} examples ({name})" for name, one in self._values.items())
             seconds = time.monotonic() - self._began_s
             self._emit("message", level="info", text=f"the starting model read {pairs} for reference: {seconds:.1f} s")
-        return True
 
     def save(self) -> None:
         """Write the values known so far, so that a run that is interrupted before its first step goes on from them."""
+        self._saved_s = time.monotonic()
         if self._grid.rank == 0:
-            for values in self._learning.values():
+            for values in self._values.values():
                 values.save()
 
     def kept(self) -> dict[str, torch.Tensor]:
         """The values by name, for the run's snapshots."""
-        return {f"{_PREFIX}{name}": torch.from_numpy(tokens.reference) for name, tokens in self._sets.items()}
+        return {f"{_PREFIX}{name}": torch.from_numpy(values.values) for name, values in self._values.items()}
 
     def take_from(self, store: WeightStore, path: str | Path) -> None:
         """Read missing values out of a snapshot of the run. Raises SnapshotMismatch if it lacks them."""
-        for name, values in self._learning.items():
+        for name, values in self._values.items():
+            if values.complete:
+                continue
             found = snapshot.read_kept(store, path, f"{_PREFIX}{name}")
             if found is None or found.shape != values.values.shape:
                 raise SnapshotMismatch(
                     f"the snapshot {path} has {None if found is None else tuple(found.shape)} as reference of the data "
                     f"{name!r}, expected {values.values.shape}; it was made with other data or by another method"
                 )
-            values.values, values.done = found.numpy(), len(values.tokens.packs)
+            values.set(found.numpy(), len(values.tokens.packs))
         self.save()
-        self._take_complete()
 
     def _one_round(self, values: _Values) -> None:
         tokens, grid = values.tokens, self._grid
@@ -127,12 +119,7 @@ class Reference:
         if not heard.isfinite().all():
             raise TrainingDiverged(0, heard.sum().item(), 0.0)
         values.values[np.concatenate(members)] = heard.cpu().numpy()
-        values.done += len(packs)
-
-    def _take_complete(self) -> None:
-        for name in [name for name, values in self._learning.items() if values.complete]:
-            values = self._learning.pop(name)
-            values.tokens.reference = values.values
+        values.set(values.values, values.done + len(packs))
 
 
 class _Values:
@@ -140,14 +127,20 @@ class _Values:
 
     def __init__(self, path: Path, tokens: TokenSet):
         self._path, self.tokens = path, tokens
-        self.values, self.done = np.zeros((tokens.n_examples, tokens.sequences), np.float32), 0
         if path.exists():
             with np.load(path) as kept:
-                self.values, self.done = kept["values"], int(kept["done"])
+                self.set(kept["values"], int(kept["done"]))
+        else:
+            self.set(np.zeros((tokens.n_examples, tokens.sequences), np.float32), 0)
 
     @property
     def complete(self) -> bool:
         return self.done == len(self.tokens.packs)
+
+    def set(self, values: np.ndarray, done: int) -> None:
+        self.values, self.done = values, done
+        if self.complete:
+            self.tokens.reference = values
 
     def save(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ import torch
 from deepspeed import comm
 
 from runtime.devices.kinds import kind_of
-from train.control.progress import SIGNALS, ControlSignals, Events, Progress
+from train.control.progress import ControlSignals, Events, Progress
 from train.control.rank_messages import any_rank, broadcast_json
 from train.data.packing import Row, StepPlan
 from train.data.token_set import TokenSet
@@ -29,7 +29,7 @@ from train.state import fragments, snapshot
 from train.trainer.checkpointer import Checkpointer, Publisher
 from train.trainer.engine import accumulation_steps
 from train.trainer.event_log import EventLog
-from train.trainer.feed import DataFeed, Feed
+from train.trainer.feed import DataFeed
 from train.trainer.metrics import Metrics
 from train.trainer.profiling import Profiling
 from train.trainer.reference import Reference
@@ -69,11 +69,10 @@ class Run:
         self.boundary_s = 0.0  # time.monotonic() when the ranks last agreed between two steps
         self._resumed_from: str | None = None
         self._began_s, self._took_s = 0.0, 0.0  # time.monotonic() of the step under way, seconds of the last
-        self._ends_early = False
         self.reference = Reference(self.method, spec, engine, {"train": train, "valid": valid}, self.emit, progress)
         shuffled = spec.data_order == "shuffled"
         self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed, shuffled)
-        self.feed: Feed = DataFeed(self.method, self.plan, train, self.grid)
+        self.feed: DataFeed | Rollouts = DataFeed(self.method, self.plan, train, self.grid)
         self.rollouts = None
         if self.method.rolls_out:
             self.rollouts = Rollouts(
@@ -85,7 +84,7 @@ class Run:
         self.metrics = Metrics(spec, self.method, engine, self.grid, self.emit)
         rows, collectives = accumulation_steps(spec, self.grid.world_size), kind_of(spec.device_kind).collectives
         self.profiling = Profiling(Path(spec.run_dir) / "profile", collectives, self.emit, progress, rows)
-        self._validations: Validations | None = None  # on rank 0, if something depends on them
+        self.validations = Validations()
 
     def resume_from(self, path: str) -> None:
         """Collective: take the state of a snapshot. Raises SnapshotMismatch."""
@@ -99,20 +98,23 @@ class Run:
         """Train to the end or until a signal; return the outcome for the final event. Call `close` afterwards."""
         if (outcome := self._learn_reference()) is not None:
             return outcome
-        if self.grid.rank == 0 and self.spec.follows_validations:
-            self._validations = Validations(self.spec.run_dir, self.step)
+        if self.spec.follows_validations:
+            self.validations.read(self.spec.run_dir, self.step)
         if self.step == 0:
             self._validate()
             self._tell_how_often_it_validates()
-        self._publish(self._is_best())  # an earlier world may have been about to finish or to publish
+        self._publish()  # an earlier world may have been about to finish or to publish
         while not self._is_over():
-            signals = self._agreed()
-            if (outcome := self._stopped(signals)) is not None:
-                return outcome
-            if signals["snapshot"] and self.step > self.first_step:
+            suspend, due = self._agreed()
+            if suspend:
+                return self._suspended()
+            if due:
                 self.checkpointer.save(self.step)
             if self.feed.ready(self.step) and self.train_step():
-                self._validate_and_publish()
+                if self.plan.validates(self.step, self.spec.eval_interval, self.spec.most_validations):
+                    self._validate()
+                if not self._is_over():  # else it is published as the result
+                    self._publish()
         self.profiling.end(self.step)
         self._publish_result()
         self.boundary_s = time.monotonic()
@@ -205,20 +207,14 @@ class Run:
 
     # --- signals
 
-    def _agreed(self) -> dict[str, bool]:
-        """Collective: the signals sent to any rank, by name; a snapshot also when it is due."""
+    def _agreed(self) -> list[bool]:
+        """Collective: whether the devices are wanted, and whether a snapshot is due."""
         due = self.grid.rank == 0 and self.step > self.first_step and self.checkpointer.due()
-        sent = [getattr(self.signals, name) or (name == "snapshot" and due) for name in SIGNALS]
-        self.signals.snapshot = False
         self.boundary_s = time.monotonic()
-        return dict(zip(SIGNALS, any_rank(*sent), strict=True))
+        return any_rank(self.signals.suspend, due)
 
-    def _stopped(self, signals: dict[str, bool]) -> dict[str, Any] | None:
-        """Collective: the outcome, if these signals end the run."""
-        if signals["cancel"]:
-            return {"outcome": "cancelled", "step": self.step}
-        if not signals["suspend"]:
-            return None
+    def _suspended(self) -> dict[str, Any]:
+        """Collective: the outcome of a run that leaves its devices."""
         path, nbytes, seconds = self._resumed_from, 0, 0.0
         if self.step > self.first_step:  # else the state is what the run began with
             written = self.checkpointer.suspend(self.step)
@@ -233,8 +229,7 @@ class Run:
 
     def _leaves(self, left_s: float, patience_s: float) -> bool:
         """Collective: whether any rank's devices are wanted, and the rank would take longer than `patience_s`."""
-        wanted = self.signals.suspend or self.signals.cancel
-        return any_rank(wanted and left_s > patience_s)[0]
+        return any_rank(self.signals.suspend and left_s > patience_s)[0]
 
     def _left_of_step_s(self) -> float:
         """How long the step under way is expected to go on."""
@@ -259,9 +254,9 @@ class Run:
         """Collective: what the starting model says of the data; the outcome, if the run is stopped before it is
         known."""
         while not self.reference.complete:
-            if (outcome := self._stopped(self._agreed())) is not None:
+            if self._agreed()[0]:
                 self.reference.save()
-                return outcome
+                return self._suspended()
             self.reference.learn_some()
         self.checkpointer.kept = self.reference.kept()
         return None
@@ -271,22 +266,18 @@ class Run:
     def _is_over(self) -> bool:
         return self._ends_early or self.step >= self.plan.total_steps
 
+    @property
+    def _ends_early(self) -> bool:
+        return 0 < self.spec.early_stopping_patience <= self.validations.since_best
+
     def _epoch(self) -> float:
         return self.step * self.spec.batch_size / len(self.train.packs)
 
-    def _validate_and_publish(self) -> None:
-        best = False
-        if self.plan.validates(self.step, self.spec.eval_interval, self.spec.most_validations):
-            self._validate()
-            best = self._is_best()
-        if not self._is_over():  # else it is published as the result
-            self._publish(best)
-
-    def _publish(self, best: bool) -> None:
+    def _publish(self) -> None:
         """Collective: publish this step if it ends an epoch, or is the best and may be the result."""
         spec = self.spec
         of_epoch = spec.publishes_epochs and self.step in self.plan.epoch_end_steps() and self.step > self.first_step
-        if of_epoch or (best and spec.publish == "best"):
+        if of_epoch or (spec.publish == "best" and self.validations.best_step == self.step > 0):
             self.publisher.publish_if_room(self.step, self._epoch())
 
     def _publish_result(self) -> None:
@@ -310,8 +301,7 @@ class Run:
             found = self._validation(self.valid)
         if found is None:
             return
-        if self._validations is not None:
-            self._validations.add(self.step, found)
+        self.validations.add(self.step, found)
         self.metrics.tell_validation(self.step, self.plan.total_steps, found)
 
     def _validation(self, valid: TokenSet) -> dict[str, float] | None:
@@ -353,33 +343,23 @@ class Run:
             text = f"validations are {apart} steps apart, not {wanted} (eval_interval): publish=best has at most {most}"
             self.emit("message", level="warn", text=text)
 
-    def _is_best(self) -> bool:
-        """Collective: whether this step is the best so far; it also finds whether the run ends here because it has not
-        become better for long enough."""
-        if not self.spec.follows_validations:
-            return False
-        patience, known = self.spec.early_stopping_patience, self._validations
-        best, since = broadcast_json([known.best_step, known.since_best] if known is not None else None)
-        self._ends_early = 0 < patience <= since and self.step < self.plan.total_steps
-        if self._ends_early:
-            text = (
-                f"training ends at step {self.step} of {self.plan.total_steps}: the last {since} validations were not "
-                f"better than that of step {best} (early_stopping_patience {patience})"
-            )
-            self.emit("message", level="info", text=text)
-        return bool(best == self.step > 0)
-
     def _best_is_published(self) -> bool:
         """Collective: whether the result is a version that was published before."""
-        if self.spec.publish != "best":
+        best = self.validations.best_step
+        if self._ends_early and self.step < self.plan.total_steps:
+            text = (
+                f"training ends at step {self.step} of {self.plan.total_steps}: the last {self.validations.since_best} "
+                f"validations were not better than that of step {best} (early_stopping_patience "
+                f"{self.spec.early_stopping_patience})"
+            )
+            self.emit("message", level="info", text=text)
+        if self.spec.publish != "best" or not 0 < best < self.step:
             return False
-        known = self._validations
-        best = known.best_step if known is not None else 0
-        there = known is not None and 0 < best < self.step and known.published(best)
+        # Only the first rank knows whether the log has been written.
+        there = bool(broadcast_json(self.grid.rank == 0 and self.validations.published(self.spec.run_dir)))
         if there:
             text = f"the result is the version of step {best}, whose validation was the best"
-            self.emit("message", level="info", text=text)
-        elif 0 < best < self.step:
+        else:
             text = f"the result is the version of step {self.step}: that of step {best}, the best, was not published"
-            self.emit("message", level="warn", text=text)
-        return bool(broadcast_json(there))
+        self.emit("message", level="info" if there else "warn", text=text)
+        return there

@@ -1,7 +1,7 @@
 """Remembers the validations of a run: which was the best, and how many came after it.
 
-Rank 0 reads them from the run's own event log, so a run that goes on after a suspension or a death needs no further
-state. Validations by an earlier world do not count for steps that are done again.
+A run that resumes reads them from its own event log. Validations by an earlier world do not count for steps that are
+done again.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from train.trainer.event_log import read_events
 
 
 class Validations:
-    """The validations after the steps 1 to `step`. The one before the first step does not count: its weights are the
-    starting model's."""
+    """The validations after the first step; before it the weights are the starting model's."""
 
-    def __init__(self, run_dir: str | Path, step: int) -> None:
-        self._run_dir = run_dir
+    def __init__(self) -> None:
         self._scores: dict[int, float] = {}
+
+    def read(self, run_dir: str | Path, step: int) -> None:
+        """Take those of earlier worlds, up to `step`."""
         for event in read_events(run_dir):
             if event["event"] == "validation" and event["step"] <= step:
                 self.add(event["step"], event)
@@ -40,6 +41,6 @@ class Validations:
         """How many validations were not better than the best before them."""
         return sum(step > self.best_step for step in self._scores)
 
-    def published(self, step: int) -> bool:
-        """Whether a version of this step was published."""
-        return any(event["event"] == "published" and event["step"] == step for event in read_events(self._run_dir))
+    def published(self, run_dir: str | Path) -> bool:
+        """Whether a version of the best step was published."""
+        return any(event["event"] == "published" and event["step"] == self.best_step for event in read_events(run_dir))

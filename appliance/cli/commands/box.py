@@ -1,7 +1,4 @@
-"""`appliance up|down|join`, `gpu drain` and `node invite|remove`: the box on this machine, its devices and nodes.
-
-The box's main process is `appliance.boot.main`, which is never imported here.
-"""
+"""`appliance up|down|join`, `gpu drain` and `node invite|remove`: the box on this machine, its devices and nodes."""
 
 from __future__ import annotations
 

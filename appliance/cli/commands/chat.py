@@ -33,7 +33,6 @@ def chat(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance chat smollm2-135m                        a conversation; an empty line or Ctrl-D ends it
-      cat question.txt | appliance chat smollm2-135m
       appliance chat smollm2-135m "2+2?" --max-tokens 20 --temperature 0 -o json
     """
     interactive = args.prompt is None and sys.stdin.isatty()
@@ -77,7 +76,8 @@ def _answer(gateway: Client, body: dict[str, Any]) -> str:
                 pieces.append(piece)
                 print(output.printable(piece), end="", flush=True)
     finally:
-        print(flush=True)
+        if pieces:
+            print(flush=True)
     answer = "".join(pieces)
     if ended == "length":
         output.say(f"(cut off: {body['max_tokens']} tokens, see --max-tokens, or the model's context is full)")

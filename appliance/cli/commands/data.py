@@ -1,6 +1,6 @@
-"""`appliance file`: training data in, checked and prepared; results out.
+"""`appliance file`: training data in, checked; results out.
 
-A local file is checked and prepared here, in a process of its own, and needs no box; the box checks its own.
+A local file is checked here, in a process of its own, and needs no box; the box checks its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from appliance.cli import output
 from appliance.cli.command import WORK_TIMEOUT_S, Session, command
 from appliance.cli.errors import BadUsage, CliError, CommandFailed, Unreachable, WaitTimedOut
 from appliance.cli.locate import look_for_all
-from appliance.cli.options import OUTPUT, Option, existing_file, flag, given, named, number, opt, part, picked
+from appliance.cli.options import existing_file, flag, number, opt, picked
 from appliance.cli.resources import segment
 from train.methods.methods import METHODS
 
@@ -92,22 +92,18 @@ def upload(session: Session, args: Namespace) -> None:
     opt("id FILE_ID"),
     opt("--save PATH", "Write its content there; - is stdout."),
     flag("--errors", "Every bad line of training data, and why."),
-    flag("--report", "Duplicates, personal data …: as `file check`."),
 )
 def get(session: Session, args: Namespace) -> None:
     """Show what the box knows of a file, or save its content.
 
     Examples:
-      appliance file get file-abc123 --save metrics.csv
       appliance file get file-abc123 --errors
     """
-    if args.errors + args.report + (args.save is not None) > 1:
-        raise BadUsage("give one of --errors, --report and --save")
+    if args.errors and args.save is not None:
+        raise BadUsage("give one of --errors and --save")
     path = file_path(args.id)
     if args.errors:
         session.show(session.client.get(f"{path}/errors"), _errors)
-    elif args.report:
-        session.show(session.client.get(f"{path}/check"), _report)
     elif args.save is None:
         session.show(session.client.get(path))
     elif args.save == "-":
@@ -141,7 +137,7 @@ def _errors(answer: dict[str, Any]) -> str:
     return "\n".join(lines) or "no line is bad"
 
 
-# Checks and preparations
+# Checks
 
 _SHOWN = 3
 _READING = (
@@ -159,18 +155,17 @@ _READING = (
     opt("target FILE|FILE_ID", "On this machine, or one that the box has."),
     *_READING,
     opt("--against FILE|FILE_ID", "The validation set, which training must not have seen."),
-    opt("--at-most CHECK=SHARE", "Fail if a check finds more (1%, 0); repeatable.", type=named(part), action="append"),
     without_box=lambda args: Path(args.target).expanduser().is_file(),
 )
 def check(session: Session, args: Namespace) -> None:
     """Show what is in training data, in numbers and with examples by line. Changes nothing.
 
-    Exit code: 0; 1 if a job would refuse the file, or if there is more of something than --at-most allows.
+    Exit code 1 if a job would refuse the file.
 
     Examples:
       appliance file check train.jsonl --against valid.jsonl --model ./SmolLM2-135M-Instruct
       appliance file check file-abc123 --model smollm2-135m         on the box
-      appliance file check train.jsonl --at-most duplicates=1% --at-most personal_data=0    for scripts
+      appliance file check train.jsonl -o json | jq -e '.checks.duplicates.share <= 0.01'      for scripts
     """
     options = picked(args, "model max_tokens method against")
     if session.client is None:
@@ -180,71 +175,17 @@ def check(session: Session, args: Namespace) -> None:
             path = f"{file_path(args.target)}/check"
             report = session.client.send("POST", path, body=options, timeout_s=WORK_TIMEOUT_S)
     session.show(report, _report)
-    faults = []
-    for name, most in args.at_most or ():
-        found = report["checks"].get(name)
-        if found is None:
-            raise BadUsage(f"--at-most has {name}, which was not checked; it needs --against, --model or --max-tokens")
-        if found["share"] > most:
-            faults.append(f"{name}: {found['count']:,} ({found['share']:.2%}), at most {most:.2%}")
     if not report["usable"]:
-        faults.append(f"a job would refuse the file{'' if report['examples'] else ': it has no examples'}")
-    if faults:
-        raise CommandFailed("; ".join(faults))
+        raise CommandFailed(f"a job would refuse the file{'' if report['examples'] else ': it has no examples'}")
 
 
-def _drop(words: str, name: str, help: str) -> Option:
-    return opt(words, help, dest="drop", action="append_const", const=name, default=[])
-
-
-@command(
-    "file prepare",
-    UPLOAD,
-    opt("--out PATH", "Where to write it. Default: NAME.prepared.jsonl next to it.", type=Path),
-    _drop("--dedup", "duplicates", "Drop what repeats an earlier example."),
-    _drop("--near-dedup", "near_duplicates", "Drop what nearly repeats an earlier one."),
-    _drop("--drop-too-long", "too_long", "Drop examples that are too long; needs --model or --max-tokens."),
-    _drop("--drop-empty", "empty", "Drop examples without an answer."),
-    _drop("--drop-bad", "bad_lines", "Drop lines that no job would take."),
-    flag("--mask-pii", "Replace personal data by [EMAIL], [CARD] …"),
-    opt("--decontaminate FILE", "Drop what this validation set has too."),
-    opt("--split SHARE", "Put this share into a validation file.", type=part),
-    *_READING,
-    OUTPUT,
-    needs="",
-)
-def prepare(session: Session, args: Namespace) -> None:
-    """Write a new file on this machine. Only what the options ask for is changed.
-
-    The lineage (.lineage.json) is written next to it: its source, and how much was dropped.
-
-    Examples:
-      appliance file prepare train.jsonl --dedup --near-dedup --drop-empty --mask-pii      makes train.prepared.jsonl
-      appliance file prepare train.jsonl --decontaminate valid.jsonl --out clean.jsonl
-      appliance file prepare train.jsonl --split 0.05            a twentieth goes into train.prepared.valid.jsonl
-    """
-    if "too_long" in args.drop and args.model is None and args.max_tokens is None:
-        raise BadUsage("--drop-too-long needs --model or --max-tokens, which say what is too long")
-    drop = [*args.drop, "contaminated"] if args.decontaminate else args.drop
-    new = args.out or args.path.with_name(f"{args.path.stem}.prepared.jsonl")
-    targets = [new, new.with_name(f"{new.stem}.valid.jsonl")][: 1 if args.split is None else 2]
-    made = _carried_out(
-        args.path,
-        picked(args, "model max_tokens method") | given(against=args.decontaminate),
-        prepare={"drop": drop, "mask": args.mask_pii, "split": args.split},
-        targets=list(map(str, targets)),
-        lineage=str(new.with_name(f"{new.stem}.lineage.json")),
-    )
-    session.show(made)
-
-
-def _carried_out(path: Path, options: dict[str, Any], **more: Any) -> dict[str, Any]:
+def _carried_out(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Let a process of this command read a file of this machine. Raises CliError."""
     look_for_all()
     from train.data_checks.process import BadOption, CheckFailed, answer_of, command_of
 
     names = {name: str(Path(options[name]).expanduser()) for name in ("model", "against") if name in options}
-    request = {"file": str(path), "check": options | names, "niceness": 0, **more}
+    request = {"file": str(path), "check": options | names, "niceness": 0}
     with output.progress(f"reading {path}"):
         done = subprocess.run(command_of(request), stdin=subprocess.DEVNULL, capture_output=True)
     try:

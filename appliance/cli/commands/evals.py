@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
 from appliance.cli import output
-from appliance.cli.command import TIMEOUT, Doing, Session, command, until
+from appliance.cli.command import TIMEOUT, WORK_TIMEOUT_S, Doing, Session, command, until
 from appliance.cli.commands.data import UPLOAD, kept_if_taken
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.options import flag, json_file, number, opt, picked, text_file
@@ -47,7 +46,6 @@ def create(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance batch create requests.jsonl --wait && appliance batch list
-      appliance batch create requests.jsonl --endpoint /v1/embeddings
     """
     with kept_if_taken(session) as uploaded:
         uploaded.append(session.client.upload(args.path, "batch")["id"])
@@ -115,10 +113,10 @@ def run(session: Session, args: Namespace) -> None:
     if (args.grader is None) == (args.eval is None):
         raise BadUsage("give either --grader, the graders of a new evaluation, or --eval, that of an earlier one")
     path, items = args.suite
+    started: set[str] = set()
     with kept_if_taken(session) as uploaded, kept_if_taken(session, _path) as made:
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / path.name).write_text(items)
-            file_id = session.client.upload(Path(folder) / path.name, "user_data")["id"]
+        form = {"data": {"purpose": "user_data"}, "files": {"file": (path.name, items.encode())}}
+        file_id = session.client.send("POST", "/v1/files", timeout_s=WORK_TIMEOUT_S, **form)["id"]
         uploaded.append(file_id)
         eval_id = args.eval
         if eval_id is None:
@@ -135,14 +133,17 @@ def run(session: Session, args: Namespace) -> None:
                 "input_messages": {"type": "item_reference", "item_reference": "item.messages"},
                 "sampling_params": picked(args, "max_completion_tokens temperature seed"),
             }
-            session.client.post(f"{_path(eval_id)}/runs", {"name": model, "data_source": source})
+            started.add(session.client.post(f"{_path(eval_id)}/runs", {"name": model, "data_source": source})["id"])
             uploaded.clear()  # both are in use from now on
             made.clear()
+
+    def mine() -> list[dict[str, Any]]:
+        return [one for one in _runs(session, eval_id) if one["id"] in started]
+
     if args.wait:
-        until(lambda: _runs(session, eval_id), lambda runs: all(map(_ended, runs)), _runs_doing, args.timeout, eval_id)
-    runs = _runs(session, eval_id)
-    session.show({"id": eval_id, "runs": runs}, _side_by_side)
-    for one in runs if args.wait else ():
+        until(mine, lambda runs: all(map(_ended, runs)), _runs_doing, args.timeout, eval_id)
+    session.show({"id": eval_id, "runs": _runs(session, eval_id)}, _side_by_side)
+    for one in mine() if args.wait else ():
         errored = one["result_counts"]["errored"]
         if one["status"] != "completed" or errored:
             reason = f"{errored:,} items could not be judged" if errored else (one["error"] or {}).get("message")
@@ -161,11 +162,11 @@ def _runs_doing(runs: list[dict[str, Any]]) -> Doing:
 
 @command("eval show", opt("id EVAL_ID"), opt("--items RUN_ID", "The items of this run; whole with -o json."))
 def show(session: Session, args: Namespace) -> None:
-    """Show the runs of an evaluation side by side: each grader's share that passed, with a 95 % interval, the mean
-    reward, and what a run waits for.
+    """Show the runs of an evaluation side by side.
+
+    Shown are each grader's share that passed, with a 95 % interval, the mean reward, and what a run waits for.
 
     Examples:
-      appliance eval show eval_abc123 -o json | jq .runs
       appliance eval show eval_abc123 --items evalrun_abc123           what was asked, answered and judged
     """
     if args.items is not None:
@@ -213,22 +214,11 @@ def _side_by_side(found: dict[str, Any]) -> Any:
 
 
 def _items(answer: dict[str, Any]) -> Any:
-    rows = [
-        {
-            "item": row["datasource_item_id"] + 1,
-            "status": row["status"],
-            "prompt": (row["sample"]["input"] or [{}])[-1].get("content"),
-            "answer": row["sample"]["output"][-1]["content"] if row["sample"]["output"] else row["sample"]["error"],
-            "graders": "; ".join(map(_verdict, row["results"])),
-        }
-        for row in answer["data"]
-    ]
-    columns = "item status prompt:short answer:short graders:short"
-    return output.listing(columns, rows, empty="no items yet")
-
-
-def _verdict(result: dict[str, Any]) -> str:
-    if "error" in result:
-        return f"{result['name']} error: {result['error']}"
-    why = f": {result['reason']}" if "reason" in result else ""
-    return f"{result['name']} {'pass' if result['passed'] else 'fail'} {result['score']:.4g}{why}"
+    rows = []
+    for row in answer["data"]:
+        sample, shown = row["sample"], {"item": row["datasource_item_id"] + 1, "prompt": None, "answer": None}
+        if sample["input"]:
+            shown["prompt"] = sample["input"][-1].get("content")
+        shown["answer"] = sample["output"][-1]["content"] if sample["output"] else sample["error"]
+        rows.append({**row, **shown})
+    return output.listing("item status prompt:short answer:short graders=results:short", rows, empty="no items yet")

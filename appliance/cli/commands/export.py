@@ -102,8 +102,11 @@ def quantize(session: Session, args: Namespace) -> None:
 def _questions(path: Path, limit: int) -> list[list[dict[str, Any]]]:
     """The messages of each chat before its last answer."""
     found = []
-    for line in path.read_text().splitlines()[:limit]:
-        messages = json.loads(line).get("messages") or []
+    for line in path.read_text().split("\n")[:limit]:  # JSON may have other ends of lines inside
+        try:
+            messages = json.loads(line or "{}").get("messages") or []
+        except (ValueError, AttributeError) as error:
+            raise BadUsage(f"{path} has a line that is not a JSON object: {line[:80]!r}") from error
         while messages and messages[-1].get("role") == "assistant":
             messages.pop()
         if messages:

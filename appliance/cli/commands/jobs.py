@@ -1,7 +1,4 @@
-"""`appliance job submit|logs|wait|update`, `profile` and `plan`: make jobs and follow them, and whether they would fit.
-
-Hyperparameters of one method alone come from the table of methods (train.methods).
-"""
+"""`appliance job submit|logs|wait|update` and `plan`: make jobs and follow them, and whether they would fit."""
 
 from __future__ import annotations
 
@@ -143,11 +140,9 @@ def submit(session: Session, args: Namespace) -> None:
     Examples:
       appliance job submit --model smollm2-135m --file train.jsonl --wait
       appliance job submit --model llama-1b --file file-abc123 --lora-rank 16 --set lora_dropout=0.05
-      appliance job submit --model llama-8b --file train.jsonl --full --tensor-parallel 2 --zero-stage 2
       appliance job submit --model smollm2-135m --method dpo --file pairs.jsonl --beta 0.1 --validation-file valid.jsonl
       appliance job submit --model smollm2-135m --method reinforcement --file prompts.jsonl --grader grader.json
       appliance job submit --model smollm2-135m --method distillation --file prompts.jsonl --teacher fraud@v2
-      appliance job submit --model smollm2-135m --file train.jsonl --epochs 3 --publish epoch   a version after each
       appliance job submit --model smollm2-135m --file today.jsonl --publish-as fraud --gate eval_abc123   if not worse
       appliance job submit --model smollm2-135m --file a.jsonl --priority 5 --deadline 8h --sizes 2,4 --no-preemptible
     """
@@ -196,7 +191,6 @@ def logs(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance job logs -f ftjob-abc123             until it ends; Ctrl-C leaves the job alone
-      appliance job logs -f ftjob-abc123 -o json     one event per line
     """
     _print_logs(session, args.id, args.follow)
 
@@ -207,7 +201,6 @@ def wait(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance job wait ftjob-abc123 --timeout 600 || echo not yet
-      appliance job wait ftjob-abc123 -o json | jq -r .fine_tuned_model
     """
     _show_ended(session, args.id, args.timeout)
 
@@ -297,46 +290,6 @@ def _events_after(session: Session, job_id: str, last_id: str | None) -> list[di
     return newer[::-1]
 
 
-@command(
-    "profile job",
-    JOB,
-    opt("--steps N", "Profile N steps, within a minute.", type=number(int, 1, 50), default=3),
-    opt("--timeout SECONDS", type=number(float, 1), default=300.0),
-)
-def profile_job(session: Session, args: Namespace) -> None:
-    """Profile a job's next steps on its first rank: compute, communication, input, idle, and the longest operators.
-
-    The trace file opens in ui.perfetto.dev or chrome://tracing. The job goes on, somewhat slower during these steps.
-
-    Examples:
-      appliance profile job ftjob-abc123 --steps 10 -o json | jq .share
-    """
-    newest = session.client.get(f"{job_path(args.id)}/events", limit=1)["data"]
-    session.client.post(f"/admin/v1/jobs/{segment(args.id)}/profile", {"steps": args.steps})
-
-    def look() -> list[Any]:
-        """The profile, or in words why there is none; empty while neither is known."""
-        job, found = session.client.get(job_path(args.id)), list[Any]()  # before its events, as above
-        for event in _events_after(session, args.id, newest[0]["id"] if newest else None):
-            if profile := (event.get("data") or {}).get("profile"):
-                found.append(profile)
-            elif event["level"] == "warn" and "profile" in event["message"]:
-                found.append(event["message"])
-        return found or (["it has ended"] if _has_ended(job) else [])
-
-    found = until(look, bool, lambda _: (args.id, None, None), args.timeout, args.id)[0]
-    if isinstance(found, str):
-        raise CommandFailed(f"{args.id} was not profiled: {found}")
-    session.show(found, _profile)
-
-
-def _profile(found: dict[str, Any]) -> Any:
-    """Where the time of profiled steps went."""
-    shares = {where: seconds / found["seconds"] for where, seconds in found["share"].items()}
-    trace = found["trace"] or "none: it would be too long; ask for fewer steps"
-    return output.view({**found, "share": shares, "trace": trace})
-
-
 _PLAN = "/admin/v1/plan"
 
 
@@ -352,7 +305,6 @@ def plan_serve(session: Session, args: Namespace) -> None:
     It exits with 1 when it does not fit, so a script can ask before it submits.
 
     Examples:
-      appliance plan serve llama-8b --replicas 4
       appliance plan serve llama-70b --tensor-parallel 4 -o json
     """
     engines = picked(args, "model replicas tensor_parallel")

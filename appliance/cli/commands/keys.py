@@ -106,13 +106,13 @@ def _show_secret(session: Session, answer: dict[str, Any], text: str) -> None:
 
 @command("key limit", opt("id NAME_OR_ID"), *_LIMITS)
 def limit(session: Session, args: Namespace) -> None:
-    """Change what a key may use and spend, from the next request on. `none` takes a limit away; limits that are not
-    named stay.
+    """Change what a key may use and spend, from the next request on.
+
+    `none` takes a limit away; limits that are not named stay.
 
     Examples:
       appliance key limit trial --model smollm2-135m --model ft:smollm2-135m:acme:v2:Ab3dE
       appliance key limit alice --tokens-per-minute none --model none
-      appliance key limit alice --bound bytes=500000000000 --bound unfinished=10
     """
     session.show(session.client.send("PATCH", f"{_KEYS}/{segment(args.id)}", body=_limits(args)))
 

@@ -1,15 +1,11 @@
-"""`appliance init|doctor`, `support bundle`, `backup make|list`, `restore`: what runs on the box's own machine, whether
-the box runs or not."""
+"""`appliance init|doctor|restore` and `backup make|list`: what runs on the box's own machine, whether the box runs or
+not."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import re
 import subprocess
-import tarfile
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.cli import output
 from appliance.cli.command import Session, command
-from appliance.cli.errors import BadUsage, CommandFailed, Said
+from appliance.cli.errors import CommandFailed, Said
 from appliance.cli.locate import BoxFile, python, resolved
 from appliance.cli.options import CONFIG, flag, number, opt
 from appliance.paths import BoxPaths
@@ -92,76 +88,6 @@ def _send_test(session: Session, settings: BoxConfig) -> None:
     session.show({"sent_to": receivers}, lambda _: f"sent to {', '.join(receivers)}")
 
 
-_LOG_BYTES = 2_000_000  # the end of each log
-_ASKED = ("doctor", "status", "gpu list", "mode history", "model list")
-_TOOLS = ("df -h", "free -m", "nvidia-smi -q", "dmesg --ctime --level emerg,alert,crit,err")
-_FIELD = re.compile(
-    r"""((?:token|secret|passw(?:or)?d|passphrase|credentials?|(?:api|access|private|secret)[_-]?key)
-    \\?["']?\s{0,4}[=:]\s{0,4})(?!(?:null|none|true|false|\d{1,6})\b)
-    (\\?["'])?(?(2)[^"'\\\n]+|[^\s"',;&]+)""",
-    re.IGNORECASE | re.VERBOSE,
-)
-_SECRET = re.compile(r"\bsk-[\w-]{6,}|\bjoin-[\w-]{8,}|\bBearer\s+[\w.~+/=-]{6,}|(?<=://)[^\s/@\"']{1,1000}@")
-
-
-@command(
-    "support bundle",
-    opt("--to FILE", "A new file. Default: appliance-support-<time>.tar.gz here.", type=Path),
-    opt("--hours N", "Logs written within this many hours.", type=number(float, 0.1), default=24.0),
-    needs="here",
-)
-def bundle(session: Session, args: Namespace) -> None:
-    """Pack logs, configuration, versions and findings into one file, without secrets.
-
-    Nothing is sent. Values of fields called a token, secret, password or key are replaced; look at the file before
-    you send it. Prompts, answers, data and weights are not in it.
-
-    Examples:
-      appliance support bundle --hours 2 --to box.tar.gz
-    """
-    target = args.to or Path(f"appliance-support-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
-    try:
-        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except OSError as error:
-        raise BadUsage(f"--to is {str(target)!r}: {error.strerror}; expected a new file") from error
-    names = []
-    with output.progress("packing"), os.fdopen(handle, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as pack:
-        for name, text in _collected(BoxFile.read(args.data_dir).data_dir, args.hours):
-            data = without_secrets(text).encode()
-            entry = tarfile.TarInfo(f"appliance-support/{name}")
-            entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
-            pack.addfile(entry, io.BytesIO(data))
-            names.append(name)
-    text = f"{target} ({len(names)} files): look at it before you send it, `tar -xzf {target}`"
-    session.show({"file": str(target), "files": names}, lambda _: text)
-
-
-def without_secrets(text: str) -> str:
-    return _SECRET.sub("<secret>", _FIELD.sub(r"\1\2<secret>", text))
-
-
-def _collected(data_dir: Path, hours: float) -> Iterator[tuple[str, str]]:
-    """Names and texts of a support bundle: what commands print, and files."""
-    from runtime.log_files import end_of, logs_in
-
-    asked = ("-o", "json", "--data-dir", str(data_dir))
-    run = {f"{words}.json": python("appliance.cli.main", *words.split(), *asked) for words in _ASKED}
-    run |= {f"{words.split()[0]}.txt": words.split() for words in _TOOLS} | {"pip.txt": python("pip", "list")}
-    for name, line in run.items():
-        try:
-            done = subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=60)
-            yield name.replace(" ", "-"), done.stdout or done.stderr
-        except (OSError, subprocess.TimeoutExpired) as error:
-            yield name.replace(" ", "-"), str(error)
-    logs = [log for log in logs_in(data_dir / "logs") if not log.is_packed]
-    recent = [f"logs/{log.name}" for log in logs if log.changed_s > time.time() - hours * 3600]
-    for name in ("config.json", "box.json", *recent):
-        if (data_dir / name).exists():
-            text, before = end_of(data_dir / name, _LOG_BYTES)
-            # The first line may be cut in the midst of a secret.
-            yield name, text.partition("\n")[2] if before else text
-
-
 _WHERE = opt("place PLACE", "A directory, or s3://bucket/prefix. Default: url in [backup].", nargs="?")
 
 
@@ -180,7 +106,6 @@ def make(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance backup make /mnt/nas/box-1
-      appliance backup make s3://backups/box-1 --keep 30
       appliance backup make                      to the url in [backup]: for a timer
     """
     with _place(args) as (settings, objects), output.progress("backup make") as meter:

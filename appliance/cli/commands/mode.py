@@ -8,7 +8,8 @@ from typing import Any
 
 from appliance.cli import output
 from appliance.cli.command import WAIT, Session, command
-from appliance.cli.options import auto_or, flag, number, opt, picked, seconds
+from appliance.cli.errors import BadUsage
+from appliance.cli.options import auto_or, number, opt, picked, seconds
 from appliance.cli.resources import draw_handover, draw_mode, limit, segment
 
 WAIT_S = 900.0
@@ -22,7 +23,9 @@ _DEVICES = (
 
 
 def _wanted(args: Namespace) -> dict[str, Any]:
-    """The body of the request. A split whose line the box itself draws is what it calls auto."""
+    """The body of the request. A split whose line the box itself draws is what it calls auto. Raises BadUsage."""
+    if args.policy == "split" and args.train_devices is None:
+        raise BadUsage("split needs --train N, the devices that training may have, or --train auto")
     if args.policy == "split" and args.train_devices == "auto":
         return {**picked(args, "serving_floor"), "policy": "auto"}
     return picked(args, "policy serving_floor train_devices")
@@ -59,14 +62,13 @@ def set_mode(session: Session, args: Namespace) -> None:
     "mode plan",
     replace(_POLICY, settings={**_POLICY.settings, "nargs": "?"}),
     *_DEVICES,
-    flag("--dry-run", "Always on: the command only shows."),
 )
 def plan(session: Session, args: Namespace) -> None:
     """Show what a mode would do now and why, in one sentence per step. Does nothing.
 
     Examples:
       appliance mode plan                              what the scheduler would do right now, in the mode that holds
-      appliance mode plan --dry-run train --floor 1    what `mode set train --floor 1` would do
+      appliance mode plan train --floor 1              what `mode set train --floor 1` would do
     """
     body = None if args.policy is None else _wanted(args)
     answer = session.client.post("/admin/v1/mode/plan", body)
@@ -105,6 +107,5 @@ def add(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance mode schedule add "0 22 * * *" train --until "0 6 * * *" --tz Europe/Berlin --floor 1
-      appliance mode schedule add "0 6 * * *" serve          until another window begins
     """
     session.show(session.client.post("/admin/v1/mode/schedule", picked(args, "cron tz until for_s") | _wanted(args)))

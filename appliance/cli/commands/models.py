@@ -127,7 +127,6 @@ def import_model(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance model import ./Llama-3.2-1B-Instruct --name llama-1b
-      appliance model import ./Qwen3-8B-Q4_K_M.gguf      a file of llama.cpp's, dequantised to bfloat16
       appliance model import smollm2-135m                by its name in `appliance model catalog`
       appliance model import Qwen/Qwen3-0.6B             from a hub, where the box may go online
       appliance model import ./my-lora --base smollm2-135m    a LoRA adapter, as peft writes it
@@ -212,7 +211,6 @@ def deploy(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance model deploy llama-70b --tensor-parallel 4 --ttft-p95-s 2 --tpot-p95-ms 100
-      appliance model deploy smollm2-135m --idle-sleep-s none --max-replicas none
       appliance model deploy smollm2-135m --max-model-len 4096 --max-num-seqs 16 --temperature 0.2
       appliance model deploy smollm2-135m --system-prompt 'Answer in one sentence.' --engine-arg block-size=64
       appliance model deploy smollm2-135m --settings 1        the first settings again
@@ -251,7 +249,6 @@ def canary(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance model canary ft:smollm2-135m:local::a1b2c3d4 step-120 --share 5% --auto --for 30m
-      appliance model canary ft:smollm2-135m:local::a1b2c3d4           how it does
       appliance model promote ft:smollm2-135m:local::a1b2c3d4          gives it all requests, `model rollback` none
     """
     path, settings = f"{_path(args.id)}/canary", picked(args, "min_requests share watch_s")

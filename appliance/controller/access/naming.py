@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -21,6 +22,9 @@ from weights.format.names import version_name
 _MODEL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:/-]{0,254}[A-Za-z0-9._:-])?\Z")
 _STABLE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 _NOT_IN_SUFFIX = re.compile(r"[^a-z0-9_.-]+|\.\.+")
+_IN_NAMES = frozenset(string.ascii_lowercase + string.digits)
+_COMBINING = frozenset({"Mn", "Mc"})
+"""Categories of marks that are not letters, but without which words of Hindi or Thai are incomplete."""
 MAX_SUFFIX = 64
 STABLE_NAME_RULE = "1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit, without '..'"
 SUFFIX_RULE = "a string of at most 64 characters, with a letter or digit"
@@ -49,13 +53,21 @@ def is_model_name(name: str) -> bool:
 
 
 def suffix_in_name(suffix: str) -> str:
-    """A job's suffix in a model's name, as OpenAI makes it: in lower case, with "-" for characters that a name cannot
-    have; "" if nothing is left, as of a suffix in another script."""
-    return _NOT_IN_SUFFIX.sub("-", suffix.lower()).strip("-.")
+    """The form that a job's suffix has in a model's name, as OpenAI makes it: in lower case, with "-" for characters
+    that a name cannot have; "" if nothing is left. A suffix in another script, of which nothing would be left, is
+    encoded like a host name (two Chinese characters: `xn--ubtq9x`) and can be decoded, unless it was too long."""
+    plain = suffix.lower()
+    if any(sign in _IN_NAMES for sign in plain):
+        return _NOT_IN_SUFFIX.sub("-", plain).strip("-.")
+    if not any(map(str.isalnum, plain)):
+        return ""
+    kept = (sign if sign.isalnum() or unicodedata.category(sign) in _COMBINING else " " for sign in plain)
+    letters = "-".join("".join(kept).split())
+    return ("xn--" + letters.encode("punycode").decode())[:MAX_SUFFIX].strip("-")
 
 
 def is_suffix(suffix: str) -> bool:
-    return len(suffix) <= MAX_SUFFIX and any(map(str.isalnum, suffix))
+    return len(suffix) <= MAX_SUFFIX and bool(suffix_in_name(suffix))
 
 
 def fine_tuned_name(base: str, organization: str, suffix: str | None) -> str:

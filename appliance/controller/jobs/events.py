@@ -146,7 +146,7 @@ class JobEvents:
         db, row = self._db, jobs.get(self._db, job_id)
         versions = models.versions_made_by(db, row.output_model, row.id)
         last = versions[-1].meta.get("step") if versions else None
-        steps = [_step(one) for one in job_records.all_metrics(db, row.id) if last is None or one.step <= last]
+        steps = [one for one in job_records.all_metrics(db, row.id) if last is None or one.step <= last]
         judged, made = verdict.judge(row.method, steps, row.resolved or {}), list[str]()
         table = _metrics_table(db, row)
         try:
@@ -246,7 +246,7 @@ class JobEvents:
     def _warn_of_equal_rewards(self, row: JobRow) -> None:
         """Warn once of each row of steps that trained nothing, because a job may go on like that for days."""
         steps = job_records.last_metrics(self._db, row.id, EQUAL_STEPS + 1)
-        equal = [verdict.equal_rewards(_step(one)) for one in steps]
+        equal = [verdict.equal_rewards(one) for one in steps]
         if len(equal) >= EQUAL_STEPS and all(equal[-EQUAL_STEPS:]) and (len(equal) == EQUAL_STEPS or not equal[0]):
             text = (
                 f"The last {EQUAL_STEPS} steps trained nothing: all answers to a prompt got the same reward. Look at "
@@ -298,7 +298,7 @@ class JobEvents:
             add_message(db, row.id, f"{what} created at step {step}{_written(event)}", data=meta)
 
     def _profiled(self, row: JobRow, event: dict[str, Any]) -> None:
-        """Where the time of some steps went; `appliance profile job` shows the table."""
+        """Where the time of some steps went; `appliance job logs` shows it."""
         seconds, steps = float(event["seconds"]), int(event["steps"])
         share = {name: float(took) for name, took in event["share"].items()}
         job_records.set_communication(self._db, row.id, int(event["step"]), share["communication"] / seconds)
@@ -307,6 +307,7 @@ class JobEvents:
         profile = {name: event[name] for name in ("step", "steps", "seconds", "share", "operators")}
         profile |= {"trace": trace, "bytes": int(event.get("bytes") or 0)}
         text = f"Profiled {steps} step{'s' if steps != 1 else ''} in {seconds:.2f} s: {shares}"
+        text += f"; trace {trace}" if trace else ""
         add_message(self._db, row.id, text, data={"profile": profile})
 
     def _ensure_output_model(self, row: JobRow, size_bytes: int) -> None:
@@ -364,10 +365,6 @@ def _written(event: dict[str, Any]) -> str:
 
 def _shown(what: str, value: float | None) -> str:
     return f"{what}=not finite" if value is None else f"{what}={value:.4f}"
-
-
-def _step(row: JobMetricRow) -> verdict.Step:
-    return verdict.Step(row.step, row.loss, row.valid_loss, row.measured or {}, row.valid_measured or {})
 
 
 def _measured(row: JobRow, event: dict[str, Any], prefix: str = "") -> dict[str, float] | None:

@@ -22,6 +22,7 @@ from appliance.store.rows import JobRow, VersionRow
 from runtime.devices.kinds import HOST, kind_of
 from scheduler.core.config import SchedulerConfig
 from train.data.check import DataReport
+from train.data.formats import TEXT
 from train.methods.method import Method
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
@@ -227,6 +228,7 @@ def dataset_of(report: DataReport) -> auto.DatasetStats:
         n_tokens=max(1, report.n_tokens_estimate),
         longest_example_tokens=max(1, report.longest_example_tokens),
         lengths=tuple(report.example_tokens),
+        documents=report.shape == TEXT,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -108,10 +107,6 @@ class GatewayConfig:
             raise ConfigInvalid("port: 0 given with several workers, expected a fixed port they can share")
         if (config.tls_cert_path is None) != (config.tls_key_path is None):
             raise ConfigInvalid("tls_cert_path and tls_key_path: one given, expected both or neither")
-        for name in ("controller_socket", "bus_socket", "private_socket"):
-            # sun_path holds 108 bytes with its terminating NUL.
-            if len(os.fsencode(getattr(config, name) or "")) > 107:
-                raise ConfigInvalid(f"{name}: path longer than 107 bytes, use a shorter run directory")
         return config
 
 

@@ -14,7 +14,6 @@ from typing import Final
 import orjson
 
 from runtime.moments import minute
-from runtime.pydantic_words import words_of_check
 
 MAX_RETRY_AFTER_S = 120
 ERROR_EVENT: Final = b'data: {"error"'
@@ -127,8 +126,6 @@ def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> 
     texts = {name: value for name, value in given.items() if isinstance(value, str)}
     message = texts.get("message", f"The request failed with status {status}.")
     kind, param, code = texts.get("type", ""), texts.get("param"), texts.get("code")
-    if _MISMATCHES.match(message):
-        message, param = _first_mismatch(message)
     if code is None:  # an engine's
         if status == 404 and "does not exist" in message:
             code = "model_not_found"
@@ -150,24 +147,4 @@ def from_event(event: bytes) -> HttpError | None:
 
 
 # What vLLM's exceptions put behind their text: names of its own, and a value that may be the whole prompt.
-_VALUES = re.compile(r" \(parameter=\w+(?:, value=.*)?\)\Z", re.DOTALL)
-# How vLLM lists mismatches: a line for each type that it tried for a value.
-_MISMATCHES = re.compile(r"[0-9]+ validation errors?:\n")
-_MISMATCH = re.compile(r"'type': '([^']*)', 'loc': '([^']*)', 'msg': ('[^']*'|\"[^\"]*\")")
-# Parts of a location that are types, or tags by which vLLM tells the forms of one field apart.
-_NO_FIELDS = frozenset("body str int float bool list dict enabled disabled adaptive tool_definition".split())
-
-
-def _first_mismatch(message: str) -> tuple[str, str | None]:
-    """One sentence and the parameter in OpenAI's form (`messages[0].content`), out of vLLM's list."""
-    listed = _MISMATCH.findall(message[: 64 * 1024])
-    if not listed:
-        return message[:2000], None
-    # A value of the wrong type for one form may fit another one, whose own fault is more telling.
-    _, location, quoted = next((row for row in listed if not row[0].endswith(("_type", "literal_error"))), listed[0])
-    # 'body.messages.0.ChatCompletionUserMessageParam.content' is messages[0].content.
-    fields = [part for part in location.split(".") if re.fullmatch(r"[a-z0-9_]+", part) and part not in _NO_FIELDS]
-    param = re.sub(r"\.([0-9]+)", r"[\1]", ".".join(fields))
-    words = words_of_check(quoted[1:-1]).removesuffix(".")[:2000]
-    # Without a parameter it is a check of several fields together, which its words name.
-    return (f"Invalid value for `{param}`: {words}." if param else f"{words}."), param or None
+_VALUES = re.compile(r" \(parameter=[\w.\[\]]+(?:, value=.*)?\)\Z", re.DOTALL)

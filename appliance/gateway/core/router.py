@@ -32,11 +32,11 @@ PAUSE_MAX_S = 4.0
 BATCH_BEHIND: Final = 1 << 50
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Work:
-    """What a request asks of a replica. tokens: prompt and completion, estimated. sequences: of the engine's slots, 0
-    for one that is only counted. beginning: a hash that requests with the same beginning share. batch: work without a
-    client that waits."""
+    """Work of one request for a replica. tokens: prompt and completion, estimated; prompt_tokens: those of the prompt.
+    sequences: of the engine's slots, 0 for one that is only counted. beginning: a hash that requests with the same
+    beginning share: system prompt and first question, whatever their JSON form. batch: no client waits for it."""
 
     owner: str = ""
     tokens: int = 1

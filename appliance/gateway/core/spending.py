@@ -68,7 +68,7 @@ class KeyUse:
 
 
 class UsageLimits:
-    """What all keys spend and may spend at one gateway process. workers: how many processes share the port;
+    """Spending of all keys at one gateway process, and its limits. workers: how many processes share the port;
     report_spent: reports to the others what a key has spent here. callers: by the id of the key."""
 
     def __init__(self, workers: int) -> None:
@@ -152,7 +152,9 @@ class UsageLimits:
 
     def count(self, key: str, model: str, version: str, counts: dict[str, int]) -> None:
         """Add to the sums for the controller."""
-        self._sums[key, model, version].update(counts)
+        row = self._sums[key, model, version]
+        for name, count in counts.items():
+            row[name] += count
 
     def take_sums(self) -> list[dict[str, Any]]:
         """The sums since the last call, as rows of the bus's "usage" message."""

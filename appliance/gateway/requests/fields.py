@@ -201,11 +201,13 @@ _PROMPTS: Final = {int: _TOKENS, str: _array(str, 2048), list: _array(_TOKENS, 2
 
 def check_fields(route: str, data: dict[str, Any]) -> None:
     """Raises HttpError 400 naming the first field that is unknown, refused, of another type or out of bounds."""
-    for name in REFUSED.keys() & data.keys():
-        if data[name] is not False and data[name] != 0:
-            raise refused(name, REFUSED[name])
+    if found := REFUSED.keys() & data.keys():
+        for name in found:
+            if data[name] is not False and data[name] != 0:
+                raise refused(name, REFUSED[name])
+        data = {name: value for name, value in data.items() if name not in found}
     try:
-        convert({name: value for name, value in data.items() if name not in REFUSED}, _STRUCTS[route])
+        convert(data, _STRUCTS[route])
     except ValidationError as error:
         raise _refusal(str(error), data) from None
     for name in _NO_VARIABLES.intersection(data.get("chat_template_kwargs", ())):

@@ -18,7 +18,8 @@ import orjson
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES, Route
+from appliance.gateway.core.router import Work
+from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, RESPONSES, Route
 from appliance.gateway.requests.continuation import CHAT, Continuation, continuation_of
 from appliance.gateway.requests.fields import check_fields, prompts_in, refused
 from appliance.gateway.requests.normalize import normalize
@@ -39,6 +40,8 @@ _MOST: Final = (
     ("definitions", defined, 256),
 )
 """Bounds of all forms of a request together. llguidance takes 0.5 s for this many bytes."""
+_FORMS: Final = frozenset({"response_format", "text", "output_config", "structured_outputs", "tools"})
+"""Fields that have schemas, expressions or choices."""
 _OTHER_FORMS: Final = ("grammar", "structural_tag", "whitespace_pattern")
 """They reach more of an engine than answers need."""
 # Where a URL may be in a message: OpenAI's and vLLM's short forms, and what engines take instead of one.
@@ -49,25 +52,19 @@ _SOUND_CHARS: Final = 1_700
 """Of base64 per token: speech encoders make some 25 tokens of a second, which has 32,000 bytes."""
 
 
-@dataclass
-class Checked:
+@dataclass(kw_only=True)
+class Checked(Work):
     """What a checked request asks for.
 
-    prefix: a hash that requests with the same beginning share: system prompt and first question, whatever their JSON
-    form; conversation: one that all turns of a conversation share, and no two that differ in their first question.
-    prompt_tokens: estimated; tokens: with the completion; least_tokens: of its longest prompt, 0 if an engine is to cut
-    it. sequences: an engine's slots that it takes. data: the body as an engine reads it; ignored: headers that name
-    what is left out of it.
+    data: the body as an engine reads it; ignored: headers that name what is left out of it. conversation: a hash that
+    all turns of a conversation share, and no two that differ in their first question. least_tokens: of its longest
+    prompt, 0 if an engine is to cut it.
     """
 
     model: str
     data: dict[str, Any]
     stream: bool
-    prefix: int
     conversation: int
-    prompt_tokens: int
-    tokens: int
-    sequences: int
     least_tokens: int
     ignored: Sequence[tuple[bytes, bytes]]
     continuation: Continuation | None
@@ -79,12 +76,13 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
 
     Raises HttpError 400 naming the parameter, what was given and what is expected.
     """
-    return check_object(route, parsed_body(body), len(body), limits)
+    return check_object(route, parsed_body(body, limits.json_depth), len(body), limits)
 
 
-def parsed_body(body: bytes) -> dict[str, Any]:
+def parsed_body(body: bytes, json_depth: int) -> dict[str, Any]:
     """Parse a body that must be an object with a `model` name. Raises HttpError 400, and 404 for an invalid name."""
-    if body.count(b"[") + body.count(b"{") > 16 * _MOST_NESTED:  # texts have some too; parsing all would take a second
+    opened = body.count(b"[") + body.count(b"{")  # texts have some too
+    if opened > 16 * _MOST_NESTED:  # parsing all would take a second
         raise errors.bad_request("The request body has too many arrays and objects.", code="too_many_values")
     try:
         data = orjson.loads(body)
@@ -99,16 +97,18 @@ def parsed_body(body: bytes) -> dict[str, Any]:
         raise errors.bad_request("You must provide a model parameter: a non-empty string.", param="model")
     if len(model) > _MODEL_NAME_CHARS:
         raise errors.model_not_found(model)
+    if opened > json_depth:
+        check_depth(data, json_depth)
     return data
 
 
 def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: Limits) -> Checked:
     """Check a body of this many bytes, as returned by `parsed_body`. Raises HttpError 400 like `check_body`."""
-    check_depth(given, limits.json_depth)
     fields = {name: value for name, value in given.items() if value is not None}
     check_fields(route.name, fields)
     data, ignored = normalize(route.name, fields)
-    check_structure(data, limits.json_depth)
+    if _FORMS & data.keys():
+        check_structure(data, limits.json_depth)
     prompts = [data.get(name) for name in ("messages", "input", "prompt")]
     prompt = next(filter(None, prompts), "")
     media_chars, media_tokens = media_in(prompts)
@@ -124,7 +124,7 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
     if route.name in (RESPONSES, INPUT_TOKENS):
         # As the client sent it: that is what it lists, and what a later turn is read from.
         transcript = of_response(given, stores=route.name == RESPONSES)
-    elif route.name == CHAT:
+    elif route.name == CHAT and given.get("store"):
         transcript = of_completion(given)
     stream = data.get("stream", False)
     limit = next((data[n] for n in ("max_completion_tokens", "max_tokens", "max_output_tokens") if data.get(n)), 0)
@@ -139,11 +139,11 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
         model=data["model"],
         data=data,
         stream=stream,
-        prefix=_hash("\n".join(opening)[:_PREFIX_CHARS]),
+        beginning=_hash("\n".join(opening)[:_PREFIX_CHARS]),
         conversation=_hash(*named, opening[-1]),
         prompt_tokens=prompt_tokens,
         tokens=prompt_tokens + min(limit or _COMPLETION_TOKENS, 4096) * sequences,
-        sequences=sequences,
+        sequences=0 if route.name in (INPUT_TOKENS, COUNT_TOKENS) else sequences,
         least_tokens=0 if cut else text_length // _BYTES_OF_A_TOKEN,
         ignored=ignored,
         continuation=continuation_of(route.name, data) if stream else None,
@@ -277,9 +277,9 @@ def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, 
 def _enforced_tools(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Schemas of strict tools, those of namespaces too; a tool whose call is demanded is strict (normalize.py)."""
     for place, tool in enumerate(data.get("tools", ())):
-        inner = tool["tools"] if tool.get("type") == "namespace" else ()
+        inner = tool.get("tools") if tool.get("type") == "namespace" else ()
         # In `function` (chat), or in the tool itself (Responses, Anthropic): an engine may read either.
-        for holder in (tool, tool.get("function"), *inner):
+        for holder in (tool, tool.get("function"), *(inner if isinstance(inner, list) else ())):
             if isinstance(holder, dict) and holder.get("strict"):
                 for name in ("parameters", "input_schema"):
                     yield f"tools[{place}].{name}", holder.get(name)

@@ -169,10 +169,8 @@ def of_response(data: dict[str, Any], *, stores: bool = True) -> Transcript:
     return Transcript(orjson.dumps(data["input"]), previous, stores=stores, background=background)
 
 
-def of_completion(data: dict[str, Any]) -> CompletionTranscript | None:
-    """The transcript of a checked chat request that says `store`; None for one that is not to be kept."""
-    if not data.get("store"):
-        return None
+def of_completion(data: dict[str, Any]) -> CompletionTranscript:
+    """The transcript of a checked chat request that says `store`."""
     return CompletionTranscript(orjson.dumps({name: data[name] for name in _ASKED if data.get(name) is not None}))
 
 

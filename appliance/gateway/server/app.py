@@ -150,8 +150,9 @@ class App:
             await self._controller.relay(exchange, await self._body(exchange, LOGIN_BODY_BYTES))
         elif kind is Kind.METRICS:
             theirs = await self._controller.metrics(exchange)
-            own = await metrics_text(state, controller_up=bool(theirs))
-            await exchange.whole(200, CONTENT_TYPE_PLAIN_0_0_4.encode(), own + theirs)
+            up = b"# HELP appliance_controller_up Whether the controller answered this scrape.\n"
+            up += b"# TYPE appliance_controller_up gauge\nappliance_controller_up %d\n" % bool(theirs)
+            await exchange.whole(200, CONTENT_TYPE_PLAIN_0_0_4.encode(), await metrics_text(state) + up + theirs)
         elif kind is Kind.PAGE:
             await self._page(exchange)
         else:
@@ -182,7 +183,7 @@ class App:
         body = await self._body(exchange, state.limits.inference_body_bytes)
         caller, private = exchange.caller, exchange.connection.private
         state.spending.admit(caller, exchange.use)
-        data = parsed_body(body)
+        data = parsed_body(body, state.limits.json_depth)
         name, in_training = data["model"], policy_of(data["model"]) is not None
         if private and in_training:
             name = name.partition("@")[0]  # the table has one row for all its versions, which the engine tells apart
@@ -297,10 +298,9 @@ STALE_S: Final = 30.0
 """Age of a snapshot whose worker is gone; its successor writes to the same file."""
 
 
-async def metrics_text(state: State, *, controller_up: bool) -> bytes:
+async def metrics_text(state: State) -> bytes:
     """Series of this gateway, all its workers together."""
-    up = GaugeMetricFamily("appliance_controller_up", "Whether the controller answered this scrape.", controller_up)
-    texts, own = [await _text(state, up)], _snapshot(state, state.config.name)
+    texts, own = [await _text(state)], _snapshot(state, state.config.name)
     for path in sorted(own.parent.glob(_snapshot(state, "*").name)):
         with contextlib.suppress(OSError):
             if path != own and time.time() - path.stat().st_mtime < STALE_S:
@@ -324,9 +324,9 @@ def _snapshot(state: State, worker: str) -> Path:
     return Path(f"{state.config.bus_socket}.{worker}.metrics")
 
 
-async def _text(state: State, *more: Metric) -> str:
-    """Text of this worker's series and of `more`, with the label `worker` where there are several workers."""
-    current, worker = [*gauges(state), *more], {"worker": state.config.name}
+async def _text(state: State) -> str:
+    """Text of this worker's series, with the label `worker` where there are several workers."""
+    current, worker = list(gauges(state)), {"worker": state.config.name}
 
     def collect() -> Iterator[Metric]:
         for one in (*state.metrics.registry.collect(), *current):

@@ -20,8 +20,7 @@ from yarl import URL
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind
-from appliance.gateway.core.table import NOBODY
-from appliance.gateway.requests.request_check import Checked, check_object
+from appliance.gateway.requests.request_check import Checked, check_depth, check_object
 from appliance.gateway.requests.transcript import joined
 from appliance.gateway.server.exchange import ClientGone, Exchange, Headers
 from appliance.gateway.server.state import State, read_up_to
@@ -64,7 +63,7 @@ class Controller:
         state, wait_s = self._state, self._state.limits.controller_wait_s
         given = _passing(exchange.headers, _NOT_UPSTREAM)
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in given]
-        headers += identity(exchange, state.token)
+        headers += identity(exchange.request_id, state.token, exchange)
         data: bytes | AsyncIterator[bytes] | None = body
         if body is None and (exchange.chunked or exchange.content_length):
             data = exchange.pieces(exchange.route.body_bytes(state.limits))
@@ -105,11 +104,10 @@ class Controller:
         """Raises HttpError 503 while the controller is away, 502 if it stops while it answers, 504 if it is silent.
 
         wait_s: how long a request that was not sent, or that changes nothing, waits for a controller that restarts."""
-        state, limits = self._state, self._state.limits
+        state = self._state
         session = state.engines.of(state.config.controller_socket, lasting=False)
         url = URL(f"{_HOST}{target.decode('ascii', 'replace')}", encoded=True)
-        timeout = aiohttp.ClientTimeout(total=None, sock_read=limits.upstream_silence_s)
-        more: Any = {"headers": headers, "data": data, "timeout": timeout, "allow_redirects": False}
+        more: Any = {"headers": headers, "data": data, "allow_redirects": False}
         until_s, answered = time.monotonic() + wait_s, False
         while True:
             try:
@@ -134,7 +132,7 @@ class Controller:
     async def metrics(self, exchange: Exchange) -> bytes:
         """The controller's own series; empty while it does not answer."""
         try:
-            headers = identity(exchange, self._state.token)
+            headers = identity(exchange.request_id, self._state.token, exchange)
             async with asyncio.timeout(METRICS_WAIT_S), self._ask(b"GET", b"/admin/v1/metrics", headers) as response:
                 body = await read_up_to(response.content, METRICS_BYTES)
                 return body if response.status == 200 and len(body) < METRICS_BYTES else b""
@@ -146,7 +144,7 @@ class Controller:
 
         data: its body, as it came."""
         state, transcript, limits = self._state, checked.transcript, self._state.limits
-        limit, headers = limits.inference_body_bytes, identity(exchange, state.token)
+        limit, headers = limits.inference_body_bytes, identity(exchange.request_id, state.token, exchange)
         assert transcript is not None
         target = b"/internal/responses/context?id=%b" % quote(transcript.previous_id, safe="").encode()
         async with self._ask(b"GET", target, headers, wait_s=limits.controller_wait_s) as response:
@@ -157,7 +155,9 @@ class Controller:
         if nbytes > limit:
             raise errors.body_too_large(limit)
         state.take_body(exchange, len(earlier))
-        again = check_object(exchange.route, joined(data, earlier), nbytes, state.limits)
+        whole = joined(data, earlier)
+        check_depth(whole, limits.json_depth)
+        again = check_object(exchange.route, whole, nbytes, limits)
         again.transcript = transcript
         return again
 
@@ -194,8 +194,8 @@ class Controller:
 
     async def _store(self, copies: list[bytes]) -> int:
         """The controller's status; 0 if it did not answer."""
-        headers = [("content-type", "application/json")]
-        headers += own_identity(self._state.new_request_id(), self._state.token)
+        own = identity(self._state.new_request_id(), self._state.token)
+        headers = [("content-type", "application/json"), *own]
         try:
             async with self._ask(b"POST", b"/internal/responses", headers, b"[%b]" % b",".join(copies)) as response:
                 return response.status
@@ -206,26 +206,15 @@ class Controller:
 # -- headers
 
 
-def identity(exchange: Exchange, token: bytes) -> list[tuple[str, str]]:
-    """Who asks, and the proof that a gateway says so (appliance.controller.http.peers)."""
-    caller = exchange.caller
-    if caller is NOBODY:
-        assert exchange.route.kind is Kind.LOGIN, "all others name a key"
-        return own_identity(exchange.request_id, token)
-    by = [("x-appliance-session", exchange.session)] if exchange.session else []
-    return [*by, *own_identity(exchange.request_id, token, caller.id, ",".join(sorted(caller.scopes)))]
-
-
-def own_identity(
-    request_id: bytes, token: bytes, key_id: str = "gateway", scopes: str = "gateway"
-) -> list[tuple[str, str]]:
-    """Of what the gateway itself asks, for no key."""
-    return [
-        ("x-request-id", request_id.decode()),
-        ("x-appliance-key-id", key_id),
-        ("x-appliance-scopes", scopes),
-        ("x-appliance-gateway", token.decode()),
-    ]
+def identity(request_id: bytes, token: bytes, exchange: Exchange | None = None) -> list[tuple[str, str]]:
+    """Headers with the key of a request, and the proof that a gateway wrote them (appliance.controller.http.peers).
+    exchange: None for requests of the gateway itself."""
+    who = [("x-appliance-key-id", "gateway"), ("x-appliance-scopes", "gateway")]
+    if exchange is not None and exchange.route.kind is not Kind.LOGIN:  # all others name a key
+        caller = exchange.caller
+        who = [("x-appliance-key-id", caller.id), ("x-appliance-scopes", ",".join(sorted(caller.scopes)))]
+        who += [("x-appliance-session", exchange.session)] if exchange.session else []
+    return [*who, ("x-request-id", request_id.decode()), ("x-appliance-gateway", token.decode())]
 
 
 def _passing(headers: Headers, stops: re.Pattern[bytes]) -> list[tuple[bytes, bytes]]:

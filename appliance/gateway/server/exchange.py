@@ -1,4 +1,7 @@
-"""One request and its answer on their way through the gateway: the body as it comes, the answer as it goes.
+"""One client's connection, and one request on it with its answer: the body as it comes, the answer as it goes.
+
+The connection is uvicorn's, and what that leaves open: the size and the time of a head, headers that two parsers could
+read differently, and refusals in the API's own shape.
 
 An error is OpenAI's object on every route except Anthropic's, `/v1/messages` and below, whose shape and types are after
 https://docs.anthropic.com/en/api/errors; what is 503 elsewhere is 529 `overloaded_error` there. In a stream: `data:
@@ -13,15 +16,18 @@ import contextlib
 import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from http import HTTPStatus
 from typing import Any, Final
 
+import httptools
 import orjson
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.router import Choice, Ticket, Work
+from appliance.gateway.core.router import Choice, Ticket
 from appliance.gateway.core.routes import RESPONSES, UNKNOWN, Kind, Route, is_anthropic, plain_target
 from appliance.gateway.core.spending import KeyUse, OwnerUse
 from appliance.gateway.core.table import NOBODY, Caller
@@ -36,8 +42,6 @@ LINGER_S: Final = 2.0
 _LINGER_BYTES: Final = 4 * 1024 * 1024
 # A refused request with a larger body than this ends its connection.
 _DISCARD_BYTES: Final = 256 * 1024
-# What a socket takes at once.
-_SMALL_BYTES: Final = 32 * 1024
 # An engine's answer says so too (serve/vllm/answers.py).
 VERSION: Final = b"x-appliance-model-version"
 _ANTHROPIC_TYPES: Final = {
@@ -58,6 +62,10 @@ _COUNTS: Final = re.compile(
     rb'"(prompt|input|completion|output|cached|cache_read_input|cache_creation_input)_tokens": ?([0-9]{1,12})'
 )
 _NAMES: Final = {b"input": b"prompt", b"output": b"completion"}
+# With two of them two parsers could disagree.
+_ONCE: Final = frozenset(
+    {b"host", b"content-length", b"transfer-encoding", b"authorization", b"content-type", b"expect"}
+)
 _NO_USE: Final = KeyUse("", OwnerUse())
 
 
@@ -93,8 +101,8 @@ class Exchange:
     the page that it came by, empty for a key. received_s: when its head came, of inference its body; sent_s: when an
     engine got it last. trace: its W3C traceparent, empty without one; span: OpenTelemetry's, if traces are exported.
 
-    model: the one it names, once known to exist, without a version. checked: once it counts as open. work: what it asks
-    of a replica; choice: the one that has it; ticket: its place in the queue while it is held. routed_model: name in
+    model: the one it names, once known to exist, without a version. checked: once it counts as open. infers: it is for
+    an engine. choice: the replica that has it; ticket: its place in the queue while it is held. routed_model: name in
     the table by which it was placed, the model's or its canary's. replica, model_version: where it is or was last; the
     version as the engine names it, once it answers. ignored: headers that name the parts of it that no engine gets.
     tokens: its cost as the engine reported it.
@@ -112,7 +120,7 @@ class Exchange:
         length = headers.get(b"content-length")
         self.content_length = None if length is None else int(length)
         self.chunked = b"transfer-encoding" in headers
-        self.connection: Any = scope["connection"]
+        self.connection: Connection = scope["connection"]
         self.route: Route = UNKNOWN
         self.caller: Caller = NOBODY
         self.use: KeyUse = _NO_USE
@@ -121,13 +129,12 @@ class Exchange:
         self.status = self.body_bytes = self.buffered_bytes = self.sent_bytes = self.stream_events = 0
         self.model = self.routed_model = self.model_version = self.replica = self.session = ""
         self.checked: Checked | None = None
-        self.work: Work | None = None
         self.choice: Choice | None = None
         self.ticket: Ticket | None = None
         self.ignored: Pairs = ()
         self.tokens = Tokens()
         self.span: Any = None
-        self.head_only = self.head_sent = self.sse = self.finished = self.broke_off = False
+        self.infers = self.head_only = self.head_sent = self.sse = self.finished = self.broke_off = False
         self.body_complete = not (self.chunked or self.content_length)
         self.ended: HttpError | None = None
         self._limits, self._receive, self._send = limits, receive, send
@@ -184,15 +191,19 @@ class Exchange:
 
     # -- the answer
 
-    async def begin(self, status: int, headers: Pairs) -> None:
-        extra = [(b"x-request-id", self.request_id), *headers, *self.ignored]
+    def _headers(self, headers: Pairs) -> list[tuple[bytes, bytes]]:
+        """These, and those that all answers have."""
+        every = [*headers, (b"x-request-id", self.request_id), *self.ignored]
         if self.route.kind is Kind.INFERENCE:
-            extra += self.use.headers()
+            every += self.use.headers()
         if is_anthropic(self.path):
-            extra.append((b"request-id", self.request_id))
+            every.append((b"request-id", self.request_id))
         if not self.connection.running.keep_alive:
-            extra.append((b"connection", b"close"))
-        await self._out({"type": "http.response.start", "status": status, "headers": extra})
+            every.append((b"connection", b"close"))
+        return every
+
+    async def begin(self, status: int, headers: Pairs) -> None:
+        await self._out({"type": "http.response.start", "status": status, "headers": self._headers(headers)})
         self.head_sent, self.status = True, status
 
     async def begin_stream(self, version: bytes | None) -> None:
@@ -213,12 +224,18 @@ class Exchange:
         self.finished = True
 
     async def whole(self, status: int, content_type: bytes, body: bytes, headers: Pairs = ()) -> None:
-        typed = [(b"content-type", content_type), *headers, (b"content-length", b"%d" % len(body))]
-        await self.begin(status, typed)
-        if len(body) > _SMALL_BYTES:
-            await self.write(body)  # so that the end waits for a client that reads slowly
-            body = b""
-        await self.finish(body)
+        typed, running = [(b"content-type", content_type), *headers], self.connection.running
+        if self._send != running.send:  # Starlette adds its CORS headers to what passes through it
+            await self.begin(status, [*typed, (b"content-length", b"%d" % len(body))])
+            await self.write(body)
+        else:  # in one write: uvicorn writes head and body apart, each a system call
+            await self._drained()
+            self.connection.write_whole(response_bytes(status, self._headers(typed), body, head_only=self.head_only))
+            self.head_sent, self.status, self.sent_bytes = True, status, len(body)
+            await self._drained()  # the end waits for a client that reads slowly
+        if not self.body_complete:
+            await self._linger()
+        await self.finish()
 
     async def fail(self, error: HttpError) -> None:
         """Answer an error: as the whole answer, as an event of a stream, or, within a plain body, by ending the
@@ -226,24 +243,21 @@ class Exchange:
         if self.finished:
             return
         self.broke_off = self.head_sent and error.status >= 500 and error.code != errors.GIVES_WAY
+        running = self.connection.running
         if self.sse:
-            self.connection.running.keep_alive = False
+            running.keep_alive = False
             await self.finish(error_event(error, self, self.stream_events))
         elif self.head_sent:
             self.connection.abort()
         else:
             status, body = _shaped(error, self)
-            headers = [(b"content-type", b"application/json"), *_error_headers(error)]
             unread = not self.body_complete and (self.chunked or (self.content_length or 0) > _DISCARD_BYTES)
-            self.connection.running.keep_alive &= not (error.close or unread)
-            await self.begin(status, [*headers, (b"content-length", b"%d" % len(body))])
-            await self.write(body)
-            await self._linger()
-            self.connection.running.keep_alive &= self.body_complete
-            await self.finish()
+            running.keep_alive &= not (error.close or unread)
+            await self.whole(status, b"application/json", body, _error_headers(error))
 
     async def _linger(self) -> None:
-        """Read the rest of a body that is not wanted, briefly, unless its sender still waits for a 100 Continue."""
+        """Read the rest of a body that is not wanted, briefly, unless its sender still waits for a 100 Continue; a
+        connection with more of it ends."""
         read = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
@@ -252,18 +266,200 @@ class Exchange:
                     if message["type"] == "http.disconnect":
                         return
                     read, self.body_complete = read + len(message["body"]), not message["more_body"]
+        self.connection.running.keep_alive &= self.body_complete
 
     async def _out(self, message: Any) -> None:
-        """Raises ClientGone if the client takes nothing for too long."""
-        if not self.connection.flow.write_paused:
-            await self._send(message)
+        await self._drained()
+        await self._send(message)
+
+    async def _drained(self) -> None:
+        """Wait for a client that reads slowly. Raises ClientGone if it takes nothing for too long."""
+        if self.connection.flow.write_paused:
+            try:
+                async with asyncio.timeout(self._limits.write_stall_s):
+                    await self.connection.flow.drain()
+            except TimeoutError:
+                self.connection.abort()
+                raise ClientGone from None
+
+
+# -- the connection
+
+
+class Connection(HttpToolsProtocol):
+    """running: the cycle of the request being answered, or answered last; `cycle` is uvicorn's name for the last one
+    parsed. refusal: why its bytes are not read any more. private: it came by the private socket.
+    state: the process's `State`, whose module imports this one."""
+
+    def __init__(self, config: Config, server_state: ServerState, state: Any, *, private: bool = False) -> None:
+        super().__init__(config, server_state, {})
+        self.state, self.private = state, private
+        self.running: Any = None
+        self.refusal: HttpError | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._head_since_s: float | None = time.monotonic()
+        self._unparsed_bytes = 0
+        self._in_head, self._offers_upgrade = True, False
+
+    # -- life
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        if len(self.connections) > self.state.limits.max_connections:
+            self._refuse(errors.unavailable("Too many open connections.", "too_many_connections", 2))
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unset_keepalive_if_required()
+        if self.running is not None:
+            self.running.disconnected = True
+        super().connection_lost(exc)
+        self.pipeline.clear()
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+
+    def eof_received(self) -> None:
+        """A client that closes its half counts as gone: an engine would compute for one that may not read."""
+        self._close()
+
+    def _close(self) -> None:
+        """End the connection once the client has read what is on its way, or after a while."""
+        self.transport.close()
+        self.loop.call_later(self.state.limits.write_stall_s, self.transport.abort)
+
+    def abort(self) -> None:
+        """End the connection at once, so that what was cut off cannot be taken for a whole answer."""
+        if self.running is not None:
+            self.running.disconnected = True
+        self.transport.abort()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self.running, self._task = cycle, self.loop.create_task(cycle.run_asgi(app))
+        self.tasks.add(self._task)
+        self._task.add_done_callback(self.tasks.discard)
+
+    def write_whole(self, data: bytes) -> None:
+        """Write a whole response past uvicorn, which has to be told only of its end."""
+        running = self.running
+        if not running.disconnected:
+            running.response_started, running.waiting_for_100_continue, running.chunked_encoding = True, False, False
+            self.transport.write(data)
+
+    # -- bytes
+
+    def data_received(self, data: bytes) -> None:
+        if self.parser is None or self.transport.is_closing():
             return
+        self._unset_keepalive_if_required()
+        if self._in_head and self._head_since_s is None and (self.running is None or self.running.response_complete):
+            self._head_since_s = time.monotonic()
+        self._unparsed_bytes += len(data)
         try:
-            async with asyncio.timeout(self._limits.write_stall_s):
-                await self._send(message)
-        except TimeoutError:
-            self.connection.abort()
-            raise ClientGone from None
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    data = b""
+                except httptools.HttpParserUpgrade as offer:
+                    data = self._without_offer(data[offer.args[0] :])
+        except httptools.HttpParserCallbackError as error:
+            if not isinstance(error.__context__, HttpError):
+                raise
+            self._refuse(error.__context__)
+        except httptools.HttpParserError as error:
+            self._refuse(errors.protocol_error(f"The request is not well-formed HTTP/1.1: {error}."))
+        else:
+            # Neither a name without end, nor a trailer or an extension of a chunk.
+            if self._unparsed_bytes > self.state.limits.head_bytes:
+                status = 431 if self._in_head else 400
+                self._refuse(errors.protocol_error("The request has too many bytes besides its body.", status))
+
+    def _without_offer(self, rest: bytes) -> bytes:
+        """The head without its offer of another protocol, which a server may ignore (RFC 9110, 7.8), and what followed
+        it, for a new parser: httptools reads no body after an offer, and Java's client and `curl --http2` make one with
+        each request."""
+        line = b"%b %b HTTP/%b" % (self.scope["method"].encode(), self.url, self.scope["http_version"].encode())
+        lines = [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self._offers_upgrade = False
+        self.parser = httptools.HttpRequestParser(self)
+        return b"\r\n".join((line, *lines, b"", rest))
+
+    # -- httptools' callbacks
+
+    def on_message_begin(self) -> None:
+        if self.state.stopping:
+            raise errors.unavailable("The server is shutting down.", "shutting_down", 2)
+        super().on_message_begin()
+        self._in_head = True
+        self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # a trailer is dropped
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._unparsed_bytes, self._head_since_s = False, 0, None
+        version, method, headers = self.parser.get_http_version(), self.parser.get_method(), dict(self.headers)
+        self.scope["method"], self.scope["http_version"] = method.decode(), version
+        coding = headers.get(b"transfer-encoding")
+        if len(self.url) + sum(len(n) + len(value) + 4 for n, value in self.headers) > self.state.limits.head_bytes:
+            raise errors.protocol_error("The URL and the headers of the request are too long.", 431)
+        if sum(name in _ONCE for name, _ in self.headers) > len(_ONCE & headers.keys()):
+            raise errors.protocol_error("A header was sent twice that a request has once.")
+        if method == b"CONNECT":
+            raise errors.protocol_error("CONNECT is not supported.")
+        if version not in ("1.0", "1.1"):
+            raise errors.protocol_error(f"HTTP/{version} is not supported, use HTTP/1.1.", 505)
+        if version == "1.0" and coding is not None:
+            raise errors.protocol_error("Transfer-Encoding is not part of HTTP/1.0.")
+        if version == "1.1" and b"host" not in headers:
+            raise errors.protocol_error("The request has no Host header.")
+        if coding is not None and coding.lower() != b"chunked":
+            raise errors.protocol_error("Only Transfer-Encoding: chunked is understood.", 501)
+        if self.parser.should_upgrade():
+            self._offers_upgrade = True
+            return
+        self.scope["target"] = self.url  # type: ignore[typeddict-unknown-key]
+        # uvicorn takes the URL apart and decodes it; routes go by its bytes, which are checked there.
+        self.url = b"/"
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unparsed_bytes = 0
+        if not self._offers_upgrade:
+            self._in_head = True
+            super().on_message_complete()
+
+    # -- refusals
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answer an error to bytes that are no request, and close. Behind a request that is being answered nothing more
+        is read; if its own body is bad, the error is its answer."""
+        self.parser, self.refusal, error.close = None, error, True  # type: ignore[assignment]
+        self._head_since_s = None
+        if self.running is not None and not self.running.response_complete:
+            self.running.keep_alive = False
+            self.cycle.message_event.set()
+            return
+        self.state.metrics.requests("unknown", error.status).inc()
+        self.transport.write(error_response(error, self.state.new_request_id()))
+        # Closed with unread bytes, the connection is reset, which can destroy the answer on its way.
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self._close)
+
+    def end_if_late(self, now_s: float) -> None:
+        """End a connection whose head takes too long. now_s: the monotonic clock."""
+        if self._head_since_s is None or now_s - self._head_since_s < self.state.limits.head_timeout_s:
+            return
+        self._head_since_s = None
+        if not self._unparsed_bytes:
+            self._close()  # it has said nothing
+        else:
+            self._refuse(HttpError(408, "The request head came too slowly.", code="request_timeout", close=True))
 
 
 # -- errors
@@ -292,12 +488,17 @@ def _shaped(error: HttpError, exchange: Exchange) -> tuple[int, bytes]:
     return status, orjson.dumps({**body, "request_id": exchange.request_id.decode()})
 
 
+def response_bytes(status: int, headers: Pairs, body: bytes, *, head_only: bool = False) -> bytes:
+    """A whole response; head_only: without its body."""
+    lines = b"".join([b"%b: %b\r\n" % pair for pair in headers])
+    head = b"%b%bcontent-length: %d\r\n\r\n" % (STATUS_LINE[status], lines, len(body))
+    return head if head_only else head + body
+
+
 def error_response(error: HttpError, request_id: bytes) -> bytes:
     """A whole response that ends its connection, for bytes that are no request."""
-    headers = [(b"x-request-id", request_id), *_error_headers(error), (b"content-type", b"application/json")]
-    headers += [(b"content-length", b"%d" % len(error.body())), (b"connection", b"close")]
-    first = b"HTTP/1.1 %d %b" % (error.status, HTTPStatus(error.status).phrase.encode())
-    return b"\r\n".join([first, *(b"%b: %b" % pair for pair in headers), b"", error.body()])
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id), *_error_headers(error)]
+    return response_bytes(error.status, [*headers, (b"connection", b"close")], error.body())
 
 
 def error_event(error: HttpError, exchange: Exchange, sent: int) -> bytes:

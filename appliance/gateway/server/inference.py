@@ -17,22 +17,22 @@ import logging
 import time
 import zlib
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 import orjson
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.router import Choice, Ticket, Work
-from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, PROMPT_FIELDS, RESPONSES
+from appliance.gateway.core.router import Choice, Ticket
+from appliance.gateway.core.routes import INPUT_TOKENS, PROMPT_FIELDS, RESPONSES
 from appliance.gateway.core.table import Model, cache_salt
 from appliance.gateway.requests.continuation import CHAT, COMPLETIONS, RESUME_PATH
 from appliance.gateway.requests.request_check import Checked, with_fields
 from appliance.gateway.requests.transcript import token_count
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import USAGE, VERSION, Exchange, error_event
-from appliance.gateway.server.state import State, read_up_to
+from appliance.gateway.server.state import CONNECT_S, State, engine_url, read_up_to
 from weights.format.names import policy_of
 
 log = logging.getLogger("appliance.gateway")
@@ -40,7 +40,7 @@ log = logging.getLogger("appliance.gateway")
 _ERROR_BYTES: Final = 64 * 1024
 # Largest answer of an engine to a request that counts tokens.
 _TOKEN_IDS_BYTES: Final = 64 << 20
-_CONNECT_S: Final = 5.0
+_PATIENT: Final = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
 _EVENT: Final = b'data: {"'
 _FINISHED: Final = b'"finish_reason":"'
 _NO_CHOICES: Final = b'"choices":[],'
@@ -98,18 +98,13 @@ class Inference:
         token_ids = {"return_token_ids": True} if checked.continuation else {}
         self.body = orjson.dumps({**checked.data, **self.salt, **more, **token_ids})
         checked.data = {}  # it may be large, and the request may wait for long
-        exchange.work = self.work = Work(
-            caller.owner,
-            checked.tokens,
-            checked.prompt_tokens,
-            sequences=0 if route.name in (INPUT_TOKENS, COUNT_TOKENS) else checked.sequences,
-            beginning=zlib.crc32(salt.encode(), checked.prefix),
-            batch=exchange.use.batch,
-        )
+        checked.owner, checked.batch = caller.owner, exchange.use.batch
+        checked.beginning = zlib.crc32(salt.encode(), checked.beginning)
+        exchange.infers = True
         self.failures: dict[str, EngineFailure] = {}
         self.failed, self.waiting_since_s = 0, 0.0
         self.answer_begun = self.continues = self.stream_ended = self.has_error = False
-        if not self.work.batch:
+        if not self.checked.batch:
             state.metrics.loads[self.model].arrived(checked.prompt_tokens, time.time())
 
     async def answer(self) -> None:
@@ -144,7 +139,7 @@ class Inference:
 
     async def _place(self) -> Choice:
         """A place on a replica, at once or after waiting. Raises HttpError."""
-        state, work, exchange, model = self.state, self.work, self.exchange, self.state.router.models.get(self.model)
+        state, work, exchange, model = self.state, self.checked, self.exchange, self.state.router.models.get(self.model)
         if model is None:
             raise state.unknown_model(self.model, exchange.caller)  # it was removed while this waited
         host, names, choice = model.host or self.model, self._names(), None
@@ -159,7 +154,7 @@ class Inference:
             choice = await self._wait(host, names)
         exchange.routed_model, exchange.choice = choice.model, choice
         exchange.replica, exchange.model_version = choice.replica.id, choice.replica.version
-        state.on_change(False)
+        state.report_due = True
         return choice
 
     def _names(self) -> tuple[str, ...]:
@@ -183,13 +178,15 @@ class Inference:
         if state.next_try_s(self.model) is not None:
             raise state.not_ready(self.model, "its engines do not start")
         place: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
-        ticket = Ticket(self.model, host, names, self.work, self.failures, place)
+        ticket = Ticket(self.model, host, names, self.checked, self.failures, place)
         is_first = state.holds.next(host) is None
         if not state.holds.add(ticket):
             raise state.not_ready(self.model, "too many requests are waiting")
         exchange.routed_model, exchange.ticket = self.model, ticket
         state.metrics.events["held"] += 1
-        state.on_change(is_first)  # a sleeping model wakes on it
+        state.report_due = True
+        if is_first:
+            state.report_now()  # a sleeping model wakes on it
         pause_s = state.config.holds.sse_grace_s
         try:
             state.place_held()
@@ -212,7 +209,7 @@ class Inference:
             raise
         finally:
             exchange.ticket = None
-            state.on_change(False)
+            state.report_due = True
 
     def _span(self, name: str, **attributes: str | int) -> AbstractContextManager[bytes]:
         """A part of the request's trace, if traces are exported. It gives the `traceparent` of what is inside."""
@@ -241,17 +238,16 @@ class Inference:
             "x-vllm-priority": str(choice.priority),
         }
         # A whole long answer of a model in training comes at once, and whoever asks gives up by itself.
-        silence_s = None if policy_of(self.model) is not None else state.limits.upstream_silence_s
-        timeout = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_S, sock_read=silence_s)
+        more: Any = {} if policy_of(self.model) is None else {"timeout": _PATIENT}
         exchange.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
             state.metrics.added.observe(exchange.sent_s - exchange.received_s)
         with self._span("attempt", replica=replica.id, version=replica.version, attempt=self.failed + 1) as trace:
             if trace:
                 headers["traceparent"] = trace.decode()
-            session = state.engines.of(replica.socket)
+            session, url = state.engines.of(replica.socket), engine_url(replica.socket, self.path)
             try:
-                async with session.post(self.path, data=body, headers=headers, timeout=timeout) as response:
+                async with session.post(url, data=body, headers=headers, **more) as response:
                     await self._relay(response, choice, model)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 raise AttemptFailed(EngineFailure.UNREACHED) from error
@@ -353,8 +349,6 @@ class Inference:
         most = _TOKEN_IDS_BYTES if counts else most
         body = await read_up_to(response.content, most + 1)
         self._begun(choice)
-        if exchange.head_sent:
-            raise errors.engine_failed()  # comments have opened a stream, and the engine gave a plain answer
         kind = response.headers.get("content-type", "application/json").encode("latin-1")
         headers = [(VERSION, exchange.model_version.encode("latin-1"))]
         if len(body) <= most:
@@ -391,7 +385,7 @@ class Inference:
         if self.continues:
             return
         exchange.first_byte_s = now_s
-        if self.work.batch:
+        if self.checked.batch:
             return
         metrics.first_byte(*metrics.series_of(exchange)).observe(now_s - exchange.received_s)
         if self.checked.stream:

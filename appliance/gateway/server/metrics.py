@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import re
 import time
+from datetime import UTC, datetime
 from functools import cache
 from typing import Any, Final
 
@@ -15,7 +16,6 @@ from appliance.gateway.core.load import ModelLoad
 from appliance.gateway.core.routes import ADMIN, FINE_TUNING, INFERENCE
 from appliance.gateway.requests.request_check import Checked
 from appliance.gateway.server.exchange import Exchange
-from runtime.logs import timestamp
 
 disable_created_metrics()
 
@@ -71,7 +71,8 @@ class Metrics:
         self.request(*key).observe(now_s - exchange.received_s)
         self.tokens(*key, "input").inc(tokens.prompt)
         self.tokens(*key, "output").inc(tokens.completion)
-        self.cached(*key).inc(tokens.cached)
+        if tokens.cached:
+            self.cached(*key).inc(tokens.cached)
         load = self.loads[exchange.routed_model]
         if tokens.prompt and asked.prompt_tokens:
             load.computed(asked.prompt_tokens, max(tokens.prompt - tokens.cached, 0))
@@ -118,14 +119,15 @@ def access_line(exchange: Exchange, now_s: float) -> bytes:
     """One JSON object and a line's end, for a request whose response ends at `now_s` by the monotonic clock. ttft_s,
     duration_s: from the complete request to the first body byte and to the end."""
     received_s, first_byte_s = exchange.received_s or now_s, exchange.first_byte_s
+    path = _NAMED.sub(rb"\1*", exchange.path) if b"/keys/" in exchange.path else exchange.path
     fields = {
-        "time": timestamp(time.time()),
+        "time": datetime.now(UTC),
         "level": "info",
         "process": "gateway",
         "event": "request",
         **{name: value or None for name, value in exchange.ids.items()},
         "method": "HEAD" if exchange.head_only else exchange.method.decode("latin-1"),
-        "path": _NAMED.sub(rb"\1*", exchange.path)[:256].decode("latin-1"),
+        "path": path[:256].decode("latin-1"),
         "status": exchange.status,
         "ttft_s": round(first_byte_s - received_s, 6) if first_byte_s else None,
         "duration_s": round(now_s - received_s, 6),
@@ -134,4 +136,4 @@ def access_line(exchange: Exchange, now_s: float) -> bytes:
         "in_bytes": exchange.body_bytes,
         "out_bytes": exchange.sent_bytes,
     }
-    return orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE)
+    return orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_UTC_Z)

@@ -11,12 +11,13 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable, Collection
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import aiohttp
 from uvicorn.server import ServerState
+from yarl import URL
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig, Limits
@@ -38,12 +39,14 @@ if TYPE_CHECKING:
 
 # Engines keep idle connections for an hour, so that none is used that its engine is just closing.
 _KEEPALIVE_S: Final = 5.0
+CONNECT_S: Final = 5.0
 _READ_BYTES: Final = 256 * 1024
 _HEALTH_TIMEOUT: Final = aiohttp.ClientTimeout(total=2)
 
 
 class State:
-    """What one process knows. on_change: called with whether a load report is due at once. generation: of the current
+    """State of one process. report_due: whether a load report is, within its interval;
+    report_now sends one at once. generation: of the current
     table, -1 before the first. buffered_bytes: of request bodies in memory. token: proves to the controller that a
     request came through this gateway. sessions: logins of the page by their tokens' SHA-256. box_troubles: parts of the
     box that fail, as the controller last reported."""
@@ -51,16 +54,18 @@ class State:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.limits: Limits = config.limits
-        self.on_change: Callable[[bool], None] = lambda urgent: None
+        self.report_due = False
+        self.report_now: Callable[[], None] = lambda: None
         self.server = ServerState()
         self.connections: set[Any] = self.server.connections
         self.exchanges: set[Exchange] = set()
         self.metrics = Metrics()
         self.comparison = Comparison()
-        self.engines = Sessions()
+        self.engines = Sessions(config.limits.upstream_silence_s)
         self.router = Router(max_inflight=config.limits.replica_inflight)
         self.holds = Holds(config.holds.requests)
         self.access_log: BinaryIO | None = None
+        self.access_lines: list[bytes] = []  # that wait for the next sweep
         if config.access_log and config.log_path is not None:
             self.access_log = open(config.log_path, "ab", buffering=0, opener=partial(os.open, mode=0o600))
         self.tracing: Tracing | None = None
@@ -145,7 +150,9 @@ class State:
 
     def ended(self, choice: Choice) -> None:
         """A request left its replica, whose place others may wait for, by whatever name they call it."""
-        self.on_change(self.router.end(choice))
+        self.report_due = True
+        if self.router.end(choice):
+            self.report_now()
         self.place_held()
 
     def place_held(self) -> None:
@@ -169,7 +176,7 @@ class State:
         use.owner.body_bytes -= exchange.buffered_bytes
         if checked is not None:
             self.spending.closed(use, checked.tokens)
-        asked = None if exchange.work is None else checked
+        asked = checked if exchange.infers else None
         if asked is not None and use.batch and status == 503:
             self.spending.correct(use, -1, -asked.tokens)
             asked = None  # it counts once, when it is answered
@@ -190,17 +197,31 @@ class State:
         if self.tracing is not None and exchange.span is not None:
             self.tracing.end(exchange)
         if self.access_log is not None:
-            with contextlib.suppress(OSError):  # a full disk costs lines, never requests
-                self.access_log.write(access_line(exchange, now_s))
+            self.access_lines.append(access_line(exchange, now_s))
+
+    def write_access_log(self) -> None:
+        """Write the lines since the last call. A full disk costs lines, never requests."""
+        lines, self.access_lines = self.access_lines, []
+        if self.access_log is not None and lines:
+            with contextlib.suppress(OSError):
+                self.access_log.write(b"".join(lines))
 
 
 # -- connections to engines and the controller
 
 
-class Sessions:
-    """One aiohttp session per Unix socket, or https://HOST:PORT of an engine on another machine."""
+@lru_cache(4096)
+def engine_url(address: str, path: str) -> URL:
+    """address: path of a Unix socket, whose URL needs any host, or https://HOST:PORT."""
+    return URL(f"{'http://engine' if address.startswith('/') else address}{path}", encoded=True)
 
-    def __init__(self) -> None:
+
+class Sessions:
+    """One aiohttp session per Unix socket, or https://HOST:PORT of an engine on another machine. silence_s: the longest
+    that an answer may pause."""
+
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
         self._sessions: dict[str, aiohttp.ClientSession] = {}
 
     def of(self, address: str, *, lasting: bool = True) -> aiohttp.ClientSession:
@@ -210,16 +231,15 @@ class Sessions:
         if session is None:
             kept: dict[str, Any] = {"keepalive_timeout": _KEEPALIVE_S} if lasting else {"force_close": True}
             connector: aiohttp.BaseConnector
-            if local := address.startswith("/"):
+            if address.startswith("/"):
                 connector = aiohttp.UnixConnector(address, limit=0, **kept)
             else:
                 tls = mutual_tls(ssl.PROTOCOL_TLS_CLIENT)
                 connector = aiohttp.TCPConnector(limit=0, ssl=tls, socket_factory=watched_socket, **kept)
             session = self._sessions[address] = aiohttp.ClientSession(
-                "http://engine" if local else address,
                 connector=connector,
                 auto_decompress=False,
-                timeout=aiohttp.ClientTimeout(total=None),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self._silence_s),
                 read_bufsize=_READ_BYTES,
                 max_line_size=32 * 1024,
                 max_field_size=32 * 1024,
@@ -233,7 +253,7 @@ class Sessions:
     async def is_alive(self, address: str) -> bool:
         """Whether an engine's core lives, by vLLM's own check; one that is too busy to say so does."""
         try:
-            async with self.of(address).get("/health", timeout=_HEALTH_TIMEOUT) as response:
+            async with self.of(address).get(engine_url(address, "/health"), timeout=_HEALTH_TIMEOUT) as response:
                 return response.status == 200
         except TimeoutError:
             return True
@@ -250,6 +270,6 @@ class Sessions:
 async def read_up_to(content: aiohttp.StreamReader, most: int) -> bytes:
     """A body, or its first `most` bytes: a single `read` returns what has come."""
     body = b""
-    while len(body) < most and (more := await content.read(most - len(body))):
-        body += more
+    while len(body) < most and not content.at_eof():
+        body += await content.read(most - len(body))
     return body

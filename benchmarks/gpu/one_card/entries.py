@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -10,13 +11,13 @@ def rank(lifeline: Any, args: dict[str, Any]) -> int:
     os.environ["NCCL_HOSTID"] = f"rank-{args['rank']}"
     from train.trainer import worker
 
+    if args["spec"]["job_id"] == "stopped":
+        worker.init_world = functools.partial(worker.init_world, timeout_s=8.0)
     return worker.main(lifeline, args)
 
 
 def engine(lifeline: Any, args: dict[str, Any]) -> int:
     """A tensor-parallel engine all of whose workers compute on the first card."""
-    import functools
-
     from vllm.v1.executor import multiproc_executor
 
     from serve.engine import main as served

@@ -1,6 +1,5 @@
 """Where a box keeps what."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from appliance.boot import main
-from appliance.boot.box_state import BoxState
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths, UnsafeFolder
 from appliance.store.database import Database
@@ -76,18 +74,6 @@ def test_a_folder_that_somebody_else_has_made_in_shared_memory_is_not_used(tmp_p
     assert not paths.run.exists()
 
 
-def test_the_state_file_is_replaced_whole_and_private(tmp_path):
-    state = BoxState(tmp_path / "box.json")
-    state.begin(pid=7, url="http://127.0.0.1:1", controller_socket="/s")
-    state.update(state="ready")
-    written = json.loads((tmp_path / "box.json").read_text())
-    assert (written["state"], written["url"], written["pid"]) == ("ready", "http://127.0.0.1:1", 7)
-    assert os.stat(tmp_path / "box.json").st_mode & 0o777 == 0o600
-    state.end("")
-    assert json.loads((tmp_path / "box.json").read_text())["state"] == "stopped"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["box.json"]
-
-
 def test_what_the_main_process_makes_is_its_owners_alone(tmp_path, monkeypatch):
     async def fails(config, paths, state):
         (paths.logs / "ray.log").open("ab").close()  # as those of its children are opened
@@ -117,22 +103,3 @@ def test_the_first_key_goes_into_its_file_alone(tmp_path):
     assert not (tmp_path / "elsewhere").exists() and not paths.first_key.is_symlink()
     assert os.stat(paths.first_key).st_mode & 0o777 == 0o600
     assert main.make_first_key(paths) is False
-
-
-def test_no_first_key_is_made_that_nobody_knows(tmp_path, monkeypatch):
-    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
-    paths.create()
-    with monkeypatch.context() as patched, pytest.raises(OSError):
-        patched.setattr(main, "write_secret", lambda path, text: (_ for _ in ()).throw(OSError(28, "no space")))
-        main.make_first_key(paths)
-    assert main.make_first_key(paths) is True
-
-
-def test_the_gateways_token_is_new_in_every_run_and_private(tmp_path):
-    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
-    paths.create()
-    paths.renew_gateway_token()
-    token = paths.gateway_token.read_text()
-    assert len(bytes.fromhex(token)) == 32 and os.stat(paths.gateway_token).st_mode & 0o777 == 0o600
-    paths.renew_gateway_token()
-    assert paths.gateway_token.read_text() != token

@@ -8,6 +8,7 @@ import sys
 
 import httpx
 import psutil
+import pytest
 
 from appliance.boot import supervised_process
 from appliance.boot.box_state import BoxState
@@ -15,6 +16,7 @@ from appliance.boot.main import HOPELESS, Box
 from appliance.boot.supervised_process import BOX_VARIABLE, HUNG_S, Supervised, kill_leftovers
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths
+from runtime.background_tasks import BackgroundTasks
 from runtime.processes.kernel import group_pids
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(3600)"
@@ -38,28 +40,47 @@ def starter(code):
     return start
 
 
-async def test_a_killed_process_is_started_again_and_said(monkeypatch):
-    monkeypatch.setattr(supervised_process, "_FIRST_PAUSE_S", 0.0)
-    said = []
-    one = Supervised("worker", starter(SLEEPER), said.append)
+@pytest.fixture
+async def background():
+    made = BackgroundTasks()
+    yield made
+    await made.stop()
+
+
+async def test_killed_process_is_started_again_until_it_can_be(monkeypatch, background):
+    monkeypatch.setattr(supervised_process, "_PAUSES_S", (0.0, 0.0))
+    said, starts, real = [], [], starter(SLEEPER)
+
+    async def start():
+        starts.append(1)
+        if len(starts) in (2, 3):
+            raise OSError(12, "Cannot allocate memory")
+        return await real()
+
+    one = Supervised("worker", start, background, said.append)
     await one.begin()
     first = one.pid
     os.kill(first, signal.SIGKILL)
     async with asyncio.timeout(60):
-        while one.restarts == 0 or one.pid in (None, first):
+        while one.pid in (None, first):
             await asyncio.sleep(0.005)
-    assert said == ["worker ended with -9; starting it again in 0.0 s"]
+    assert said == ["worker ended with -9"] and one.restarts == 3
+    (trouble,) = background.degraded()
+    assert (trouble["name"], trouble["failures"]) == ("worker", 3) and "Cannot allocate memory" in trouble["why"]
     second = one.pid
+    await background.stop()
     assert not await one.end(10)  # a sleeper has no SIGTERM handler: it did not end with 0
     assert group_pids(second) == []
 
 
-async def test_a_polite_process_ends_well_and_a_stubborn_one_is_killed():
-    polite, said = Supervised("polite", starter(POLITE), lambda _: None), []
-    stubborn = Supervised("stubborn", starter(STUBBORN), said.append)
+async def test_polite_process_ends_well_and_a_stubborn_one_is_killed():
+    background, said = BackgroundTasks(), []
+    polite = Supervised("polite", starter(POLITE), background, lambda _: None)
+    stubborn = Supervised("stubborn", starter(STUBBORN), background, said.append)
     await polite.begin()
     await stubborn.begin()
     pid = stubborn.pid
+    await background.stop()
     assert await polite.end(10)
     assert not await stubborn.end(0.1)
     assert said == ["stubborn did not end within 0 s: killed"]
@@ -81,41 +102,12 @@ def test_leftovers_of_this_box_and_of_no_other_are_killed():
     mine.stdout.close(), other.stdout.close()
 
 
-async def test_one_that_cannot_be_started_again_is_tried_until_it_can(monkeypatch):
-    monkeypatch.setattr(supervised_process, "_FIRST_PAUSE_S", 0.0)
-    said, starts, real = [], [], starter(SLEEPER)
-
-    async def start():
-        starts.append(1)
-        if len(starts) in (2, 3):
-            raise OSError(12, "Cannot allocate memory")
-        return await real()
-
-    one = Supervised("worker", start, said.append)
-    await one.begin()
-    first = one.pid
-    assert one.trouble is None
-    os.kill(first, signal.SIGKILL)
-    async with asyncio.timeout(60):
-        while one.pid in (None, first):
-            await asyncio.sleep(0.005)
-    assert len(starts) == 4 and one.restarts == 3
-    assert (
-        said[1:]
-        == ["worker could not be started (OSError: [Errno 12] Cannot allocate memory); starting it again in 0.0 s"] * 2
-    )
-    assert one.trouble is not None and (one.trouble["name"], one.trouble["failures"]) == ("worker", 3)
-    monkeypatch.setattr(supervised_process, "_STEADY_S", 0.0)
-    assert one.trouble is None  # it has run long enough
-    await one.end(10)
-
-
 class Answers:
     """A process as `look` sees it: its probe and its pid are what the test says."""
 
     def __init__(self, monkeypatch):
         self.now_s, self.said, self.pids, self.answers = 0.0, [], 7, False
-        self.one = Supervised("controller", None, self.said.append, self, lambda: self.now_s)
+        self.one = Supervised("controller", None, None, self.said.append, self, lambda: self.now_s)
         monkeypatch.setattr(Supervised, "pid", property(lambda _: self.pids))
         monkeypatch.setattr(Supervised, "restart", lambda _: setattr(self, "pids", self.pids + 1))
 
@@ -149,7 +141,7 @@ async def test_a_process_that_keeps_failing_ends_the_box(tmp_path, monkeypatch):
     stopped = []
     box = Box(BoxConfig(), paths, BoxState(paths.state_file), lambda: stopped.append(1))
     trouble = {"name": "ray", "since_s": 0.0, "why": "ray ended with 1", "failures": HOPELESS - 1, "next_try_s": 1.0}
-    monkeypatch.setattr(Supervised, "trouble", property(lambda one: trouble if one.name == "ray" else None))
+    monkeypatch.setattr(box._background, "degraded", lambda: [trouble])
     await box._tell_troubles()
     assert stopped == []
     trouble["failures"] += 1

@@ -56,6 +56,12 @@ def test_an_answer_that_is_not_whole_is_said_to_be_so(prepared, answer, exit_cod
     assert (result.exit_code, result.stdout) == (exit_code, shown) and told in result.stderr
 
 
+def test_chat_with_an_unknown_model_prints_the_error_alone(prepared):
+    prepared.prepare("POST", CHAT, (404, openai_error("no such model")))
+    result = prepared.run("chat", "nobody", "Hi")
+    assert (result.exit_code, result.stdout, result.stderr) == (3, "", "error: no such model\n")
+
+
 def test_a_question_from_a_pipe(prepared):
     prepared.prepare("POST", CHAT, (200, sse("ok")))
     assert prepared.run("chat", "starter", input="What?\n").stdout == "ok\n"

@@ -45,8 +45,8 @@ def test_models_are_asked_a_suite_and_shown_side_by_side(box: ControlledBox, tmp
     items = box.run("eval", "show", made["id"], "--items", run["id"]).stdout.splitlines()
     assert items[0].split() == ["ITEM", "STATUS", "PROMPT", "ANSWER", "GRADERS"]
     assert [line.split() for line in items[3:5]] == [
-        ["3", "fail", "2", "and", "2?", "4", "right", "fail", "0"],
-        ["4", "pass", "2", "and", "2?", "4", "right", "pass", "1"],
+        "3 fail 2 and 2? 4 name right, type string_check, passed no, score 0".split(),
+        "4 pass 2 and 2? 4 name right, type string_check, passed yes, score 1".split(),
     ]
     assert box.json("eval", "show", made["id"], "--items", run["id"])["data"][2]["datasource_item"]["answer"] == "5"
     assert "sums" in box.run("eval", "list").stdout
@@ -77,6 +77,19 @@ def test_bad_suites_and_graders_are_named(box: ControlledBox, tmp_path: Path):
     assert "is not JSON" in box.run("eval", "run", "starter", suite, path, *grader).output
     unknown = box.run("eval", "run", "absent", *written(tmp_path, "4"))
     assert unknown.exit_code == 3 and "absent" in unknown.output
+
+
+def test_eval_run_fails_for_its_own_runs_alone(prepared, tmp_path: Path):
+    counts = {"total": 1, "passed": 1, "failed": 0, "errored": 0}
+    runs = [
+        {"id": run, "model": "m", "status": status, "result_counts": counts, "per_testing_criteria_results": []}
+        for run, status in (("evalrun_2", "completed"), ("evalrun_1", "failed"))
+    ]
+    prepared.prepare("POST", "/v1/files", (200, {"id": "file-1"}))
+    prepared.prepare("POST", "/v1/evals/eval_1/runs", (200, {"id": "evalrun_2"}))
+    prepared.prepare("GET", "/v1/evals/eval_1/runs", (200, {"data": runs}))
+    done = prepared.run("eval", "run", "m", *written(tmp_path, "4")[:2], "--eval", "eval_1", "--wait")
+    assert done.exit_code == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 
 import pytest
 
@@ -82,7 +81,7 @@ def test_every_option_is_a_hyperparameter_that_training_knows(box, tmp_path):
 
 
 @pytest.mark.parametrize("of", ["job", "batch", "eval"])
-@pytest.mark.parametrize("status, stays", [(400, False), (403, False), (429, False), (503, True)])
+@pytest.mark.parametrize("status, stays", [(400, False), (503, True)])
 def test_a_request_that_is_refused_leaves_no_file_behind(prepared, tmp_path, of, status, stays):
     """503: the box may have taken the request and read the file yet."""
     data, grader = tmp_path / "d.jsonl", tmp_path / "g.json"
@@ -101,15 +100,6 @@ def test_a_request_that_is_refused_leaves_no_file_behind(prepared, tmp_path, of,
     done = prepared.run(*commands[of])
     assert done.exit_code != 0 and "not so" in done.stderr
     assert bool(prepared.sent("DELETE", "/v1/files/file-1")) != stays
-
-
-def test_a_teacher_is_sent_beside_the_hyperparameters(prepared):
-    prepared.prepare("POST", "/v1/fine_tuning/jobs", (200, {"id": "ftjob-1"}))
-    asked = "--method distillation --teacher fraud --samples 2 --set rollouts=engine"
-    assert prepared.run("job", "submit", "--model", "s", "--file", "file-9", *asked.split()).exit_code == 0
-    (request,) = prepared.sent("POST", "/v1/fine_tuning/jobs")
-    block = {"hyperparameters": {"samples": 2, "rollouts": "engine"}, "teacher": "fraud"}
-    assert json.loads(request["content"])["method"] == {"type": "distillation", "distillation": block}
 
 
 def test_a_past_deadline_is_refused(prepared):
@@ -178,14 +168,6 @@ def test_a_job_that_fails(box, tmp_path):
     for command in (("job", "wait", job_id), ("job", "logs", "-f", job_id)):
         result = box.run(*command)
         assert result.exit_code == 1 and "failed: the model does not fit" in result.stderr
-
-
-def test_waiting_too_long(box, tmp_path):
-    job_id = make_job(box, tmp_path)
-    began_s = time.monotonic()
-    result = box.run("job", "wait", job_id, "--timeout", "0.2")
-    assert result.exit_code == 124 and "it goes on" in result.stderr
-    assert time.monotonic() - began_s < 60
 
 
 def test_following_rides_out_a_restart_of_the_box(prepared):

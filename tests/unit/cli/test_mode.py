@@ -11,7 +11,7 @@ from tests.unit.cli.conftest import ControlledBox
 def test_a_floor_of_all_devices_is_said_and_one_beyond_them_refused(box: ControlledBox):
     assert "training gets none" in box.run("mode", "set", "train", "--floor", "8").stdout
     assert "! The serving floor of 8 keeps all 8 devices" in box.run("mode", "show").stdout
-    for line in (("set", "train"), ("schedule", "add", "0 22 * * *", "train"), ("plan", "--dry-run", "train")):
+    for line in (("set", "train"), ("schedule", "add", "0 22 * * *", "train"), ("plan", "train")):
         refused = box.run("mode", *line, "--floor", "20")
         assert refused.exit_code == 2 and "serving_floor is 20" in refused.stderr, line
 
@@ -37,7 +37,7 @@ def test_a_schedule_is_made_shown_and_removed(box: ControlledBox):
 def test_a_mode_that_overrides_a_window_says_so(box: ControlledBox):
     box.run("mode", "schedule", "add", "0 0 1 * *", "train")
     box.run("mode", "set", "serve")
-    assert "overridden:" in box.run("mode", "show").stdout
+    assert "overridden" in box.run("mode", "show").stdout
 
 
 @pytest.mark.parametrize(

@@ -157,12 +157,6 @@ def test_numbers_as_people_read_them(function, value, text):
     assert function(value) == text
 
 
-def test_a_wide_table_is_not_folded_in_a_pipe(capsys):
-    output.draw(output.table(("A", ">B"), [("x" * 300, "1"), ("y", "22")], empty=""))
-    header, first, second = capsys.readouterr().out.splitlines()
-    assert first == "x" * 300 + "   1" and second.endswith("  22") and header.startswith("A")
-
-
 def test_ids_are_folded_on_a_narrow_terminal_never_shortened(tmp_path: Path, terminal):
     rows = "[('ftjob-' + 'a' * 60, 'y' * 60)]"
     program = f"from appliance.cli import output; output.draw(output.table(('ID', 'X'), {rows}, empty=''))"
@@ -181,15 +175,11 @@ def test_json_holds_no_controls_either(capsys):
     assert not [sign for sign in told if unicodedata.category(sign) == "Cc" and sign != "\n"]
 
 
-def test_off_a_terminal_progress_is_a_line_now_and_then(tmp_path, monkeypatch, capsys):
+def test_off_a_terminal_progress_is_a_line_now_and_then(monkeypatch, capsys):
     monkeypatch.setattr("appliance.cli.output.LINE_EVERY_S", 0.0)
     with output.progress("import") as meter:
         meter("import: downloading", 30, 60)
-    (tmp_path / "train.jsonl").write_bytes(b"12")
-    with output.opened(tmp_path / "train.jsonl") as file:
-        assert (file.read(1), file.read()) == (b"1", b"2")
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.partition(", after")[0].rpartition(", ")[2] for line in lines] == ["50 %", "50 %", "100 %"]
+    assert ", 50 %, after" in capsys.readouterr().err
     monkeypatch.setattr("appliance.cli.output.LINE_EVERY_S", 30.0)
     with output.progress("import") as meter:
         meter("import: downloading", 30, 60)

@@ -43,7 +43,7 @@ def test_help_of_a_group_lists_its_commands():
             continue
         listed = run(*group.split(), "--help").stdout
         assert below(group) and all(f"  {word} " in listed for word, _ in below(group)), group
-        assert all(text for _, text in below(group)), group
+        assert all(text.endswith(".") for _, text in below(group)), group
 
 
 HEAVY = ("torch", "vllm", "ray", "openai", "fastapi", "deepspeed", "transformers", "numpy", "pydantic", "rich", "httpx")

@@ -113,27 +113,17 @@ def test_a_copied_directory_names_a_box_that_is_not_its_own(data_dir, tmp_path):
     run("down", "--data-dir", str(data_dir))
 
 
-def test_up_as_json(data_dir):
-    started = run("up", "-d", "--data-dir", str(data_dir), "-o", "json")
-    assert json.loads(started.stdout) == {
-        "url": "http://127.0.0.1:8000/v1",
-        "data_dir": str(data_dir),
-        "first_key": None,
-        "first_key_file": None,
-    }
-    run("down", "--data-dir", str(data_dir))
-    (data_dir / "first-key").write_text("sk-first\n")
-    script(data_dir, key_file=str(data_dir / "first-key"))
-    started = json.loads(run("up", "-d", "--data-dir", str(data_dir), "-o", "json").stdout)
-    assert started["first_key"] is None and started["first_key_file"] == str(data_dir / "first-key")
-
-
 def test_a_box_that_does_not_start(data_dir):
     script(data_dir, exit=1)
     failed = run("up", "--detach", "--data-dir", str(data_dir))
     assert failed.exit_code == 1 and "starting Ray" in failed.stderr and "main.log" in failed.stderr
     script(data_dir, exit=5)
     assert run("up", "--detach", "--data-dir", str(data_dir)).exit_code == 5
+
+
+def test_up_with_an_impossible_folder_prints_one_line():
+    failed = run("up", "--detach", "--data-dir", "/proc/none")
+    assert failed.exit_code == 1 and failed.stderr.startswith("error: /proc/none") and failed.stderr.count("\n") == 1
 
 
 def test_bad_settings_start_nothing(data_dir, tmp_path):

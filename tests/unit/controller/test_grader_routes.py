@@ -15,7 +15,7 @@ from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK
 from tests.unit.controller.test_jobs import prompts
 from train.graders import worker
-from train.graders.hosts import GraderHosts, WorkerEnded
+from train.graders.hosts import GraderHosts, WorkerBroke
 
 JUDGE: Any = {
     "type": "score_model",
@@ -87,7 +87,7 @@ async def test_code_that_cannot_grade_is_refused(control: Control, source: str):
 
 async def test_run_of_grader_that_broke_its_worker_may_be_retried(control: Control, monkeypatch: pytest.MonkeyPatch):
     async def broken(*_: Any) -> Any:
-        raise WorkerEnded("the process that grades ended")
+        raise WorkerBroke("the process that grades ended")
 
     monkeypatch.setattr(GraderHosts, "grade", broken)
     graders = control.sdk.with_options(max_retries=0).fine_tuning.alpha.graders

@@ -9,7 +9,7 @@ import json
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,10 @@ import pytest
 import uvloop
 
 from appliance.gateway.core.config import GatewayConfig
-from appliance.gateway.core.table import cache_salt
-from appliance.gateway.main import Gateway
+from appliance.gateway.core.table import Table, cache_salt, read_table
+from appliance.gateway.main import Gateway, load_report
 from appliance.gateway.server.state import State
 from runtime.network.sockets import private_socket
-from tests.unit.gateway.tables import parse_table
 
 from .upstreams import DummyUpstream, Script, answer_chat
 
@@ -113,6 +112,11 @@ class Wire:
         self.writer.transport.abort()
 
 
+def digest(key: str) -> str:
+    """A key as the table names it."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
 def request_bytes(
     method: str, target: str, body: bytes | dict[str, Any] | None = None, *, key: str | None = KEY, headers: str = ""
 ) -> bytes:
@@ -123,6 +127,11 @@ def request_bytes(
     if data is not None:
         head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
     return (head + headers + "\r\n").encode() + (data or b"")
+
+
+def parse_table(data: Mapping[str, Any]) -> Table:
+    """Raises msgspec.ValidationError."""
+    return read_table(orjson.dumps({"type": "table", **data}))
 
 
 def salted(body: bytes, owner: str = "key_all") -> bytes:
@@ -146,7 +155,7 @@ class Box:
     generation: int = 0
     models: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, Any] = field(default_factory=dict)
-    changes: list[bool] = field(default_factory=list)
+    reports: list[dict[str, Any]] = field(default_factory=list)
     wires: list[Wire] = field(default_factory=list)
 
     @property
@@ -196,8 +205,12 @@ class Box:
         return {"type": "table", "generation": self.generation, "models": self.models, "keys": self.keys}
 
     def limit(self, key: str = KEY, **limits: Any) -> None:
-        """Give a key other limits in the table."""
-        self.keys[hashlib.sha256(key.encode()).hexdigest()] |= limits
+        """Change fields of a key's row."""
+        self.keys[digest(key)] |= limits
+        self.apply()
+
+    def revoke(self, key: str = KEY) -> None:
+        del self.keys[digest(key)]
         self.apply()
 
     def apply(self) -> None:
@@ -246,10 +259,8 @@ async def start_box() -> AsyncIterator[Start]:
         )
         gateway = Gateway(config)
         box = Box(gateway, await gateway.listen(config.host, 0, private=private), folder)
-        box.state.on_change = box.changes.append
-        box.keys = {
-            hashlib.sha256(key.encode()).hexdigest(): {"id": id, "scopes": scopes} for key, (id, scopes) in KEYS.items()
-        }
+        box.state.report_now = lambda: box.reports.append(load_report(box.state))
+        box.keys = {digest(key): {"id": id, "scopes": scopes} for key, (id, scopes) in KEYS.items()}
         box.apply()
         boxes.append(box)
         if engine is not None:

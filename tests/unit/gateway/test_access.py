@@ -12,7 +12,7 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import plain_target, resolve
 
 from .conftest import Box, Start, chat
-from .upstreams import Reply, UpstreamRequest, gives
+from .upstreams import gives
 
 
 @pytest.mark.parametrize(
@@ -58,28 +58,12 @@ def test_the_path_that_is_checked_is_the_one_that_the_controller_routes() -> Non
 
 @pytest.mark.parametrize(
     ("method", "target"),
-    [
-        ("DELETE", "/v1/chat/completions"),
-        ("POST", "/health"),
-        ("GET", "/v1/responses"),
-        ("OPTIONS", "/v1/models"),
-    ],
+    [("DELETE", "/v1/chat/completions"), ("POST", "/health"), ("GET", "/v1/responses"), ("OPTIONS", "/v1/models")],
 )
 async def test_wrong_methods(box: Box, method: str, target: str) -> None:
     response = await box.ask(method, target)
     assert response.status == 405 and response.error["code"] == "method_not_supported"
     assert method not in response.headers["allow"]
-
-
-async def test_url_below_control_prefix_gets_controllers_answer(box: Box) -> None:
-    async def refuse(_: UpstreamRequest, reply: Reply) -> None:
-        error = {"message": "Not allowed.", "code": "method_not_supported"}
-        await reply.json({"error": error}, 405, "allow: GET\r\nx-should-retry: false\r\n")
-
-    await box.control(refuse)
-    response = await box.ask("PATCH", "/v1/nothing")
-    assert response.status == 405 and response.error["code"] == "method_not_supported"
-    assert (response.headers["allow"], response.headers["x-should-retry"]) == ("GET", "false")
 
 
 # The scopes of the controller's routes: test_owners.py of the controller.
@@ -180,14 +164,12 @@ async def test_anothers_model_is_one_that_nobody_has(box: Box) -> None:
         assert (await box.ask("POST", "/v1/chat/completions", chat(name), key=key)).status == 200
         assert (await box.ask("POST", "/v1/chat/completions", chat(name.replace("hers", "admins")))).status == 200
     assert "is served" not in (await box.ask("POST", "/v1/chat/completions", chat("theirs@v2"), key=key)).body.decode()
-    digest = next(digest for digest, row in box.keys.items() if row["id"] == "key_inference")
-    box.keys[digest]["models"] = ["m"]
+    box.limit(key, models=["m"])
     box.serve("embedder", "e0", task="embed")
     for body in (chat("hers"), chat("hers", n="many"), chat("hers@v2"), chat("embedder")):
         answer = await box.ask("POST", "/v1/chat/completions", body, key=key)
         assert answer.error["code"] == "model_not_found", "what its list leaves out is as little there"
-    del box.keys[digest]["models"]
-    box.apply()
+    box.limit(key, models=None)
     told = await box.ask("POST", "/v1/chat/completions", chat("hers@v2"), key=key)
     assert told.error["code"] == "model_version_not_served"
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import re
+from collections.abc import Iterable
+from itertools import repeat
 from typing import Any
 
 import pytest
 
-from .conftest import Box, Start
+from .conftest import Box, Start, request_bytes
 from .upstreams import Reply, UpstreamRequest, answer_chat, gives
 
 ANSWERS = gives({"object": "list", "data": []}, headers="x-kept: 1\r\nconnection: x-dropped\r\nx-dropped: 1\r\n")
@@ -134,20 +138,22 @@ SHAPED = {"error": {"message": "m", "type": "invalid_request_error", "param": No
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "message", "code", "retries"),
+    ("status", "body", "message", "code", "headers"),
     [
-        (409, SHAPED, "m", "conflict", ("false", None)),
-        (404, {"detail": "Not Found"}, "Not Found", None, (None, None)),
-        (500, b"Internal Server Error", "The request failed with status 500.", None, (None, "120")),
+        (409, SHAPED, "m", "conflict", {"x-should-retry": "false", "retry-after": None}),
+        (405, SHAPED, "m", "conflict", {"allow": "GET", "x-should-retry": "false"}),
+        (404, {"detail": "Not Found"}, "Not Found", None, {"x-should-retry": None, "retry-after": None}),
+        (500, b"Internal Server Error", "The request failed with status 500.", None, {"retry-after": "120"}),
     ],
 )
 async def test_controller_errors_keep_or_get_openais_shape(
-    box: Box, status: int, body: Any, message: str, code: str | None, retries: tuple[str | None, str | None]
+    box: Box, status: int, body: Any, message: str, code: str | None, headers: dict[str, str | None]
 ) -> None:
-    await box.control(gives(body, status, "retry-after: 7200\r\n" if status == 500 else ""))
+    given = {405: "allow: GET\r\nx-should-retry: false\r\n", 500: "retry-after: 7200\r\n"}
+    await box.control(gives(body, status, given.get(status, "")))
     response = await box.ask("GET", "/v1/fine_tuning/jobs/x")
     assert (response.status, response.error["message"], response.error["code"]) == (status, message, code)
-    assert (response.headers.get("x-should-retry"), response.headers.get("retry-after")) == retries
+    assert {name: response.headers.get(name) for name in headers} == headers
 
 
 async def test_controller_that_restarts_is_waited_for(start_box: Start) -> None:
@@ -194,3 +200,72 @@ async def test_upload_that_breaks_off_never_completes_upstream(box: Box, ending:
         assert (await wire.response()).status == 400
     assert not (await asyncio.wait_for(outcome, 60)).endswith(b"0\r\n\r\n")
     server.close()
+
+
+# Bytes that an attacker wants read as a head.
+EVIL = (
+    b"GET /admin/v1/keys HTTP/1.1\r\nhost: appliance\r\nx-appliance-key-id: key_admin\r\nx-appliance-scopes: admin\r\n"
+    b"x-evil: 1\r\n\r\n"
+)
+AUTH = b"Host: a\r\nAuthorization: Bearer sk-test-all\r\n"
+
+
+class Listener:
+    """An upstream that answers each request, or dies of it, and keeps the heads that it read."""
+
+    def __init__(self, turns: Iterable[str]) -> None:
+        self._turns = iter(turns)
+        self.heads: list[bytes] = []
+        self._server: asyncio.Server | None = None
+
+    async def start(self, path: str) -> Listener:
+        self._server = await asyncio.start_unix_server(self._serve, path)
+        return self
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                self.heads.append(head)
+                if next(self._turns) == "dies":
+                    writer.transport.abort()
+                    return
+                if found := re.search(rb"\r\ncontent-length: (\d+)\r\n", head.lower()):
+                    await reader.readexactly(int(found[1]))
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
+        writer.close()
+
+
+async def test_relay_refuses_a_get_with_a_body(box: Box) -> None:
+    controller = await Listener(repeat("answers")).start(box.gateway.config.controller_socket)
+    for method, target in (("GET", "/v1/files"), ("DELETE", "/v1/files/file-1"), ("GET", "/metrics")):
+        wire = await box.connect()
+        await wire.send(request_bytes(method, target, EVIL) + request_bytes("GET", "/v1/files"))
+        refused = await wire.response()
+        assert refused.status == 400 and refused.error["code"] == "unexpected_body"
+        assert (await wire.response()).status == 200, "the body was read to its end, and no further"
+        chunked = await box.connect()
+        head = f"{method} {target} HTTP/1.1\r\n".encode() + AUTH + b"Transfer-Encoding: chunked\r\n\r\n"
+        await chunked.send(head + b"0\r\n\r\n" + EVIL)
+        assert (await chunked.response()).error["code"] == "unexpected_body"
+        assert await chunked.eof() == b""
+    empty = await box.ask("DELETE", "/v1/files/file-1", b"")
+    assert empty.status == 200, "an empty body is allowed"
+    assert [head.split(b" ")[0] for head in controller.heads] == [b"GET", b"GET", b"GET", b"DELETE"]
+    controller.stop()
+
+
+async def test_relay_repeats_only_requests_without_a_body(box: Box) -> None:
+    turns = ["answers", "dies", "answers", "dies", "answers"]
+    controller = await Listener(turns).start(box.gateway.config.controller_socket)
+    assert (await box.ask("GET", "/v1/files")).status == 200
+    lost = await box.ask("POST", "/v1/fine_tuning/jobs", EVIL)
+    assert lost.status == 502 and lost.error["code"] == "controller_away"
+    for _ in range(2):
+        assert (await box.ask("GET", "/v1/files")).status == 200
+    assert [head.split(b" ")[0] for head in controller.heads] == [b"GET", b"POST", b"GET", b"GET", b"GET"]
+    controller.stop()

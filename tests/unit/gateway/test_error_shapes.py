@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from openai.types.responses import ResponseErrorEvent
 
-from appliance.gateway.core.errors import from_upstream
-
 from .conftest import Box, Response, Start, chat
 from .upstreams import Reply, UpstreamRequest, answer_chat, gives
 
@@ -106,54 +104,3 @@ async def test_a_stream_whose_engine_dies_ends_with_one_error_event_of_its_api(
     else:
         told = ResponseErrorEvent.model_validate(error)
         assert (told.sequence_number, told.code, told.param) == (2, "engine_failed", None) and told.message
-
-
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"stop_sequences": ["a", "b", "c", "d", "e"]}, "stop_sequences"),
-    ],
-)
-async def test_what_an_engine_would_read_otherwise_is_refused_by_name(
-    box: Box, more: dict[str, Any], param: str
-) -> None:
-    assert f"`{param}`" in (
-        error := told(await box.ask("POST", URL, message() | more), 400, "invalid_request_error")
-    ) or (param.removesuffix(".type") in error)
-
-
-STOPS = (
-    "2 validation errors:\n"
-    "  {'type': 'string_type', 'loc': 'body.stop', 'msg': 'Input should be a valid string', 'input': '<list>'}\n"
-    "  {'type': 'too_long', 'loc': 'body.stop', 'msg': 'List should have at most 4 items after validation, not 5', "
-    "'input': '<list>', 'ctx': {'field_type': 'List', 'max_length': 4, 'actual_length': 5}}"
-)
-AT = "body.messages.0.ChatCompletionUserMessageParam.content"
-CONTENT = (
-    "3 validation errors:\n"
-    f"  {{'type': 'string_type', 'loc': '{AT}.str', 'msg': 'Input should be a valid string', 'input': '7'}}\n"
-    f"  {{'type': 'list_type', 'loc': '{AT}', 'msg': 'Input should be a valid list', 'input': '7'}}\n"
-    "  {'type': 'literal_error', 'loc': 'body.messages.0.X.role', 'msg': \"Input should be 'x'\", 'input': 'user'}"
-)
-MISSING = (
-    "1 validation error:\n  {'type': 'missing', 'loc': 'body.max_tokens', 'msg': 'Field required', 'input': '<d>'}"
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "param"),
-    [
-        (STOPS, "stop"),
-        (CONTENT, "messages[0].content"),
-        (MISSING, "max_tokens"),
-        (MISSING.replace("body.max_tokens", "body"), None),
-        (MISSING.replace("max_tokens", "thinking.enabled.budget_tokens"), "thinking.budget_tokens"),
-    ],
-)
-def test_an_engines_list_of_faults_becomes_one_with_openais_param(text: str, param: str | None) -> None:
-    body = {"error": {"message": text, "type": "Bad Request", "param": "body.x", "code": 400}}
-    error = from_upstream(400, json.dumps(body).encode())
-    assert (error.param, error.kind) == (param, "invalid_request_error")
-    assert "validation error" not in error.message and "'loc'" not in error.message

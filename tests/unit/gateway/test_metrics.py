@@ -80,7 +80,7 @@ async def test_workers_make_one_answer(tmp_path: Path, monkeypatch: Any) -> None
         await write_snapshot(state)
 
     async def counted() -> dict[str, float]:
-        text = await metrics_text(states[0], controller_up=False)
+        text = await metrics_text(states[0])
         assert text.count(b"# TYPE appliance_gateway_requests_total counter") == 1
         rows = values(text)
         assert all("worker" in dict(labels) for _, labels in rows)
@@ -106,6 +106,7 @@ async def test_names_that_people_gave_keys_stand_in_no_line(start_box: Start, tm
     box, key = await start_box(log_path=str(tmp_path / "access.log")), "/admin/v1/keys/key_" + "a1" * 12
     for path in ("/admin/v1/keys/ann", "/v1/keys/key_ann", key, "/v1/files/keys"):
         await box.ask("GET", path, key=None)
+    box.state.write_access_log()
     lines = [json.loads(line)["path"] for line in (tmp_path / "access.log").read_text().splitlines()]
     assert lines == ["/admin/v1/keys/*", "/v1/keys/*", key, "/v1/files/keys"]
 

@@ -58,9 +58,9 @@ async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 async def asked(address: str) -> int:
-    sessions = Sessions()
+    sessions = Sessions(60.0)
     try:
-        async with sessions.of(address).post("/v1/completions", data=b"{}") as response:
+        async with sessions.of(address).post(f"{address}/v1/completions", data=b"{}") as response:
             await response.read()
             return response.status
     finally:
@@ -69,7 +69,7 @@ async def asked(address: str) -> int:
 
 async def test_engine_on_another_machine_answers(engine: str) -> None:
     assert await asked(engine) == 200
-    sessions = Sessions()
+    sessions = Sessions(60.0)
     assert await sessions.is_alive(engine)
     await sessions.keep(())
 

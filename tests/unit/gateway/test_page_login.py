@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from typing import Any
 
 import pytest
 
-from .conftest import Box, Start, Wire, chat, request_bytes
+from .conftest import Box, Start, chat, digest
 from .upstreams import Reply, UpstreamRequest, answer_chat, gives, hangs
 
 KEY, LOGIN = "sk-test-read", "session_a"
@@ -21,8 +20,7 @@ BY_PAGE = SENT + TOLD + SAME
 
 def begin(box: Box, key: str = KEY, *, for_s: float = 60.0) -> None:
     """A login of this key is in the table."""
-    digest = hashlib.sha256(f"{COOKIE}.{HALF}".encode()).hexdigest()
-    box.limit(key, sessions={digest: {"id": LOGIN, "until_s": time.time() + for_s}})
+    box.limit(key, sessions={digest(f"{COOKIE}.{HALF}"): {"id": LOGIN, "until_s": time.time() + for_s}})
 
 
 LISTS = gives({"object": "list", "data": []})
@@ -109,8 +107,7 @@ async def test_its_end_comes_by_the_clock_and_with_its_key(read_box: Box) -> Non
     read_box.limit(KEY, expires_s=time.time() - 1)
     assert await status() == 401
     read_box.limit(KEY, expires_s=None)
-    del read_box.keys[hashlib.sha256(KEY.encode()).hexdigest()]
-    read_box.apply()
+    read_box.revoke(KEY)
     answer = await read_box.ask("GET", "/admin/v1/status", key=None, headers=BY_PAGE)
     assert answer.status == 401 and answer.error["code"] == "session_ended"
 
@@ -120,18 +117,15 @@ async def test_what_it_has_asked_ends_with_it(start_box: Start, whose: str) -> N
     box = await start_box()
     controller = await box.control(hangs)
     begin(box)
-    wire: Wire = await box.connect()
-    await wire.send(request_bytes("GET", "/admin/v1/status", key=None, headers=BY_PAGE))
+    wire = await box.send("GET", "/admin/v1/status", key=None, headers=BY_PAGE)
     await box.until(lambda: bool(controller.requests))
-    digest = hashlib.sha256(KEY.encode()).hexdigest()
     if whose == "another's login":
         box.limit("sk-test-all", sessions={"a" * 64: {"id": "session_b", "until_s": time.time() + 60}})
         assert box.state.metrics.events["revoked_in_flight"] == 0
     if whose == "key":
-        del box.keys[digest]
+        box.revoke(KEY)
     else:
-        del box.keys[digest]["sessions"]
-    box.apply()
+        box.limit(KEY, sessions={})
     assert (await wire.response()).status == 401
     assert box.state.metrics.events["revoked_in_flight"] == 1
 
@@ -140,8 +134,7 @@ async def test_who_ends_it_is_answered(start_box: Start) -> None:
     box = await start_box()
 
     async def ends(request: UpstreamRequest, reply: Reply) -> None:
-        del box.keys[hashlib.sha256(KEY.encode()).hexdigest()]["sessions"]
-        box.apply()
+        box.limit(KEY, sessions={})
         await reply.json({"deleted": True}, headers=f"x-appliance-cookie: {LOGIN}=; Max-Age=0\r\n")
 
     await box.control(ends)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -26,27 +25,15 @@ async def ask_privately(box: Box, listener: socket.socket, headers: str, **field
 
 @pytest.fixture
 async def box(start_box: Start, listener: socket.socket) -> Box:
-    box = await start_box(private=listener, engine=answer_chat)
-    return box
-
-
-async def test_private_socket_is_for_its_owner_alone(listener: socket.socket) -> None:
-    assert Path(listener.getsockname()).stat().st_mode & 0o777 == 0o600
+    return await start_box(private=listener, engine=answer_chat)
 
 
 async def test_private_request_is_of_the_key_that_it_names(box: Box, listener: socket.socket) -> None:
-    seen: list[UpstreamRequest] = []
-
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        seen.append(request)
-        await answer_chat(request, reply)
-
-    box.engines["e0"].script = script
     answer = await ask_privately(box, listener, f"X-Appliance-Key-Id: key_inference\r\n{BATCH}")
     assert answer.status == 200
     (row,) = box.state.spending.take_sums()
     assert (row["key"], row["requests"]) == ("key_inference", 1)
-    assert salted(b"{}", "key_inference")[1:-1] in seen[0].body
+    assert salted(b"{}", "key_inference")[1:-1] in box.engines["e0"].requests[0].body
 
 
 @pytest.mark.parametrize(
@@ -82,9 +69,7 @@ async def test_private_request_ends_with_its_key_and_that_of_the_box_does_not(
     ]
     for _ in asking:
         await began.acquire()
-    digest = next(one for one, row in box.keys.items() if row["id"] == "key_all")
-    box.keys[digest]["secret"] = "f" * 64
-    box.apply()
+    box.limit(secret="f" * 64)
     await asyncio.sleep(0)
     assert not asking[0].done(), "a key that is rotated goes on"
     box.keys.clear()
@@ -115,21 +100,12 @@ def policy(box: Box) -> str:
 async def test_box_asks_a_model_in_training_by_its_version_and_it_is_usage_of_the_base(
     box: Box, listener: socket.socket, policy: str
 ) -> None:
-    seen: list[UpstreamRequest] = []
-
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        seen.append(request)
-        await answer_chat(request, reply)
-
-    box.engines["e0"].script = script
     headers = f"X-Appliance-Key-Id: key_inference\r\n{BATCH}"
     answer = await ask_privately(box, listener, headers, model=f"{policy}@step-3.ab")
-    assert answer.status == 200 and seen[0].json["model"] == f"{policy}@step-3.ab"
+    assert answer.status == 200 and box.engines["e0"].requests[0].json["model"] == f"{policy}@step-3.ab"
     (row,) = box.state.spending.take_sums()
     assert (row["key"], row["model"], row["requests"]) == ("key_inference", "m", 1)
-    digest = next(one for one, row in box.keys.items() if row["id"] == "key_inference")
-    box.keys[digest]["models"] = ["other"]
-    box.apply()
+    box.limit("sk-test-inference", models=["other"])
     assert (await ask_privately(box, listener, headers, model=f"{policy}@step-3.ab")).status == 404
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from typing import Any
 
 from appliance.gateway.main import load_report
 
-from .conftest import KEY, Box, Start, Wire, chat, request_bytes
+from .conftest import Box, Start, Wire, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, answer_chat, chat_events
 
 BATCH = "X-Appliance-Class: batch\r\n"
 ANN = "sk-test-inference"
 URL = "/v1/chat/completions"
-KEY_DIGEST = hashlib.sha256(KEY.encode()).hexdigest()
 
 
 class Engine:
@@ -146,8 +144,7 @@ async def test_batch_ends_on_a_drain_so_that_it_can_be_sent_again(start_box: Sta
 
 async def test_batch_that_gives_way_costs_its_key_nothing(start_box: Start) -> None:
     box, engine = await crowded(start_box, 2)
-    box.keys[KEY_DIGEST]["requests_per_minute"] = 2
-    box.apply()
+    box.limit(requests_per_minute=2)
     line = await send(box, "line", BATCH)
     await box.until(lambda: len(engine.running) == 1)
     refused = [await box.ask("POST", URL, chat(), headers=BATCH) for _ in range(4)]

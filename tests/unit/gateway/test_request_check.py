@@ -1,4 +1,4 @@
-"""Bodies that would hurt an engine never reach one."""
+"""Bodies that would hurt an engine never reach one: fields, sizes, counts, depth, media and forms of answers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import resolve
-from appliance.gateway.requests.request_check import check_body, check_length
+from appliance.gateway.core.routes import Route, resolve
+from appliance.gateway.requests.fields import FIELDS, REFUSED
+from appliance.gateway.requests.request_check import Checked, check_body, check_length
 from tests.front.request_samples import REQUESTS, changed, places
 
-from .conftest import Box, chat
+from .conftest import Box, chat, request_bytes
 
 LIMITS = Limits()
 CHAT = resolve(b"POST", b"/v1/chat/completions")
@@ -22,157 +23,212 @@ COMPLETIONS = resolve(b"POST", b"/v1/completions")
 RESPONSES = resolve(b"POST", b"/v1/responses")
 MESSAGES = resolve(b"POST", b"/v1/messages")
 EMBEDDINGS = resolve(b"POST", b"/v1/embeddings")
-
-HEAD = '{"model": "m", "messages": [{"role": "user", "content": "hi"}], '
-
-
-def _image(url: Any) -> str:
-    part = {"type": "image_url", "image_url": url if isinstance(url, dict) else {"url": url}}
-    return orjson.dumps({"model": "m", "messages": [{"role": "user", "content": [part]}]}).decode()
-
-
-BAD: dict[str, tuple[str, str | None]] = {
-    "not JSON": ("{", None),
-    "an array": ("[]", None),
-    "200 deep": (HEAD + '"documents": ' + "[" * 200 + "]" * 200 + "}", None),
-    "30-digit integer": (HEAD + '"seed": ' + "9" * 30 + "}", "seed"),
-    "nested 1e999": (HEAD + '"logit_bias": {"1": 1e999}}', None),
-    "temperature as text": (HEAD + '"temperature": "1"}', "temperature"),
-    "n 0": (HEAD + '"n": 0}', "n"),
-    "prompt_logprobs all": (HEAD + '"prompt_logprobs": -1}', "prompt_logprobs"),
-    "seed without a next one": (HEAD + f'"seed": {(1 << 63) - 1}' + "}", "seed"),
-    "max_completion_tokens 2^64": (HEAD + f'"max_completion_tokens": {1 << 64}' + "}", "max_completion_tokens"),
-    "chat_template by escape": (HEAD + '"chat\\u005ftemplate": "{{ x }}"}', "chat_template"),
-    "upper-case scheme": (_image("HTTP://a/"), "image_url"),
-    "data URL that is not an image": (_image("data:text/html,x"), "image_url"),
-    "short form without type": (
-        '{"model":"m","messages":[{"role":"user","content":[{"image_url":"http://x"}]}]}',
-        "messages[0].content[0]",
-    ),
-    "key spelt with an escape": (
-        '{"model":"m","messages":[{"role":"user","content":[{"type":"x","image\\u005furl":"http://x"}]}]}',
-        "image_url",
-    ),
-    "no model": ('{"messages": []}', "model"),
-    "model is a number": ('{"model": 3, "messages": []}', "model"),
-    "no messages": ('{"model": "m", "messages": []}', "messages"),
-    "stream as text": (HEAD + '"stream": "true"}', "stream"),
+BASE: dict[str, dict[str, Any]] = {
+    "chat.completions": chat(),
+    "completions": {"model": "m", "prompt": "x"},
+    "responses": {"model": "m", "input": "x"},
+    "messages": chat(max_tokens=5),
+    "embeddings": {"model": "m", "input": "x"},
 }
 
 
-async def test_bad_bodies_get_400_and_the_engine_never_hears_of_them(box: Box) -> None:
+def check(route: Route, **fields: Any) -> Checked:
+    return check_body(route, orjson.dumps(BASE[route.name] | fields), LIMITS)
+
+
+def refusal(route: Route, **fields: Any) -> HttpError:
+    with pytest.raises(HttpError) as caught:
+        check(route, **fields)
+    assert caught.value.status == 400 and len(caught.value.body()) < 1000
+    return caught.value
+
+
+def image(url: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": url, **more}]}]}
+
+
+def answer_schema(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+
+
+def tool(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema} | more}]}
+
+
+LONG = {"enum": ["x" * 1000 + str(i) for i in range(300)]}
+UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+UNIQUE_FORMAT = {"type": "json_schema", "name": "a", "schema": UNIQUE}
+USER = {"role": "user", "content": "x"}
+
+
+async def test_check_bad_bytes_are_refused_and_no_engine_hears_of_them(box: Box) -> None:
+    head = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], '
+    cases: tuple[tuple[bytes, str | None], ...] = (
+        (b"{", None),
+        (b"[]", None),
+        (head + b'"documents": ' + b"[" * 200 + b"]" * 200 + b"}", None),
+        (head + b'"seed": ' + b"9" * 30 + b"}", "seed"),
+        (head + b'"logit_bias": {"1": 1e999}}', None),
+        (head + b'"chat\\u005ftemplate": "{{ x }}"}', "chat_template"),
+        (
+            b'{"model":"m","messages":[{"role":"user","content":[{"type":"x","image\\u005furl":"http://x"}]}]}',
+            "image_url",
+        ),
+        (b'{"messages": []}', "model"),
+        (b'{"model": 3, "messages": []}', "model"),
+    )
     wire = await box.connect()
-    for body, param in BAD.values():
-        data = body.encode()
-        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test-all\r\n"
-        await wire.send(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    for body, param in cases:
+        await wire.send(request_bytes("POST", "/v1/chat/completions", body))
         response = await wire.response()
-        assert response.status == 400
-        assert response.error["param"] == param
+        assert (response.status, response.error["param"]) == (400, param)
     assert box.engines["e0"].requests == []
-    await wire.send(head.encode() + b"Content-Length: 57\r\n\r\n" + orjson.dumps(chat()))
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
     assert (await wire.response()).status == 200
 
 
-def test_other_routes_have_their_own_inputs() -> None:
-    def refused(route: Any, data: dict[str, Any]) -> str | None:
-        with pytest.raises(HttpError) as caught:
-            check_body(route, orjson.dumps({"model": "m", **data}), LIMITS)
-        return caught.value.param
-
-    assert refused(COMPLETIONS, {"prompt": None}) == "prompt"
-    assert refused(COMPLETIONS, {"prompt": ["x"] * 257}) == "n"
-    assert refused(COMPLETIONS, {"prompt": ["x"] * 10, "n": 30}) == "n"
-    assert refused(COMPLETIONS, {"prompt": "x", "logprobs": 1_000_000}) == "logprobs"
-    assert refused(EMBEDDINGS, {"input": ["x"] * 2049}) == "input"
-    assert refused(EMBEDDINGS, {"input": []}) == "input"
-    assert refused(RESPONSES, {"input": 3}) == "input"
-    assert refused(RESPONSES, {"input": "x", "tools": [{"type": "mcp", "server_url": "http://x"}]}) == "tools[0]"
-    source = {"type": "url", "url": "http://x"}
-    message = {"role": "user", "content": [{"type": "image", "source": source}]}
-    assert refused(MESSAGES, {"messages": [message], "max_tokens": 5}) == "source.url"
+async def test_check_bad_bodies_spend_the_rate_and_are_unread_beyond_it(box: Box) -> None:
+    box.limit(requests_per_minute=2)
+    bodies = ((b"{", 400), (chat(), 200), (b"{", 429), (b'{"model":"nobody"}', 429), (b"[" * 100_000, 429))
+    for body, status in bodies:
+        assert (await box.ask("POST", "/v1/chat/completions", body)).status == status
 
 
-GOOD = [
-    (CHAT, chat()),
-    (CHAT, chat(stream=True, n=2, temperature=0, top_p=1, max_tokens=1, logprobs=True, top_logprobs=20, seed=-1)),
-    (
-        CHAT,
-        chat(
-            stream=None, temperature=None, n=None, max_completion_tokens=4096, chat_template_kwargs={"thinking": False}
-        ),
-    ),
-    (CHAT, chat(user="see https://example.org/image_url and \\u0041", stop=["a"])),
-    (CHAT, orjson.loads(_image("data:image/png;base64,iVBORw0KGgo="))),
-    (
-        CHAT,
-        chat(tools=[{"type": "function", "function": {"name": "f", "parameters": {"image_url": {"type": "string"}}}}]),
-    ),
-    (COMPLETIONS, {"model": "m", "prompt": [1, 2, 3], "logprobs": 5}),
-    (COMPLETIONS, {"model": "m", "prompt": [[1], [2]], "n": 2}),
-    (EMBEDDINGS, {"model": "m", "input": ["x"] * 2048}),
-    (RESPONSES, {"model": "m", "input": "x", "max_output_tokens": 10}),
-    (MESSAGES, {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5}),
-]
-
-
-@pytest.mark.parametrize(("route", "data"), GOOD)
-def test_good_bodies_pass(route: Any, data: dict[str, Any]) -> None:
-    checked = check_body(route, orjson.dumps(data), LIMITS)
-    assert checked.model == "m" and checked.stream is bool(data.get("stream")) and checked.tokens > 0
-
-
-@pytest.mark.parametrize("place", ["part", "part without data", "odd part", "inner", "embeddings", "responses"])
-def test_no_part_names_what_an_engine_keeps_of_pictures(place: str) -> None:
-    """vLLM caches a picture under its part's `uuid` for all owners."""
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}, "uuid": "badge"}
-    if place == "part without data":
-        part["image_url"] = None
-    elif place == "odd part":
-        part["type"] = "image_embeds"
-    elif place == "inner":
-        part = {"type": "tool_result", "tool_use_id": "t", "content": [part]}
-    message = {"role": "user", "content": [part]}
-    route, data = CHAT, {"messages": [message]}
-    if place == "embeddings":
-        route = EMBEDDINGS
-    elif place == "responses":
-        route, data = RESPONSES, {"input": [message]}
+def test_check_many_arrays_are_refused_unparsed() -> None:
     with pytest.raises(HttpError) as caught:
-        check_body(route, orjson.dumps({"model": "m", **data}), LIMITS)
-    assert caught.value.code == "unsupported_parameter" and "`uuid`" in str(caught.value.message)
+        check_body(CHAT, b'{"model":"m","messages":[' + b"[]," * (1 << 17) + b"1]}", LIMITS)
+    assert caught.value.code == "too_many_values"
 
 
 @pytest.mark.parametrize(
-    ("route", "more", "fits"),
+    ("route", "fields", "param"),
     [
-        (CHAT, {"messages": [{"role": "user", "content": "x" * 2000}]}, False),
-        (CHAT, {"messages": [{"role": "user", "content": "x" * 1000}]}, True),
-        (COMPLETIONS, {"prompt": "x" * 2000}, False),
-        (COMPLETIONS, {"prompt": "x" * 20_000, "truncate_prompt_tokens": 5}, True),
-        (COMPLETIONS, {"prompt": [[7] * 500] * 5}, True),
-        (EMBEDDINGS, {"input": ["x" * 1000, "x" * 2000]}, False),
-        (RESPONSES, {"input": "x" * 2000, "truncation": "auto"}, True),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [USER] * 2049}, "messages"),
+        (CHAT, {"temperature": "1"}, "temperature"),
+        (CHAT, {"stream": "true"}, "stream"),
+        (CHAT, {"n": 0}, "n"),
+        (CHAT, {"prompt_logprobs": -1}, "prompt_logprobs"),
+        (CHAT, {"seed": (1 << 63) - 1}, "seed"),
+        (CHAT, {"max_completion_tokens": 1 << 63}, "max_completion_tokens"),
+        (CHAT, {"stop": ["a"] * 65}, "stop"),
+        (CHAT, {"stop": ["x" * 2000]}, "stop[0]"),
+        (CHAT, {"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        (CHAT, tool({}) | {"tools": [{"type": "function"}] * 513}, "tools"),
+        (CHAT, {"chat_template_kwargs": {str(i): i for i in range(65)}}, "chat_template_kwargs"),
+        (CHAT, {"chat_template_kwargs": {"thinking_budget": {"a": 1}}}, "chat_template_kwargs"),
+        (CHAT, {"chat_template_kwargs": {"thinking_budget": -131073}}, "chat_template_kwargs"),
+        (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+        (CHAT, {"chat_template_kwargs": {"padding": True}}, "chat_template_kwargs.padding"),
+        (CHAT, image("HTTP://a/"), "image_url"),
+        (CHAT, image({"url": "data:text/html,x"}), "image_url"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"image_url": "http://x"}]}]}, "messages[0].content[0]"),
+        (CHAT, {"structured_outputs": {"grammar": 'root ::= "a"'}}, "structured_outputs"),
+        (CHAT, {"structured_outputs": {"json": {}, "whitespace_pattern": "(a*)*"}}, "structured_outputs"),
+        (CHAT, {"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        (CHAT, {"structured_outputs": {"json": '{"anyOf":[' * 500 + "1" + "]}" * 500}}, "structured_outputs.json"),
+        (CHAT, {"response_format": {"type": "structural_tag", "format": {}}}, "response_format"),
+        (COMPLETIONS, {"prompt": None}, "prompt"),
+        (COMPLETIONS, {"prompt": ["x"] * 257}, "n"),
+        (COMPLETIONS, {"prompt": ["x"] * 10, "n": 30}, "n"),
+        (COMPLETIONS, {"logprobs": 1_000_000}, "logprobs"),
+        (COMPLETIONS, {"prompt": [1, *[1.5] * 50_000]}, "prompt"),
+        (COMPLETIONS, {"prompt": [-1] * 50_000}, "prompt"),
+        (COMPLETIONS, {"prompt": [1 << 32] * 50_000}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a", *[1] * 50_000]}, "prompt"),
+        (COMPLETIONS, {"prompt": [[1], *[["a"]] * 50_000]}, "prompt"),
+        (EMBEDDINGS, {"input": ["x"] * 2049}, "input"),
+        (EMBEDDINGS, {"input": []}, "input"),
+        (EMBEDDINGS, {"messages": ["x"]}, "messages[0]"),
+        (EMBEDDINGS, {"padding": "max_length"}, "padding"),
+        (EMBEDDINGS, {"encoding_format": "bytes"}, "encoding_format"),
+        (RESPONSES, {"input": 3}, "input"),
+        (RESPONSES, {"input": [USER] * 1025}, "input"),
+        (RESPONSES, {"input": [USER, "x"]}, "input[1]"),
+        (RESPONSES, {"input": [USER, {}]}, "input[1]"),
+        (RESPONSES, {"input": [USER, {"role": ["user"], "content": "x"}]}, "input[1].role"),
+        (RESPONSES, {"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+        (RESPONSES, {"tools": [{"type": "mcp", "server_url": "http://x"}]}, "tools[0]"),
+        (RESPONSES, {"background": True, "store": False}, "background"),
+        (RESPONSES, {"previous_response_id": 3}, "previous_response_id"),
+        (RESPONSES, {"previous_response_id": "x" * 300}, "previous_response_id"),
+        (
+            MESSAGES,
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "u"}}]}]},
+            "source.url",
+        ),
     ],
 )
-def test_a_prompt_that_cannot_fit_into_the_context_is_refused(route: Any, more: dict[str, Any], fits: bool) -> None:
-    checked = check_body(route, orjson.dumps({"model": "m", **more}), LIMITS)
-    if fits:
-        check_length(checked, 100)
-        return
-    with pytest.raises(HttpError) as caught:
-        check_length(checked, 100)
-    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+def test_check_value_out_of_bounds_is_refused_by_name(route: Route, fields: dict[str, Any], param: str) -> None:
+    assert refusal(route, **fields).param == param
 
 
-def test_call_with_a_url_among_its_arguments_is_not_remote_media() -> None:
-    use = {"type": "tool_use", "id": "c", "name": "show", "input": {"image_url": "https://example.org/a.png"}}
-    data = {"model": "m", "max_tokens": 5, "messages": [{"role": "assistant", "content": [use]}]}
-    check_body(MESSAGES, orjson.dumps(data), LIMITS)
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS], ids=lambda route: route.name)
+def test_check_unknown_field_is_refused(route: Route) -> None:
+    assert check(route).model == "m"
+    assert refusal(route, guided_grammar={}).param == "guided_grammar"
+
+
+@pytest.mark.parametrize("field", ["stream_interval", "kv_transfer_params", "request_id", "mm_processor_kwargs"])
+def test_check_refused_field_passes_only_where_it_asks_for_nothing(field: str) -> None:
+    error = refusal(CHAT, **{field: {"a": 1} if field.endswith(("params", "kwargs")) else "2"})
+    assert (error.param, error.code) == (field, "unsupported_parameter")
+    for nothing in (None, False, 0):
+        assert check(CHAT, **{field: nothing})
+    for elsewhere in ("conversation", "prompt"):
+        assert refusal(RESPONSES, **{elsewhere: {"id": "x"}}).code == "unsupported_parameter"
+
+
+def test_fields_know_every_field_of_openais_sdk() -> None:
+    from openai.types import completion_create_params, embedding_create_params
+    from openai.types.chat import completion_create_params as chat_params
+    from openai.types.responses import input_token_count_params, response_create_params
+
+    for route, params in (
+        (CHAT, chat_params.CompletionCreateParamsBase),
+        (COMPLETIONS, completion_create_params.CompletionCreateParamsBase),
+        (EMBEDDINGS, embedding_create_params.EmbeddingCreateParams),
+        (RESPONSES, response_create_params.ResponseCreateParamsBase),
+        (RESPONSES, input_token_count_params.InputTokenCountParams),
+    ):
+        names = set(params.__annotations__)
+        assert len(names) > 4 and not names - set(FIELDS[route.name]) - set(REFUSED)
+
+
+GOOD: list[tuple[Route, dict[str, Any]]] = [
+    (CHAT, {"stream": True, "n": 2, "temperature": 0, "top_p": 1, "logprobs": True, "top_logprobs": 20, "seed": -1}),
+    (CHAT, {"stream": None, "n": None, "max_completion_tokens": 4096, "chat_template_kwargs": {"thinking": False}}),
+    (CHAT, {"user": "see https://example.org/image_url and \\u0041", "stop": ["a"]}),
+    (CHAT, image({"url": "data:image/png;base64,iVBORw0KGgo="})),
+    (CHAT, tool({"image_url": {"type": "string"}})),
+    (CHAT, tool(UNIQUE, strict=True)),
+    (CHAT, tool(UNIQUE) | {"tool_choice": "required"}),
+    (COMPLETIONS, {"prompt": [1, 2, 3], "logprobs": 5}),
+    (COMPLETIONS, {"prompt": [[1], [2]], "n": 2}),
+    (EMBEDDINGS, {"input": ["x"] * 2048, "encoding_format": "base64", "padding": "do_not_pad"}),
+    (RESPONSES, {"max_output_tokens": 10}),
+    (
+        MESSAGES,
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"image_url": "http://x"}}],
+                }
+            ]
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("route", "fields"), GOOD)
+def test_check_good_body_passes(route: Route, fields: dict[str, Any]) -> None:
+    checked = check(route, **fields)
+    assert checked.model == "m" and checked.stream is bool(fields.get("stream")) and checked.tokens > 0
 
 
 @pytest.mark.parametrize("route", [path for path in REQUESTS if resolve(b"POST", path.encode())])
-def test_a_value_of_any_kind_at_any_place_is_refused_or_passed(route: str) -> None:
+def test_check_any_value_at_any_place_is_refused_or_passes(route: str) -> None:
     found = resolve(b"POST", route.encode())
     for body in (*REQUESTS[route], {"messages": [{"role": "user", "content": "a"}]}):
         for place in places(body):
@@ -185,15 +241,98 @@ def test_a_value_of_any_kind_at_any_place_is_refused_or_passed(route: str) -> No
                     pytest.fail(f"{place} = {odd!r}: {error!r}")
 
 
-@pytest.mark.parametrize("name", ["chat_template", "max_length", "padding", "return_tensors", "tokenize", "truncation"])
-def test_arguments_of_rendering_do_not_come_as_variables_of_a_template(name: str) -> None:
-    with pytest.raises(HttpError) as caught:
-        check_body(CHAT, (HEAD + f'"chat_template_kwargs": {{"{name}": true}}}}').encode(), LIMITS)
-    assert caught.value.param == f"chat_template_kwargs.{name}"
+# --- media and lengths
 
 
-@pytest.mark.parametrize("value", ['{"a": 1}', "[1]", "131073", "-131073"])
-def test_a_templates_variables_are_plain_and_small(value: str) -> None:
+@pytest.mark.parametrize(
+    ("route", "wrap"),
+    [
+        (CHAT, lambda part: {"messages": [{"role": "user", "content": [part]}]}),
+        (CHAT, lambda part: {"messages": [{"role": "user", "content": [part | {"image_url": None}]}]}),
+        (CHAT, lambda part: {"messages": [{"role": "user", "content": [{"type": "x", "content": [part]}]}]}),
+        (EMBEDDINGS, lambda part: {"input": None, "messages": [{"role": "user", "content": [part]}]}),
+        (RESPONSES, lambda part: {"input": [{"role": "user", "content": [part]}]}),
+    ],
+)
+def test_check_part_that_names_what_an_engine_keeps_is_refused(route: Route, wrap: Any) -> None:
+    """vLLM caches an image under its part's `uuid` for all owners."""
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}, "uuid": "badge"}
+    error = refusal(route, **wrap(part))
+    assert (error.param, error.code) == ("uuid", "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "fits"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 2000}]}, False),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 1000}]}, True),
+        (COMPLETIONS, {"prompt": "x" * 2000}, False),
+        (COMPLETIONS, {"prompt": "x" * 20_000, "truncate_prompt_tokens": 5}, True),
+        (COMPLETIONS, {"prompt": [[7] * 500] * 5}, True),
+        (EMBEDDINGS, {"input": ["x" * 1000, "x" * 2000]}, False),
+        (RESPONSES, {"input": "x" * 2000, "truncation": "auto"}, True),
+    ],
+)
+def test_check_length_refuses_a_prompt_longer_than_the_context(route: Route, fields: Any, fits: bool) -> None:
+    checked = check(route, **fields)
+    if fits:
+        check_length(checked, 100)
+        return
     with pytest.raises(HttpError) as caught:
-        check_body(CHAT, (HEAD + f'"chat_template_kwargs": {{"thinking_budget": {value}}}}}').encode(), LIMITS)
-    assert caught.value.param == "chat_template_kwargs"
+        check_length(checked, 100)
+    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+
+
+# --- forms that an engine has to prepare
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        (CHAT, answer_schema(UNIQUE), "response_format.json_schema.schema.properties.a.uniqueItems"),
+        (CHAT, {"structured_outputs": {"json": '{"items": {"not": {}}}'}}, "structured_outputs.json.items.not"),
+        (RESPONSES, {"text": {"format": UNIQUE_FORMAT}}, "text.format.schema.properties.a.uniqueItems"),
+        (
+            MESSAGES,
+            {"output_config": {"format": {"schema": UNIQUE}}},
+            "output_config.format.schema.properties.a.uniqueItems",
+        ),
+    ],
+)
+def test_structure_keyword_not_enforced_is_refused_by_place(route: Route, fields: Any, param: str) -> None:
+    error = refusal(route, **fields)
+    assert (error.param, error.code) == (param, "unsupported_schema_keyword")
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        (RESPONSES, {"tools": [{"type": "function", "name": "f", "parameters": LONG, "strict": True}]}, "tools[0]"),
+        (MESSAGES, {"tools": [{"name": "f", "input_schema": LONG}], "tool_choice": {"type": "any"}}, "tools[0]"),
+        (COMPLETIONS, {"structured_outputs": {"regex": "x" * 300_000}}, "structured_outputs"),
+        (CHAT, answer_schema(LONG), "response_format"),
+        (CHAT, {"structured_outputs": {"choice": [str(i) for i in range(100_000)]}}, "structured_outputs"),
+        (CHAT, tool(LONG) | {"tool_choice": "required"}, "tools[0]"),
+        (CHAT, {"functions": [{"name": "f", "parameters": LONG}], "function_call": {"name": "f"}}, "tools[0]"),
+    ],
+)
+def test_structure_beyond_its_size_is_refused(route: Route, fields: Any, param: str) -> None:
+    error = refusal(route, **fields)
+    assert (error.param, error.code) == (param, "structure_too_complex")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "string"}, "minItems": 2**31, "maxItems": 2**33},
+        {"type": "array", "items": {}, "minItems": 1e9},
+        {"type": "array", "prefixItems": [{"type": "array", "maxItems": 900}] * 12},
+        {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(300)}},
+    ],
+)
+def test_structure_that_ends_an_engine_is_refused(schema: dict[str, Any]) -> None:
+    outputs = {"structured_outputs": {"json": schema}}
+    for fields in (answer_schema(schema), outputs, tool(schema) | {"tool_choice": "required"}):
+        assert refusal(CHAT, **fields).code == "structure_too_complex"
+    space = {"type": "namespace", "name": "s", "tools": [{"type": "function", "name": "f", "parameters": schema}]}
+    assert refusal(RESPONSES, tools=[space], tool_choice="required").code == "structure_too_complex"

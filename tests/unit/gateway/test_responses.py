@@ -1,4 +1,4 @@
-"""/v1/responses at the gateway: what the object says, the copy that is stored, going on from an earlier response."""
+"""Stored answers of /v1/responses and of chat completions: their copies, and responses that continue earlier ones."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 
-from appliance.gateway.core.config import Limits
-from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import resolve
 from appliance.gateway.core.table import cache_salt
-from appliance.gateway.requests.request_check import check_body
 from appliance.gateway.requests.transcript import Transcript
 from appliance.gateway.server import controller
 
-from .conftest import Box, Start, request_bytes
-from .upstreams import Reply, UpstreamRequest, sends
+from .conftest import Box, Start, chat, request_bytes
+from .upstreams import Reply, UpstreamRequest, answer_chat, chat_answer, chat_events, sends
 
 URL = "/v1/responses"
 IMAGE = {"type": "input_image", "image_url": "http://a/b"}
@@ -254,24 +250,6 @@ async def test_the_tokens_of_an_input_are_counted_with_those_of_earlier_turns(fr
     assert [request.method for request in front.controller.requests] == ["GET"]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("more", "param", "code"),
-    [
-        ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
-        ({"prompt": {"id": "pmpt_1"}}, "prompt", "unsupported_parameter"),
-        ({"background": True, "store": False}, "background", "invalid_value"),
-        ({"previous_response_id": 3}, "previous_response_id", "invalid_type"),
-        ({"previous_response_id": "x" * 300}, "previous_response_id", "invalid_value"),
-    ],
-)
-def test_fields_that_cannot_be_meant(more: dict[str, Any], param: str, code: str | None) -> None:
-    with pytest.raises(HttpError) as caught:
-        check_body(
-            resolve(b"POST", b"/v1/responses"), json.dumps({"model": "m", "input": "x", **more}).encode(), Limits()
-        )
-    assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)
-
-
 async def test_in_background_is_the_controllers_business_after_the_gateways_checks(front: Box) -> None:
     async def script(request: UpstreamRequest, reply: Reply) -> None:
         await reply.json({"asked": request.json, "key": request.headers["x-appliance-key-id"]})
@@ -293,3 +271,108 @@ def test_transcript_of_a_cut_stream_ends_with_response_incomplete() -> None:
     event = {"type": "response.completed", "response": {"object": "response", "status": "incomplete"}}
     told = Transcript(b'"x"').event(b"event: response.completed\ndata: %b" % json.dumps(event).encode())
     assert told.startswith(b"event: response.incomplete\n") and b'"type":"response.incomplete"' in told
+
+
+COMPLETIONS = "/v1/chat/completions"
+KEPT = {"store": True, "metadata": {"use": "test"}}
+
+
+@pytest.fixture
+async def completing(start_box: Start) -> Box:
+    box = await start_box(engine=answer_chat)
+    await box.control(Controller())
+    return box
+
+
+async def test_an_answer_is_stored_with_what_it_was_asked_with_and_passes_unchanged(completing: Box) -> None:
+    response = await completing.ask("POST", COMPLETIONS, chat(temperature=0.5, user="u", **KEPT))
+    assert json.loads(response.body) == chat_answer()
+    (copy,) = await stored(completing)
+    asked = {"messages": chat()["messages"], "temperature": 0.5, "user": "u", "metadata": {"use": "test"}}
+    assert copy == {"key": "key_all", "previous": None, "input": asked, "response": chat_answer()}
+
+
+@pytest.mark.parametrize("more", [{}, {"store": False}])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_does_not_say_store_is_not_stored(completing: Box, stream: bool, more: dict[str, Any]) -> None:
+    assert (await completing.ask("POST", COMPLETIONS, chat(stream=stream, **more))).status == 200
+    await completing.ask("POST", COMPLETIONS, chat(**KEPT))
+    assert len(await stored(completing)) == 1 and not completing.gateway.controller.delivering
+
+
+def part(delta: dict[str, Any], index: int = 0, **choice: Any) -> dict[str, Any]:
+    made = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **choice}
+    return {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 7, "model": "m", "choices": [made]}
+
+
+def call(arguments: str, index: int = 0, **more: Any) -> dict[str, Any]:
+    return {"tool_calls": [{"index": index, "function": {"arguments": arguments, **more.pop("named", {})}, **more}]}
+
+
+USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+CHUNKS = [
+    part({"role": "assistant", "content": ""}),
+    part({"reasoning": "hm"}),
+    part({"content": 'a "usage":{} '}, logprobs={"content": [{"token": "a", "logprob": -0.5}]}),
+    part({"content": "data: [DONE]\n\n"}, logprobs={"content": [{"token": "b", "logprob": -1.5}]}),
+    part({"role": "assistant", "content": None}, 1),
+    part(call("", id="call_1", type="function", named={"name": "f"}), 1),
+    part(call('{"x":'), 1),
+    part(call(" 1}"), 1),
+    part(call("{}", 1, id="call_2", type="function", named={"name": "g"}), 1),
+    part({}, 1, finish_reason="tool_calls"),
+    part({"content": "!"}, finish_reason="stop"),
+    {**part({}), "choices": [], "usage": USAGE},
+]
+WIRE = b"".join(b"data: %b\n\n" % json.dumps(one).encode() for one in CHUNKS) + b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("size", [1, 7])
+async def test_a_stream_is_stored_as_its_whole_answer_whichever_way_its_bytes_come(completing: Box, size: int) -> None:
+    completing.engines["e0"].script = sends(*(WIRE[at : at + size] for at in range(0, len(WIRE), size)))
+    asked = chat(stream=True, n=2, stream_options={"include_usage": True}, **KEPT)
+    response = await completing.ask("POST", COMPLETIONS, asked)
+    assert response.body.endswith(WIRE)
+    (copy,) = await stored(completing)
+    calls = [
+        {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}},
+        {"id": "call_2", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+    ]
+    text = {"role": "assistant", "content": 'a "usage":{} data: [DONE]\n\n!', "reasoning": "hm"}
+    logprobs = {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.5}]}
+    assert copy["response"] == {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 7,
+        "model": "m",
+        "usage": USAGE,
+        "choices": [
+            {"index": 0, "message": text, "logprobs": logprobs, "finish_reason": "stop"},
+            {
+                "index": 1,
+                "message": {"role": "assistant", "content": None, "tool_calls": calls},
+                "logprobs": None,
+                "finish_reason": "tool_calls",
+            },
+        ],
+    }
+    assert not completing.state.buffered_bytes, "what was gathered of a stream is accounted for until its end alone"
+
+
+async def test_a_stream_without_its_end_is_not_stored(completing: Box) -> None:
+    completing.engines["e0"].script = sends(*chat_events("a", "b", done=False))
+    await completing.ask("POST", COMPLETIONS, chat(stream=True, temperature=1, **KEPT))
+    completing.engines["e0"].script = answer_chat
+    await completing.ask("POST", COMPLETIONS, chat(**KEPT))
+    assert [copy["response"] for copy in await stored(completing)] == [chat_answer()]
+
+
+@pytest.mark.parametrize("limits", [{"stored_response_bytes": 500}, {"response_copies_bytes": 0}])
+async def test_a_stream_past_what_may_be_gathered_passes_and_is_not_stored(
+    start_box: Start, limits: dict[str, int]
+) -> None:
+    box = await start_box(limits=limits, engine=sends(*chat_events(*"abcdefgh" * 4)))
+    controller = await box.control(Controller())
+    response = await box.ask("POST", COMPLETIONS, chat(stream=True, **KEPT))
+    assert response.body.endswith(b"data: [DONE]\n\n") and response.body.count(b"data: {") >= 32
+    assert not controller.requests and not box.gateway.controller.delivering and not box.state.buffered_bytes

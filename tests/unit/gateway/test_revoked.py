@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 
 import pytest
 
-from .conftest import Box, Start, Wire, chat, request_bytes
+from .conftest import Box, Start, Wire, chat, digest, request_bytes
 from .upstreams import Reply, UpstreamRequest, chat_events, hangs, sends
 
 KEY, OTHER = "sk-test-inference", "sk-test-all"
 BODY = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
-
-
-def _revoke(box: Box, key: str = KEY) -> None:
-    del box.keys[hashlib.sha256(key.encode()).hexdigest()]
-    box.apply()
 
 
 def _head(target: str = "/v1/chat/completions", key: str = KEY, length: int = 1000) -> bytes:
@@ -39,14 +33,14 @@ async def test_a_body_that_is_still_arriving(box: Box, how: str) -> None:
     wire = await box.connect()
     await wire.send(_head() + BODY)
     await box.until(lambda: box.state.buffered_bytes == len(BODY))
-    _revoke(box, OTHER)
+    box.revoke(OTHER)
     assert box.state.buffered_bytes == len(BODY), "another's key is not this one"
     if how == "rotated":
         _rotate(box, KEY)
     elif how == "expired":
         box.limit(KEY, expires_s=1000.0)
     else:
-        _revoke(box)
+        box.revoke(KEY)
     await _ended(wire)
     assert box.state.buffered_bytes == 0 and box.engines["e0"].requests == []
     assert box.state.metrics.events["revoked_in_flight"] == 1
@@ -64,7 +58,7 @@ async def test_an_upload_that_is_passed_on(box: Box) -> None:
     wire = await box.connect()
     await wire.send(_head("/v1/files", "sk-test-tuning") + b"x")
     await box.until(lambda: bool(box.state.exchanges))
-    _revoke(box, "sk-test-tuning")
+    box.revoke("sk-test-tuning")
     await _ended(wire)
     await asyncio.wait_for(gone.wait(), 60)
     server.close()
@@ -79,7 +73,7 @@ async def test_what_was_pipelined_behind_a_stream_never_begins(box: Box) -> None
     await box.until(lambda: len(box.engines["e0"].requests) == 1)
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat(), key=KEY) + _head() + BODY)
     await box.until(lambda: any(conn.pipeline for conn in box.state.connections))
-    _revoke(box)
+    box.revoke(KEY)
     assert (await wire.head())[0] == 200
     rest = await wire.eof()
     assert b"invalid_api_key" in rest and b"HTTP/1.1 200" not in rest
@@ -90,7 +84,7 @@ async def test_a_request_that_is_held(box: Box) -> None:
     box.serve("m", e0="draining")
     wire = await box.send("POST", "/v1/chat/completions", chat(), key=KEY)
     await box.until(lambda: box.state.holds.models()["m"] == 1)
-    _revoke(box)
+    box.revoke(KEY)
     await _ended(wire)
     assert box.state.holds.models()["m"] == 0
 
@@ -99,15 +93,14 @@ async def test_a_control_request_whose_answer_is_awaited(box: Box) -> None:
     controller = await box.control(hangs)
     wire = await box.send("GET", "/v1/files", key="sk-test-tuning")
     await box.until(lambda: bool(controller.requests))
-    _revoke(box, "sk-test-tuning")
+    box.revoke("sk-test-tuning")
     await _ended(wire)
     await asyncio.wait_for(controller.lost.wait(), 60)
 
 
 def _rotate(box: Box, key: str) -> None:
-    digest = hashlib.sha256(b"new").hexdigest()
-    box.keys[digest] = box.keys.pop(hashlib.sha256(key.encode()).hexdigest())
-    box.apply()
+    box.keys[digest("new")] = box.keys[digest(key)]
+    box.revoke(key)
 
 
 async def test_who_asks_for_a_new_secret_of_the_key_that_asks_gets_it(box: Box) -> None:
@@ -150,14 +143,13 @@ async def test_a_body_that_drips_ends_however_steadily_it_comes(start_box: Start
 
 async def test_a_key_is_refused_from_its_end_on(box: Box) -> None:
     """By the gateway's own clock, and also once the controller has taken it out of the table."""
-    digest = hashlib.sha256(KEY.encode()).hexdigest()
-    row = dict(box.keys[digest])
+    row = dict(box.keys[digest(KEY)])
     for changed, status in (
         (row | {"expires_s": time.time() + 60}, 200),
         (row | {"expires_s": time.time() - 1}, 401),
         ({"id": "key_gone", "expires_s": time.time() - 90 * 86_400}, 401),
     ):
-        box.keys[digest] = changed
+        box.keys[digest(KEY)] = changed
         box.apply()
         response = await box.ask("POST", "/v1/chat/completions", chat(), key=KEY)
         assert response.status == status

@@ -5,7 +5,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -100,26 +99,6 @@ def test_locks_pin_everything_without_urls_and_agree_with_what_is_asked_for():
     tests = set(re.findall(r"^([a-z0-9-]+)", (IMAGES / "requirements" / "test.in").read_text(), re.M))
     assert tests <= named["test"] and not tests & (named["cpu"] | named["cuda"])
     assert not named["test"] & named["cpu"] & named["cuda"]
-
-
-def test_make_targets_refer_to_what_exists():
-    makefile = (PROJECT / "Makefile").read_text()
-    for script in re.findall(r"(images/[a-z-]+\.sh)", makefile):
-        assert (PROJECT / script).exists()
-    plan = subprocess.run(
-        ["make", "--no-print-directory", "-n", "test"], cwd=PROJECT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    assert "install.sh" in plan[0] and "run-tests.sh" in plan[-1]
-    assert "make test" in (PROJECT / ".ci" / "run").read_text()
-
-
-def test_make_test_says_what_it_skipped_and_why(tmp_path: Path):
-    """Without a browser the page is not looked at, which a number of skipped tests tells nobody."""
-    (told,) = re.findall(r"^pytest=\((.*)\)$", (IMAGES / "run-tests.sh").read_text(), re.M)
-    (tmp_path / "test_page.py").write_text("import pytest\ndef test_it(): pytest.skip('no browser here')\n")
-    command = [sys.executable, *shlex.split(told)[1:], "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert "no browser here" in done.stdout, done.stdout + done.stderr
 
 
 def test_make_clean_leaves_an_environment_that_is_not_of_this_tree(tmp_path: Path):

@@ -162,22 +162,6 @@ def test_torch_falls_back_to_its_own_index_with_a_message(box):
     assert second[second.index("--extra-index-url") + 1] == "https://download.pytorch.org/whl/cpu"
 
 
-def test_torch_nowhere_is_a_clear_error_and_no_stamp_remains(box):
-    done = run("--no-compile", env=box | {"FAIL_ON": "torch==="})
-    assert done.returncode == 1
-    assert "found neither in your index" in done.stderr and "PIP_FIND_LINKS" in done.stderr
-    assert not (Path(box["VENV"]) / ".appliance-installed").exists()
-    assert run("--no-compile", env=box).returncode == 0
-
-
-def test_a_python_without_venv_says_what_to_install(tmp_path):
-    python = tmp_path / "python3.11"
-    python.write_text(f'#!/bin/sh\ncase "$*" in *"import venv"*) exit 1 ;; esac\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    done = run("--venv", str(tmp_path / "v"), "--build", "cpu", "--python", str(python))
-    assert done.returncode == 1 and re.search(r"apt-get install python3\.\d+-venv", done.stderr)
-
-
 def test_the_detected_build_is_cuda_where_nvidia_smi_lists_a_gpu(tmp_path):
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()

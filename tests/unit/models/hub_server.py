@@ -25,10 +25,7 @@ class Hub:
     gated: bool = False
     lies: dict[str, bytes] = field(default_factory=dict)
     """File -> other bytes of the same length that are sent instead."""
-    redirect_to: str | None = None
-    """Another host that has the large files."""
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
-    tokens: list[str | None] = field(default_factory=list)
 
     def listing(self) -> dict:
         return {
@@ -86,7 +83,6 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def _answer(self, *, body: bool) -> None:
             path = unquote(urlsplit(self.path).path)
             hub.requests.append((self.command, path, self.headers.get("Range")))
-            hub.tokens.append(self.headers.get("Authorization"))
             if hub.gated:
                 return self._json(403, {"error": "gated"}, {"X-Error-Code": "GatedRepo"})
             api = f"/api/models/{hub.repository}"
@@ -102,13 +98,6 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def _file(self, name: str, *, body: bool) -> None:
             data = hub.lies.get(name, hub.files[name])
-            if hub.redirect_to is not None and name.endswith(LARGE):
-                linked = {
-                    "X-Linked-Etag": f'"{hub.etag(name)}"',
-                    "X-Linked-Size": str(len(data)),
-                    "X-Repo-Commit": COMMIT,
-                }
-                return self._json(302, {}, {"Location": hub.redirect_to + self.path, **linked})
             asked = self.headers.get("Range")
             start = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
             self.send_response(206 if asked else 200)

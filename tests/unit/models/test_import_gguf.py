@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,7 +148,7 @@ def test_files_that_are_no_whole_model_are_refused_by_name(library, tmp_path):
 def test_a_model_larger_than_memory_is_refused_before_it_is_read(tmp_path, monkeypatch):
     file = gguf_files.write(tmp_path / "m.gguf", gguf_files.model("llama"), "llama")
     monkeypatch.setattr(convert.Bounds, "hold", lambda _: None)  # else of the process that runs the tests
-    monkeypatch.setattr(convert, "_available_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(convert.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 30))
     said: list[dict] = []
     monkeypatch.setattr(convert, "_say", lambda event, **fields: said.append(fields))
     monkeypatch.setattr(sys, "stdout", sys.stdout)

@@ -1,6 +1,5 @@
 """Checkpoint directories coming in: what is taken, what is refused and by which name; nothing half-done shows."""
 
-import io
 import json
 import os
 import signal
@@ -10,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import pre_tokenizers
 
 from appliance.models.errors import (
     InvalidModelName,
@@ -77,15 +75,6 @@ def test_a_directory_becomes_version_one_with_the_same_bytes(library, source, tm
     assert done == total > 0 and unit == "bytes" and heard == sorted(heard, key=lambda h: h[0])
 
 
-def test_importing_again_makes_the_next_version_and_remove_takes_one(library, source, tmp_path):
-    assert [library.import_model(source, name="org/m").version for _ in range(2)] == ["v1", "v2"]
-    assert checkpoints.stored(tmp_path) == [("org/m", "v1"), ("org/m", "v2")]
-    assert library.remove("org/m", "v1") is True and library.remove("org/m", "v1") is False
-    assert checkpoints.stored(tmp_path) == [("org/m", "v2")]
-    assert library.import_model(source, name="org/m").version == "v3"
-    assert library.remove("org/m", "v2") and library.remove("org/m", "v3") and not checkpoints.stored(tmp_path)
-
-
 def test_the_number_of_a_deleted_version_never_comes_again(library, source, tmp_path):
     first = library.import_model(source, name="one")
     assert library.remove("one", first.version) and not checkpoints.stored(tmp_path)
@@ -107,17 +96,6 @@ def test_a_missing_shard_is_named(library, tmp_path):
     (source / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(NotACheckpoint, match="model-00002-of-00003.safetensors.*incomplete"):
         library.import_model(source)
-
-
-def test_verify_names_the_damaged_file(library, source):
-    taken = library.import_model(source)
-    with open(taken.path / "model.safetensors", "r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last[0] ^ 1]))
-    with pytest.raises(IntegrityError, match="model.safetensors"):
-        verify(taken.path)
 
 
 # --- hostile or broken ----------------------------------------------------------------------------------------------
@@ -176,12 +154,6 @@ def test_configs_that_do_not_fit_are_named(library, tmp_path, config, error, say
     assert nothing_there(tmp_path)
 
 
-def test_an_embedding_model_is_known_by_its_architecture(library, tmp_path):
-    source = checkpoints.write(tmp_path / "e", config={"architectures": ["Qwen3Model"]}, template=None)
-    taken = library.import_model(source)
-    assert taken.task == "embed" and not taken.warnings
-
-
 def test_no_tokenizer_no_model(library, source):
     (source / "tokenizer.json").unlink()
     with pytest.raises(MissingTokenizer, match="copy the tokenizer files"):
@@ -210,56 +182,6 @@ def test_templates_that_run_away_or_break_out_are_refused(library, tmp_path, tem
     with pytest.raises(TemplateRefused, match=says):
         library.import_model(checkpoints.write(tmp_path / "source", template=template))
     assert nothing_there(tmp_path)
-
-
-def tokenizer_json(**parts):
-    model = {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"}
-    return json.dumps({"version": "1.0", "added_tokens": [], "model": model} | parts)
-
-
-def replaces(pattern, content):
-    return {"type": "Replace", "pattern": pattern, "content": content}
-
-
-def limited_trial(monkeypatch, of="train.convert.tokenizer_trial", **limits):
-    """Trials of this module with these limits in place of their own."""
-    run = subprocess.Popen
-
-    def limited(command, **how):
-        if command[3] != of:
-            return run(command, **how)
-        lowered = "".join(f"t.{name} = {value}\n" for name, value in limits.items())
-        given = ", ".join(map(repr, command[4:]))
-        return run([sys.executable, "-P", "-c", f"import {of} as t\n{lowered}t.main({given})"], **how)
-
-    monkeypatch.setattr("appliance.models.trial.subprocess.Popen", limited)
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}},
-        {"decoder": {"type": "Sequence", "decoders": [replaces({"String": "a"}, "a" * 100)] * 6}},
-    ],
-    ids=["an expression", "the decoder"],
-)
-def test_a_tokenizer_that_makes_endlessly_much_of_little_is_refused(library, tmp_path, monkeypatch, parts):
-    source = checkpoints.write(tmp_path / "source")
-    (source / "tokenizer.json").write_text(tokenizer_json(**parts))
-    limited_trial(monkeypatch, MEMORY_BYTES=1 << 30)  # what it fills until it is refused takes most of the time
-    with pytest.raises(TokenizerRefused, match="tokenizer.json: (reading short texts took|cannot read)"):
-        library.import_model(source)
-    assert nothing_there(tmp_path)
-
-
-def test_a_tokenizer_that_normalizes_as_others_do_is_taken(library, tmp_path):
-    source = checkpoints.write(tmp_path / "source")
-    steps = [{"type": "NFKD"}, {"type": "Prepend", "prepend": "\u2581"}, replaces({"String": " "}, "\u2581")]
-    steps += [replaces({"Regex": "[.,!?]"}, " . "), {"type": "Lowercase"}]
-    bytewise = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-    parts = {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": bytewise, "decoder": bytewise}
-    (source / "tokenizer.json").write_text(tokenizer_json(**parts))
-    assert not library.import_model(source).warnings
 
 
 def test_a_template_that_dislikes_the_trial_only_warns(library, tmp_path):
@@ -326,14 +248,6 @@ def test_too_little_disk_says_how_much(library, source, monkeypatch):
         library.import_model(source)
 
 
-@pytest.mark.parametrize("when", ["messages|length > 7", "tools"])
-def test_a_template_that_runs_away_only_for_some_conversations_is_refused(library, tmp_path, monkeypatch, when):
-    limited_trial(monkeypatch, "appliance.models.template_trial", CPU_S=1)
-    template = "{% if " + when + " %}" + _ENDLESS + "{% endif %}{{ messages[0].content }}"
-    with pytest.raises(TemplateRefused, match="CPU|RANGE|Range|range"):
-        library.import_model(checkpoints.write(tmp_path / "slow", template=template))
-
-
 def test_the_trial_renders_what_engines_render(library, tmp_path):
     """Templates that know no tools are served with a way to show them, by whose words a template can tell the two."""
     template = "{% if holder is defined %}" + _ENDLESS + "{% endif %}{{ messages[0].content }}"
@@ -342,28 +256,18 @@ def test_the_trial_renders_what_engines_render(library, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "given"),
+    ("file", "template"),
     [
-        ("tokenizer_config.json", {"default": "{{ messages }}", "tool_use": _ENDLESS}),
-        ("chat_template.json", _ENDLESS),
+        ("tokenizer_config.json", {"default": "{{ messages }}", "tool_use": "{% if %}"}),
+        ("chat_template.json", "{% if %}"),
     ],
 )
-def test_every_template_that_an_engine_may_take_is_tried(library, tmp_path, monkeypatch, file, given):
-    """transformers takes templates by name, one of them for requests with tools, and processors have their own."""
-    limited_trial(monkeypatch, "appliance.models.template_trial", CPU_S=1)
+def test_import_refuses_each_broken_template_that_an_engine_may_take(library, tmp_path, file, template):
     source = checkpoints.write(tmp_path / "named")
     before = json.loads((source / file).read_text()) if (source / file).is_file() else {}
-    (source / file).write_text(json.dumps(before | {"chat_template": given}))
-    with pytest.raises(TemplateRefused, match="CPU|range"):
+    (source / file).write_text(json.dumps(before | {"chat_template": template}))
+    with pytest.raises(TemplateRefused, match="line 1"):
         library.import_model(source)
-    assert nothing_there(tmp_path)
-
-
-def test_templates_by_name_come_in(library, tmp_path):
-    source = checkpoints.write(tmp_path / "named")
-    named = {"tool_use": "{{ tools }}", "default": checkpoints.TEMPLATE}
-    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert library.import_model(source).info["chat_template"] is True
 
 
 _SECRET = "/var/lib/appliance/first-key"
@@ -406,13 +310,6 @@ def test_layers_are_read_from_no_folder_elsewhere(library, tmp_path, folder, as_
     assert nothing_there(tmp_path)
 
 
-def test_modules_as_sentence_transformers_writes_them_come_in(library, tmp_path):
-    source = checkpoints.write(tmp_path / "source", config={"architectures": ["LlamaModel"]})
-    modules = [{"path": "", "type": "sentence_transformers.models.Transformer"}, {"path": "1_Pooling"}]
-    (source / "modules.json").write_text(json.dumps(modules))
-    assert library.import_model(source).task == "embed"
-
-
 def test_import_path_with_one_file_beside_the_shards_of_an_index_is_refused(library, tmp_path):
     """transformers would take the one file, engines the shards."""
     source = checkpoints.write(checkpoints.write(tmp_path / "source"), shards=2)
@@ -430,20 +327,6 @@ def test_an_engine_reads_the_config_that_was_checked(library, source):
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
     (source / "params.json").write_text('{"dim": 1048576, "n_layers": 1000}')
     assert not (library.import_model(source).path / "params.json").exists()
-
-
-def test_what_processors_were_saved_with_comes_in(library, source):
-    said = {
-        "processor_class": "Qwen2VLProcessor",
-        "image_processor": {"image_processor_type": "Qwen2VLImageProcessor", "size": {"shortest_edge": 56}},
-        "video_processor": {"draw_on_frames": True, "font": "Roboto-Regular.ttf"},
-        "_name_or_path": "/home/somebody/model",
-    }
-    (source / "processor_config.json").write_text(json.dumps(said))
-    (source / "audio_tokenizer_config.json").write_text(json.dumps({"audio_tokenizer_name_or_path": "/elsewhere"}))
-    taken = library.import_model(source)
-    assert (taken.path / "processor_config.json").exists()
-    assert not (taken.path / "audio_tokenizer_config.json").exists()
 
 
 def test_what_tokenizers_were_saved_with_comes_in(library, source):
@@ -467,53 +350,6 @@ def test_what_tokenizers_were_saved_with_comes_in(library, source):
     (source / "tokenizer_config.json").write_text(json.dumps(said))
     (source / "special_tokens_map.json").write_text(json.dumps(special))
     assert library.import_model(source).version == "v1"
-
-
-def without_tokenizer_json(source, **files):
-    (source / "tokenizer.json").unlink()
-    for name, text in files.items():
-        (source / name.replace("_", ".")).write_text(text)
-    return source
-
-
-def as_transformers_loads(source, kind):
-    """transformers looks whether a config's numbers fit each other."""
-    (source / "config.json").write_text(json.dumps(checkpoints.CONFIG | {"num_attention_heads": 2}))
-    (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
-
-
-def sentencepiece(path):
-    """A small tokenizer.model at `path`."""
-    made = io.BytesIO()
-    pytest.importorskip("sentencepiece").SentencePieceTrainer.train(
-        sentence_iterator=iter(["cde fgh b b c d e f"] * 50),
-        model_writer=made,
-        vocab_size=300,
-        model_type="unigram",
-        byte_fallback=True,
-        hard_vocab_limit=False,
-        minloglevel=4,
-    )
-    path.write_bytes(made.getvalue())
-
-
-@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "LlamaTokenizer"])
-def test_a_tokenizer_without_tokenizer_json_is_tried_and_taken(library, source, kind):
-    as_transformers_loads(source, kind)
-    if kind == "LlamaTokenizer":
-        sentencepiece(without_tokenizer_json(source) / "tokenizer.model")
-    else:
-        signs = {sign: number for number, sign in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-        vocab = json.dumps(signs | {"<|endoftext|>": len(signs)})
-        without_tokenizer_json(source, vocab_json=vocab, merges_txt="#version: 0.2\n")
-    assert library.import_model(source).version == "v1"
-
-
-def test_a_tokenizer_that_nobody_can_load_is_refused_by_name(library, source, tmp_path):
-    (without_tokenizer_json(source) / "tokenizer.model").write_bytes(b"\0garbage")
-    with pytest.raises(TokenizerRefused, match="tokenizer.model: cannot be loaded: ") as refused:
-        library.import_model(source)
-    assert ".staging" not in str(refused.value) and nothing_there(tmp_path)
 
 
 def test_a_trial_that_the_kernel_ended_says_so(library, source, monkeypatch):

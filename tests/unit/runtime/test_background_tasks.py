@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from runtime.background_tasks import LONGEST_PAUSE_S, STEADY_S, BackgroundTasks
+from runtime.background_tasks import PAUSES_S, STEADY_S, BackgroundTasks
 
 
 class Time:
@@ -43,7 +43,7 @@ async def test_what_it_raises_is_logged_by_name_and_it_is_begun_anew_later_and_l
 
     with caplog.at_level(logging.ERROR):
         await background.keep("tidying", fails_eight_times)
-    assert begun == 9 and time.slept == [1, 2, 4, 8, 16, 32, 60, 60] and time.slept[-1] == LONGEST_PAUSE_S
+    assert begun == 9 and time.slept == [1, 2, 4, 8, 16, 32, 60, 60] and time.slept[-1] == PAUSES_S[1]
     assert background.degraded() == []  # it came to its end
     first = caplog.records[0]
     assert "tidying failed, time 1 in a row; started again in 1 s" in first.message

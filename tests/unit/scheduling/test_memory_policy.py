@@ -105,3 +105,11 @@ def test_between_the_marks_nothing_moves():
     assert box.run(600) == [] and box.state.jobs == ("a",)
     box.others -= 5 * GB
     assert box.run(CALM_S + 2) == ["+job a"]
+
+
+def test_decide_gives_back_a_suspended_job_while_another_waits_for_more_than_there_is():
+    reading, waits = MemoryReading(24 * GB, 10 * GB), Holdings(job_wanted=20 * GB)
+    state, action = decide(reading, waits, MemoryState(jobs=("small",)), 0.0, RESERVE)
+    assert action is None
+    _, action = decide(reading, waits, state, CALM_S, RESERVE)
+    assert action is not None and (action.back, action.what) == (True, "small")

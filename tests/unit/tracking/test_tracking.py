@@ -118,15 +118,6 @@ def test_look_sends_a_job_from_its_begin_to_its_end(box: Box):
     }
 
 
-def test_look_of_a_new_process_sends_all_points_of_unended_jobs(box: Box):
-    job_id, tracker = box.start(1), Heard()
-    box.step(job_id, 1, 2)
-    box.follower(tracker).look()
-    box.step(job_id, 3)
-    box.follower(tracker).look()
-    assert [step for _, step in tracker.steps] == [1, 2, 3] and tracker.begun == [job_id] * 2
-
-
 def test_look_sends_steps_repeated_after_a_sudden_end_once(box: Box):
     job_id, tracker = box.start(1), Heard()
     follower = box.follower(tracker)
@@ -206,13 +197,6 @@ async def test_an_unfit_credentials_file_ends_the_exporter_with_the_reason(paths
     settings = TrackingSettings(mlflow_uri="http://127.0.0.1:9", credentials_file=str(file))
     with pytest.raises(ExporterEnded, match=fault):
         await run_exporter(settings, paths, {"PATH": os.environ["PATH"]})
-
-
-def test_credentials_are_read_from_a_file(tmp_path: Path):
-    file = tmp_path / "secrets"
-    file.write_text("# ours\nWANDB_API_KEY = 'abc'\nMLFLOW_TRACKING_TOKEN=d=e\n")
-    file.chmod(0o600)
-    assert tracking.read_credentials(file) == {"WANDB_API_KEY": "abc", "MLFLOW_TRACKING_TOKEN": "d=e"}
 
 
 def test_nothing_is_sent_out_unasked_and_no_password_is_in_an_address(tmp_path: Path):

@@ -23,7 +23,7 @@ def row(dim=8, value_dim=8, dtype=torch.float64):
     return [torch.randn(shape, generator=draw, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-def by_mask(query, key, value, window, scale=0.3):
+def by_mask(query, key, value, window, scale):
     """One call over the whole row, with the mask that says what may see what."""
     of = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     at = torch.arange(sum(LENGTHS))
@@ -55,7 +55,7 @@ def outcome(attend, **shape):
     return [out, *(tensor.grad for tensor in tensors)]
 
 
-def packed(query, key, value, window, scale=0.3):
+def packed(query, key, value, window, scale):
     return packed_attention(
         torch.nn.Module(), query, key, value, None, segments=SEGMENTS, scaling=scale, sliding_window=window
     )[0]
@@ -81,30 +81,18 @@ def varlen_by_hand(query, key, value, starts, keys_start, longest, longest_key, 
     return torch.cat(outs)
 
 
-def use_varlen(monkeypatch):
-    monkeypatch.setattr(attention, "_one_kernel", lambda query, value, dropout: True)
-    monkeypatch.setattr(attention.varlen, "varlen_attn", varlen_by_hand)
-
-
-@pytest.mark.parametrize("window", [None, 4, 100])
+@pytest.mark.parametrize(
+    ("window", "dim", "value_dim", "scale"),
+    [(None, 8, 8, 0.3), (4, 8, 8, 0.3), (100, 8, 8, 0.3), (None, 12, 8, None), (None, 6, 6, 0.3), (None, 8, 20, None)],
+    ids=["plain", "window", "wide window", "DeepSeek", "odd", "wide values"],
+)
 @pytest.mark.parametrize("one_kernel", [False, True], ids=["split", "varlen"])
-def test_a_row_equals_one_call_with_the_whole_mask(monkeypatch, window, one_kernel):
+def test_packed_attention_equals_one_call_with_the_whole_mask(monkeypatch, window, dim, value_dim, scale, one_kernel):
     if one_kernel:
-        use_varlen(monkeypatch)
-    wanted = outcome(lambda *tensors: by_mask(*tensors, window))
-    found = outcome(lambda *tensors: packed(*tensors, window))
-    for one, other in zip(found, wanted, strict=True):
-        assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize("dim, value_dim", [(12, 8), (6, 6), (8, 20)], ids=["DeepSeek", "odd", "wide values"])
-@pytest.mark.parametrize("one_kernel", [False, True], ids=["split", "varlen"])
-def test_heads_may_have_any_width_and_values_their_own(monkeypatch, one_kernel, dim, value_dim, scale):
-    if one_kernel:
-        use_varlen(monkeypatch)
+        monkeypatch.setattr(attention, "_one_kernel", lambda query, value, dropout: True)
+        monkeypatch.setattr(attention.varlen, "varlen_attn", varlen_by_hand)
     shape = {"dim": dim, "value_dim": value_dim}
-    wanted = outcome(lambda *tensors: by_mask(*tensors, None, scale), **shape)
-    found = outcome(lambda *tensors: packed(*tensors, None, scale), **shape)
+    wanted = outcome(lambda *tensors: by_mask(*tensors, window, scale), **shape)
+    found = outcome(lambda *tensors: packed(*tensors, window, scale), **shape)
     for one, other in zip(found, wanted, strict=True):
         assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)

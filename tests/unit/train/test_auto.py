@@ -134,16 +134,11 @@ def test_tensor_parallel_asks_for_every_weight_and_counts_groups_of_devices():
         assert caught.value.param == param
 
 
-def test_spec_refuses_what_is_not_one():
+@pytest.mark.parametrize("field, value", [("zero_stage", "2"), ("colour", 1)])
+def test_spec_refuses_other_fields_and_types(field, value):
     good = dataclasses.asdict(TrainSpec(**PLACE, device_kind="cpu"))
-    for change, match in (
-        ({"zero_stage": "2"}, "zero_stage"),
-        ({"colour": 1}, "colour"),
-    ):
-        with pytest.raises(InvalidSpec, match=match):
-            TrainSpec.from_dict(good | change)
-    with pytest.raises(InvalidSpec, match="base_path"):
-        TrainSpec.from_dict({"job_id": "j"})
+    with pytest.raises(InvalidSpec, match=field):
+        TrainSpec.from_dict(good | {field: value})
 
 
 TINY_DATA = DatasetStats(64, 3_245, 58)

@@ -13,7 +13,7 @@ from tests.train_support.tiny import make_model_dir
 from train.model.model import load_model
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
-from train.trainer.prepare import hold_base, refuse_unsafe
+from train.trainer.prepare import hold_base
 from weights.format.errors import VersionNotFound
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.segment import forget_mappings
@@ -58,12 +58,12 @@ def test_frozen_weights_are_the_stores_own_bytes_and_stay_until_the_rank_lets_go
 
 def test_a_rank_opens_nothing_that_names_other_files(tmp_path):
     spec = spec_of(make_model_dir(tmp_path / "base"), tmp_path)
-    refuse_unsafe(spec)
+    hold_base(spec)
     (tmp_path / "base" / "special_tokens_map.json").write_text(json.dumps({"vocab_file": "/box/first-key"}))
     with pytest.raises(UnsupportedModel, match="special_tokens_map.json: has 'vocab_file'.*model verify base"):
-        refuse_unsafe(spec)
+        hold_base(spec)
     made, adapter = make_model_dir(tmp_path / "made"), tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_model.bin").write_bytes(b"")
     with pytest.raises(UnsupportedModel, match="adapter_model.bin: a pickle"):
-        refuse_unsafe(replace(spec, base_path=str(made), base_adapter=str(adapter)))
+        hold_base(replace(spec, base_path=str(made), base_adapter=str(adapter)))

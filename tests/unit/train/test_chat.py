@@ -7,7 +7,6 @@ import pytest
 from tests.train_support.tiny import CHATML, tokenizer
 from train.data.chat import ChatEncoder, vocabulary_of
 from train.data.formats import BadRecord, to_chat
-from train.plan.errors import UnsupportedModel
 
 QUESTION = {"role": "user", "content": "hello"}
 TALK = {
@@ -233,11 +232,6 @@ def test_encode_of_a_message_that_the_template_leaves_out_is_refused(role):
 def test_encode_refuses_what_the_template_does_not_write(template, example, reason):
     with pytest.raises(BadRecord, match=reason):
         ChatEncoder(tokenizer(template)).encode(example)
-
-
-def test_encoder_of_a_model_without_a_template_is_refused():
-    with pytest.raises(UnsupportedModel):
-        ChatEncoder(tokenizer(None))
 
 
 def test_encode_tokenizes_a_prompt_that_ends_within_a_token_as_an_engine_does():

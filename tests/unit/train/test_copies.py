@@ -1,7 +1,9 @@
 """A rank's memory goes into a snapshot and comes back, wherever its elements are."""
 
+import pytest
 import torch
 
+from tests.unit.train.test_staging import Late
 from train.state import copies
 from weights.format.layout import Layout, TensorSpec
 from weights.format.slices import Strided, narrow, part
@@ -11,7 +13,12 @@ from weights.memory.store import WeightStore
 
 def test_copies_of_ranges_and_columns_round_trip(tmp_path):
     layout = Layout.plan(
-        [TensorSpec("a", "F32", (16, 4)), TensorSpec("b", "F32", (16, 4)), TensorSpec("odd", "F32", (3,))]
+        [
+            TensorSpec("a", "F32", (16, 4)),
+            TensorSpec("b", "F32", (16, 4)),
+            TensorSpec("odd", "F32", (3,)),
+            TensorSpec("half", "BF16", (5,)),
+        ]
     )
     flat, other, columns, odd = torch.randn(64), torch.randn(40), torch.randn(32), torch.randn(3)
     (last_two_columns,) = part(narrow((16, 4), 1, 2, 2), 0, 32)
@@ -21,6 +28,7 @@ def test_copies_of_ranges_and_columns_round_trip(tmp_path):
         ("a", Strided(24, 40, 40, 1), other),
         ("b", last_two_columns, columns),
         ("odd", Strided(0, 3, 3, 1), odd),
+        ("half", Strided(1, 4, 4, 1), torch.tensor([1.0, -2.0, 0.5, 0.0])),  # cast both ways
     ]
     store = WeightStore(tmp_path / "store", budget_bytes=None)
     with store.reserve(layout, kind="snapshot", model="j", version="1") as draft:
@@ -36,3 +44,21 @@ def test_copies_of_ranges_and_columns_round_trip(tmp_path):
             memory.zero_()
         copies.read(lease, pieces)
     assert all(torch.equal(memory, was) for (_, _, memory), was in zip(pieces, ours, strict=True))
+
+
+@pytest.mark.parametrize("dtype, code", [(torch.float32, "F32"), (torch.bfloat16, "BF16")])
+def test_copies_of_a_device_reach_every_file(tmp_path, monkeypatch, dtype, code):
+    monkeypatch.setattr(copies, "in_host_memory", lambda device: False)
+    monkeypatch.setattr(copies, "of_torch", lambda device: Late())
+    monkeypatch.setattr(copies, "_PART_BYTES", 256)
+    layout = Layout.plan([TensorSpec(name, code, (500,)) for name in "abc"], max_file_bytes=1000)
+    pieces = [(name, Strided(0, 500, 500, 1), torch.randn(500).to(dtype).float()) for name in "abc"]
+    store = WeightStore(tmp_path / "store", budget_bytes=None)
+    with store.reserve(layout, kind="snapshot", model="j", version="1") as draft:
+        copies.write(draft, pieces)
+        stored = draft.commit(meta={})
+    back = [(name, runs, torch.zeros_like(ours)) for name, runs, ours in pieces]
+    with store.lease(stored) as lease:
+        copies.read(lease, back)
+    assert len(layout.files) == 3
+    assert all(torch.equal(ours, was) for (_, _, ours), (_, _, was) in zip(back, pieces, strict=True))

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from tests.train_support.tiny import gsm8k
 from train.data.check import MAX_COUNTED_ERRORS, MAX_LISTED_ERRORS, check_training_file
 from train.data.formats import BadRecord, to_prompt
 from train.methods.methods import METHODS
@@ -122,10 +121,6 @@ def test_tools_survive_and_are_checked(tmp_path):
         (b"\xff\xfe{\x00}\x00", "UTF-16"),
         (b"\x1f\x8b\x08\x00", "gzip -dc FILE"),
         (b"PAR1\x15\x04", "pd.read_parquet"),
-        (b"\x28\xb5\x2f\xfd\0", "zstd -dc FILE"),
-        (b"PK\x03\x04 xl/workbook.xml", "pd.read_excel"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-        ("[{}]".encode("utf-16-le"), "iconv -f utf-16le"),
         (b"a\tb\n1\t2\n", "sep='\\t'"),
         (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", "deeper than 64"),
         (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "is not valid JSON"),
@@ -139,9 +134,7 @@ def test_tools_survive_and_are_checked(tmp_path):
         (b'{"prompt": "a"},\n{"prompt": "b"},\n', "a comma follows"),
         (b'{"prompt": "a"}{"prompt": "b"}\n', "several JSON values on one line"),
         (b'{"prompt": "a", "completion": "b", "prompt": "c"}', "the key 'prompt' twice"),
-        (b'{"messages": [{"role": "user", "content": "a", "content": "b:"}]}', "the key 'content' twice"),
         (b'{"data": [{"prompt": "a", "completion": "b"}]}', "jq -c '.data[]'"),
-        (b'{"messages": ' + b"9" * 900 + b"}", "not valid JSON"),
     ],
 )
 def test_hostile_files_are_refused_with_a_reason(tmp_path, content, reason):
@@ -182,13 +175,6 @@ def test_keys_that_no_shape_reads_are_counted_in_a_note(tmp_path):
     report = check_training_file(write(tmp_path / "f", *rows))
     assert report.ok and report.left_out == {"source": 12, "id": 6}
     assert [note for note in report.notes if "id (6), source (12)" in note]
-
-
-def test_gsm8k_as_published(tmp_path):
-    report = check_training_file(gsm8k(tmp_path / "g.jsonl", "train", 500), chat_path=tmp_path / "out")
-    assert report.ok and report.n_examples == 500 and report.shape == "question_answer"
-    assert 50_000 < report.n_tokens_estimate < 120_000
-    assert len(report.example_tokens) == 500 and sum(report.example_tokens) == report.n_tokens_estimate
 
 
 PAIR = {

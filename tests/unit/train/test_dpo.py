@@ -15,13 +15,11 @@ from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.control.progress import ControlSignals, Progress
 from train.data.chat import ChatEncoder
 from train.data.formats import BadRecord
-from train.data.packing import build_row
 from train.data.token_set import open_token_set
 from train.methods import packed_objective
 from train.methods.dpo import METHOD as DPO
-from train.methods.packed_objective import LogProbHead, SummedLogProbHead, to_batch
+from train.methods.packed_objective import LogProbHead, SummedLogProbHead
 from train.model.model import load_model, load_tokenizer
-from train.plan import auto
 from train.plan.errors import InvalidTrainingData, SnapshotMismatch
 from train.state import snapshot
 from train.trainer import train as training
@@ -93,10 +91,10 @@ def test_it_computes_what_trl_computes(tmp_path, monkeypatch):
         packing=False,
         data_order="given",
         learning_rate=1e-3,
-        adam_betas=(0.9, 0.999),
         precision="fp32",
     )
     monkeypatch.setattr(training, "learning_rate", lambda *_, **__: 1e-3)
+    monkeypatch.setattr("train.trainer.engine.ADAM_BETAS", (0.9, 0.999))
     told = []
     run = prepare(spec, lambda event, **data: told.append({"event": event, **data}), ControlSignals(), Progress())
     assert run.run()["outcome"] == "succeeded"
@@ -233,26 +231,3 @@ def test_pairs_that_a_cut_leaves_without_an_output_are_refused_by_line(tmp_path)
     with pytest.raises(BadRecord, match="non-preferred output"):
         ids = np.arange(9, dtype=np.int32)
         DPO.cut([(ids[:4], ids[:4] > 2), (ids, ids > 6)], 5)
-
-
-def test_its_defaults():
-    dataset, model = auto.DatasetStats(300, 60_000, 100), auto.ModelStats(7_000_000_000, 4096, device_kind="cpu")
-    few = DPO.resolve({}, auto.DatasetStats(12, 2_400, 100), model, 1)
-    fields = DPO.resolve({}, dataset, model, 1)
-    assert fields["options"] == {"beta": 0.1} and fields["n_epochs"] == 3
-    assert few["n_epochs"] == 10 and few["learning_rate"] > 2 * fields["learning_rate"], "or 12 pairs move nothing"
-    assert DPO.resolve({"full": True}, dataset, model, 1)["learning_rate"] == pytest.approx(5e-7)
-    assert DPO.resolve({"learning_rate": 1e-5}, dataset, model, 1)["learning_rate"] == 1e-5
-
-
-def test_padding_and_other_pairs_change_no_log_probability(tmp_path):
-    base = make_model_dir(tmp_path / "base", dtype=torch.float32)
-    spec = host_spec(base, precision="fp32", method="dpo", options={"beta": 0.1})
-    objective = DPO.objective(load_model(spec), spec.options)
-    draw = np.random.default_rng(0)
-    sides = [(draw.integers(3, 384, n).astype(np.int32), np.arange(n) >= 4) for n in (9, 14, 20, 7)]
-    with torch.no_grad():
-        rows = [build_row([sides], 128, 0, packing=True)]
-        rows += [build_row([sides[n : n + 2]], 64, 0, packing=True) for n in (0, 2)]
-        whole, *apart = [objective(to_batch(row, 1.0, "cpu") | {"as_reference": True}) for row in rows]
-    assert torch.allclose(whole, torch.cat(apart), rtol=1e-6)

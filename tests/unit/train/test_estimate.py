@@ -5,11 +5,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2MoeConfig
 from transformers.utils import logging as transformers_logging
 
+from tests.train_support.specs import host_spec
 from train.model.model import add_lora
 from train.plan import estimate
 from train.plan.auto import DatasetStats, ModelStats, resolve
 from train.plan.estimate import ModelShape
-from train.plan.spec import TrainSpec
 
 transformers_logging.set_verbosity_error()
 LLAMA_8B = ModelShape.from_config(
@@ -23,8 +23,6 @@ LLAMA_8B = ModelShape.from_config(
     },
     8_030_261_248,
 )
-PLACE = {"job_id": "j", "base_path": "b", "train_path": "t", "run_dir": "r", "shm_root": "s", "output_model": "o"}
-GB = 10**9
 
 
 def fields(**given):
@@ -43,17 +41,6 @@ def test_zero_shares_out_what_its_paper_says():
     assert alone.device_bytes > shared.device_bytes > two.device_bytes > three.device_bytes
 
 
-def test_offloaded_state_leaves_the_device():
-    kept = estimate.rank_memory(LLAMA_8B, fields(full=True, zero_stage=3), 8)
-    away = estimate.rank_memory(LLAMA_8B, fields(full=True, zero_stage=3, offload="optimizer"), 8)
-    further = estimate.rank_memory(LLAMA_8B, fields(full=True, zero_stage=3, offload="parameters"), 8)
-    assert kept.device_bytes - away.device_bytes == 12 * LLAMA_8B.n_parameters // 8
-    assert away.device_bytes - further.device_bytes == 2 * LLAMA_8B.n_parameters // 8
-    assert kept.host_bytes == 0
-    assert away.host_bytes == pytest.approx(20 * LLAMA_8B.n_parameters / 8)
-    assert further.host_bytes - away.host_bytes == 2 * LLAMA_8B.n_parameters // 8
-
-
 def test_buckets_of_a_reduction_hold_the_largest_parameter():
     full = fields(full=True, zero_stage=1) | {"device_kind": "cuda"}
     embedding = 128256 * 4096
@@ -70,15 +57,6 @@ def test_the_largest_parameter_is_found_as_transformers_builds_it():
             model = AutoModelForCausalLM.from_config(made)
         count, largest = model.num_parameters(), max(p.numel() for p in model.parameters())
         assert ModelShape.from_config(made.to_dict(), count).largest == pytest.approx(largest, rel=0.15)
-
-
-def test_the_store_holds_twelve_bytes_per_trained_parameter():
-    full, lora = fields(full=True), fields(full=False, lora_rank=16)
-    assert estimate.snapshot_bytes(LLAMA_8B, full) == 12 * LLAMA_8B.n_parameters
-    # 16 x (in + out) over q, k, v, o, gate, up and down of 32 layers: peft's count for Llama 3 8B.
-    assert estimate.trained_parameters(LLAMA_8B, lora) == 41_943_040
-    assert estimate.version_bytes(LLAMA_8B, full) == 2 * LLAMA_8B.n_parameters
-    assert LLAMA_8B.kv_bytes_per_token == 131_072
 
 
 def test_tensor_parallelism_cuts_all_but_embeddings_and_head():
@@ -125,7 +103,7 @@ def test_lora_is_counted_as_peft_makes_it(config, ffn):
     shape = ModelShape.from_config(config.to_dict(), sum(p.numel() for p in model.parameters()))
     assert (shape.ffn, shape.layers, shape.kv_heads, shape.head_dim) == (ffn, 3, 2, 16)
     with torch.device("meta"):
-        add_lora(model, TrainSpec(**PLACE, full=False, lora_rank=4, device_kind="cpu"))
+        add_lora(model, host_spec(full=False, lora_rank=4))
     made = sum(p.numel() for n, p in model.named_parameters() if "lora_" in n)
     counted = estimate.trained_parameters(shape, {"full": False, "lora_rank": 4})
     assert counted == made

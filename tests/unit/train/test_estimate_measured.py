@@ -18,7 +18,7 @@ from train.plan.estimate import ModelShape
 from train.plan.spec import TrainSpec
 from train.state import fragments
 from train.state.publish import publish
-from train.state.snapshot import snapshot_layout, write_snapshot, written_pieces
+from train.state.snapshot import snapshot_layout, write_snapshot
 from train.trainer.engine import build_engine
 from weights.memory.store import WeightStore
 
@@ -47,8 +47,7 @@ def test_what_is_held_and_written_is_what_was_estimated(tmp_path, family, stage,
     assert held == pytest.approx(memory.optimizer_bytes, rel=0.01)  # ZeRO pads its partitions
 
     store = WeightStore(spec.shm_root, budget_bytes=None)
-    layout = snapshot_layout(engine)
-    snapshot = write_snapshot(spec, store, layout, written_pieces(engine), step=1, tokens="")
+    snapshot = write_snapshot(engine, spec, store, snapshot_layout(engine, {}), {}, step=1, tokens="")
     assert 0 <= snapshot.bytes - estimate.snapshot_bytes(shape, asdict(spec)) < HEADERS_BYTES
     version = publish(engine, spec, store, version="v1", meta={})
     assert 0 <= version.bytes - estimate.version_bytes(shape, asdict(spec)) < HEADERS_BYTES

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from tests.train_support.specs import host_spec
-from tests.train_support.tiny import make_model_dir
+from tests.train_support.tiny import gradients, log_probs_of, make_model_dir
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
-from train.control.progress import ControlSignals, Progress
 from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
 from train.data.formats import BadRecord, shape_of, to_marked
@@ -18,7 +17,6 @@ from train.methods.kto import METHOD as KTO
 from train.methods.methods import METHODS, convert
 from train.methods.packed_objective import to_batch
 from train.model.model import load_model, load_tokenizer
-from train.trainer.prepare import prepare
 
 OPTIONS = {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5}
 ASK, GOOD = {"role": "user", "content": "2 and 2?"}, {"role": "assistant", "content": "4"}
@@ -41,23 +39,11 @@ def answers(count, seed=0):
     return made
 
 
-def log_prob(model, sequence):
-    ids, learnt = (torch.from_numpy(part) for part in sequence)
-    logits = model(ids.long()[None], segments=((0, len(ids)),)).logits[0, :-1].float()
-    return logits.log_softmax(-1).gather(1, ids[1:, None].long())[:, 0][learnt[1:]].sum()
-
-
-def gradients(model):
-    found = {name: weight.grad.clone() for name, weight in model.named_parameters()}
-    model.zero_grad()
-    return found
-
-
 @pytest.mark.parametrize("shift", [-2.0, 2.0], ids=["kl-above-0", "kl-clamped"])
 def test_kto_loss_and_gradients_match_trl(tmp_path, shift):
     model = load_model(host_spec(make_model_dir(tmp_path / "base", dtype=torch.float32), precision="fp32"))
     sequences = answers(6)
-    log_probs = torch.stack([log_prob(model, sequence) for sequence in sequences])
+    log_probs = torch.stack([log_probs_of(model, sequence).sum() for sequence in sequences])
     reference = (log_probs + shift + torch.linspace(-1, 1, 6)).detach()
     # KTOTrainer._compute_loss, with the matched pairs of the step in place of mismatched ones.
     kl = (log_probs - reference).mean().detach().clamp(min=0)
@@ -81,49 +67,6 @@ def test_kto_loss_and_gradients_match_trl(tmp_path, shift):
     assert found["kl"] == pytest.approx(kl.item(), abs=1e-4) and (kl > 0) == (shift < 0)
     right = (torch.cat((ratios[::2] - kl, kl - ratios[1::2])) > 0).float().mean().item()
     assert found["rewards/accuracies"] == pytest.approx(right)
-
-
-def trained(tmp_path, name, **fields):
-    """Events of a run over answers of which three in four are good, so that the KL term rises above 0."""
-    base, data = tmp_path / "base", tmp_path / "t.jsonl"
-    if not base.exists():
-        make_model_dir(base, dtype=torch.float32)
-        records = [{"prompt": f"{n} and {n}?", "completion": f"{2 * n}", "label": n % 4 != 0} for n in range(16)]
-        data.write_text("".join(json.dumps(KTO.convert(record, "unpaired")) + "\n" for record in records))
-    spec = host_spec(
-        base,
-        train_path=str(data),
-        valid_path=str(data),
-        run_dir=str(tmp_path / name),
-        shm_root=str(tmp_path / f"{name}-store"),
-        method="kto",
-        options=OPTIONS,
-        n_epochs=2,
-        batch_size=8,
-        max_length=64,
-        packing=False,
-        data_order="given",
-        learning_rate=1e-2,
-        precision="fp32",
-        **fields,
-    )
-    told = []
-    run = prepare(spec, lambda event, **data: told.append({"event": event, **data}), ControlSignals(), Progress())
-    assert run.run()["outcome"] == "succeeded"
-    run.close()
-    return told
-
-
-def test_kto_run_accumulation_keeps_losses(tmp_path):
-    whole, split = (trained(tmp_path, f"of-{size}", micro_batch=size) for size in (8, 1))
-    for event in ("metrics", "validation"):
-        one, other = ([told for told in events if told["event"] == event] for events in (whole, split))
-        assert len(one) == len(other) > 0
-        for name in ("loss", *KTO.metric_names):
-            assert [told[name] for told in one] == pytest.approx([told[name] for told in other], rel=1e-4, abs=1e-4)
-    steps = [told for told in whole if told["event"] == "metrics"]
-    assert steps[0]["loss"] == pytest.approx((1.5 * 6 + 0.5 * 2) / 16) and steps[0]["kl"] == pytest.approx(0, abs=1e-4)
-    assert max(step["kl"] for step in steps) > 0.1 and steps[-1]["rewards/margins"] > 0
 
 
 @pytest.mark.parametrize("record", UNPAIRED)

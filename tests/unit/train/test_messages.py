@@ -50,12 +50,6 @@ def test_read_messages_joins_calls_after_calls_and_gives_results_in_order():
     assert read_messages(listed)[1]["tool_calls"] == made[1]["tool_calls"]
 
 
-def test_read_messages_keeps_the_text_of_a_call_that_comes_after_an_answer():
-    said = {"from": "function_call", "value": '{"name": "gauge"}', "refusal": "I must not."}
-    made = read_messages([ASK, ANSWER, said])
-    assert [message["content"] for message in made[1:]] == [ANSWER["content"], "I must not."]
-
-
 def test_read_messages_finds_the_call_of_a_result_by_its_name():
     calls = {"role": "assistant", "tool_calls": [call("a", 1), call("b", 2, "scale")]}
     results = [{"role": "tool", "name": name, "content": "1"} for name in ("scale", "gauge")]
@@ -125,18 +119,6 @@ def test_answers_within_a_prompt_are_not_trained():
     assert [message.get("weight") for message in made] == [None, 0, None, None]
 
 
-def test_calls_of_a_query_are_calls():
-    record = {"query": "3?", "answers": '[{"name": "gauge", "arguments": {"line": 3}}]', "tools": [TOOL]}
-    assert to_chat(record, "query_calls")["messages"][1]["tool_calls"] == [call("call_1", 3)]
-
-
-@pytest.mark.parametrize("label", [True, "good"])
-def test_unpaired_preferences_are_refused_by_name(label):
-    for record in ({"messages": [ASK, ANSWER]}, {"prompt": "3?", "completion": "12"}):
-        with pytest.raises(BadRecord, match="has 'label': a mark of good and bad answers"):
-            to_chat(record | {"label": label}, shape_of(record))
-
-
 def test_left_out_names_keys_of_turns_parts_and_calls():
     turns = [
         {"role": "user", "content": [{"type": "text", "text": "3?", "cache": 1}], "language": "en", "name": ""},
@@ -180,38 +162,3 @@ def test_arguments_under_every_name_are_an_object(given, key):
 def test_arguments_that_are_not_an_object_are_refused(given):
     with pytest.raises(BadRecord, match="'gauge'"):
         read_messages([ASK, {"role": "assistant", "tool_calls": [{"name": "gauge", "arguments": given}]}])
-
-
-def test_keys_that_change_what_is_trained_are_refused():
-    for key in ("tool_responses", "masked", "prefix", "partial"):
-        with pytest.raises(BadRecord, match=key):
-            read_messages([ASK, ANSWER | {key: True}])
-    for key in ("loss_mask", "masked", "tool_defs", "available_tools"):
-        with pytest.raises(BadRecord, match=key):
-            to_chat({"messages": [ASK, ANSWER], key: [1, 0]})
-
-
-@pytest.mark.parametrize("key", ["choices", "opa", "documents"])
-@pytest.mark.parametrize("row", [{"question": "a", "answer": "b"}, {"instruction": "a", "output": "b"}])
-def test_to_chat_of_a_question_without_its_choices_or_texts_is_refused(row, key):
-    with pytest.raises(BadRecord, match=key):
-        to_chat({**row, key: ["c"]}, shape_of(row))
-    assert to_chat({**row, key: []}, shape_of(row)) == to_chat(row, shape_of(row))
-
-
-def test_to_chat_reads_messages_as_the_input_of_an_output():
-    row = {"input": [ASK], "output": "12", "system_prompt": "be kind"}
-    made = to_chat(row, shape_of(row))
-    assert [message["content"] for message in made["messages"]] == ["be kind", "3?", "12"]
-
-
-@pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
-def test_to_chat_reads_a_thought_beside_its_answer(key):
-    made = to_chat({"prompt": "a", "completion": "b", key: "so"}, "prompt_completion")
-    assert made["messages"][-1]["reasoning_content"] == "so"
-
-
-def test_to_chat_writes_a_result_that_is_an_object_as_json():
-    calls = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
-    made = to_chat({"messages": [ASK, calls, {"role": "tool", "content": {"n": 1}}, ANSWER]})
-    assert made["messages"][2]["content"] == '{"n": 1}'

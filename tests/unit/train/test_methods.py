@@ -90,3 +90,19 @@ def test_options_of_methods_have_names_of_their_own():
     for method in METHODS.values():
         names = [option.name for option in method.options]
         assert len({*names}) == len(names) and common.isdisjoint(names)
+
+
+@pytest.mark.parametrize(
+    ("method", "n", "given", "rate", "n_epochs"),
+    [
+        ("supervised", 300, {}, 1e-5, 3),
+        ("dpo", 300, {}, 5e-7, 3),
+        ("dpo", 12, {}, 1e-6, 10),  # or 12 pairs move nothing
+        ("dpo", 300, {"learning_rate": 1e-5}, 1e-5, 3),
+        ("orpo", 300, {}, 5e-6, 3),
+    ],
+)
+def test_resolve_of_each_method_has_its_own_rate(method, n, given, rate, n_epochs):
+    model = auto.ModelStats(7_000_000_000, 4096, device_kind="cpu")
+    fields = METHODS[method].resolve({"full": True} | given, auto.DatasetStats(n, 200 * n, 100), model, 1)
+    assert (fields["learning_rate"], fields["n_epochs"]) == (pytest.approx(rate), n_epochs)

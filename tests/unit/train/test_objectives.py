@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from tests.train_support.specs import host_spec
-from tests.train_support.tiny import make_model_dir
+from tests.train_support.tiny import gradients, make_model_dir
 from train.data.packing import build_row
 from train.methods import packed_objective
 from train.methods.packed_objective import to_batch
@@ -46,12 +46,6 @@ def plain_loss(model, ids, mask):
     logits = model(input_ids=tokens, use_cache=False).logits[0].float()
     model.set_attn_implementation("packed")
     return functional.cross_entropy(logits[:-1], labels[1:], reduction="sum")
-
-
-def gradients(model):
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    return found
 
 
 @pytest.mark.parametrize("rows, held", [(1000, 1000), (7, 1000), (7, 20), (7, 7)])
@@ -113,16 +107,6 @@ def test_what_stands_in_one_example_never_reaches_another(spec):
         after_b = objective(to_batch(build_row([[(b[0], b[1] & False), a]], 128, 0, packing=True), 1.0, "cpu"))
         after_c = objective(to_batch(build_row([[(c[0], c[1] & False), a]], 128, 0, packing=True), 1.0, "cpu"))
     assert after_b == after_c and torch.allclose(alone, after_b, rtol=1e-6)
-
-
-def test_heads_with_extras_go_through_the_models_own_forward(spec):
-    model = load_model(spec)
-    row = build_row([examples(2)], 128, 0, packing=True)
-    fused = SUPERVISED.objective(model, {})
-    with torch.no_grad():
-        expected = fused(to_batch(row, 1.0, "cpu"))
-        fused._fused = False
-        assert torch.allclose(fused(to_batch(row, 1.0, "cpu")), expected, rtol=1e-5)
 
 
 def test_lora_freezes_all_but_its_factors_and_starts_as_the_base(spec, tmp_path):

@@ -5,13 +5,11 @@ import pytest
 import torch
 
 from tests.train_support.specs import host_spec
-from tests.train_support.tiny import make_model_dir
+from tests.train_support.tiny import gradients, log_probs_of, make_model_dir
 from train.data.packing import build_row
 from train.methods.orpo import METHOD as ORPO
 from train.methods.packed_objective import to_batch
 from train.model.model import load_model
-from train.plan import auto
-from train.plan.errors import InvalidHyperparameter
 
 BETA = 0.3
 
@@ -23,25 +21,12 @@ def pairs(count, seed=0):
     return [(draw.integers(3, 250, size).astype(np.int32), np.arange(size) >= 4) for size in sizes]
 
 
-def log_prob_of_tokens(model, sequence):
-    ids, learnt = (torch.from_numpy(part) for part in sequence)
-    logits = model(ids.long()[None], segments=((0, len(ids)),)).logits[0, :-1].float()
-    picked = logits.log_softmax(-1).gather(1, ids[1:, None].long())[:, 0]
-    return picked[learnt[1:]]
-
-
 def trl_terms(model, sequences):
     """(negative log-likelihood, log odds) of each pair, as TRL's ORPOTrainer.odds_ratio_loss writes them."""
-    means = torch.stack([log_prob_of_tokens(model, sequence).mean() for sequence in sequences])
+    means = torch.stack([log_probs_of(model, sequence).mean() for sequence in sequences])
     chosen, rejected = means[::2], means[1::2]
     log_odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
     return -chosen, log_odds
-
-
-def gradients(model):
-    found = {name: weight.grad.clone() for name, weight in model.named_parameters()}
-    model.zero_grad()
-    return found
 
 
 @pytest.fixture
@@ -87,13 +72,3 @@ def test_orpo_certain_output_has_finite_gradients():
     loss, _ = ORPO.loss(log_probs, {"sequence_sizes": (2, 2, 2, 2)}, {"beta": BETA})
     loss.backward()
     assert loss.isfinite() and log_probs.grad.isfinite().all()
-
-
-def test_orpo_defaults():
-    dataset, model = auto.DatasetStats(300, 60_000, 100), auto.ModelStats(7_000_000_000, 4096, device_kind="cpu")
-    fields = ORPO.resolve({"full": True}, dataset, model, 1)
-    assert fields["options"] == {"beta": 0.1} and not ORPO.needs_reference
-    assert fields["learning_rate"] == pytest.approx(5e-6)
-    with pytest.raises(InvalidHyperparameter) as refused:
-        ORPO.resolve({"beta": 11}, dataset, model, 1)
-    assert refused.value.param == "beta"

@@ -1,9 +1,4 @@
-"""What is trained under TRL's chat templates, beside the marks of its own training templates.
-
-TRL's wheel has the templates of common families, each with a twin that has `{% generation %}` around what its authors
-train. They differ from ours in known ways: marks may begin at the header of a turn, which the generation prompt already
-has, and they leave out thoughts that a template drops from earlier turns.
-"""
+"""What is trained under the chat templates of common families, which TRL's wheel has."""
 
 from __future__ import annotations
 
@@ -109,17 +104,13 @@ REFUSED = {
 }
 
 
-def source(family, *, twin=False):
-    return (TEMPLATES / f"{family}{'_training' if twin else ''}.jinja").read_text()
-
-
 def ends_of(family):
     return next((ends for prefix, ends in ENDS.items() if family.startswith(prefix)), ("<|im_end|>",))
 
 
 @cache
-def encoder_of(family, own_tokens=True):
-    template = source(family)
+def encoder_of(family, own_tokens):
+    template = (TEMPLATES / f"{family}.jinja").read_text()
     words = tokenizer(template)
     words.bos_token = "<|pad|>"
     if own_tokens:
@@ -152,11 +143,13 @@ def trained(encoder, messages):
 CASES = [(family, name) for family in FAMILIES for name in CONVERSATIONS if name not in REFUSED.get(family, ())]
 
 
+@pytest.mark.parametrize("own_tokens", [True, False], ids=["own tokens", "base model"])
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_encode_under_a_public_template_trains_each_answer_and_its_end(family, name):
+def test_encode_under_a_public_template_trains_each_answer_and_its_end(family, name, own_tokens):
+    """A base model that is given a chat template lacks its tokens: an engine can stop only at the tokenizer's end."""
     messages = CONVERSATIONS[name]
     answers = [message for message in messages if message["role"] == "assistant"]
-    found = trained(encoder_of(family), messages)
+    found = trained(encoder_of(family, own_tokens), messages)
     assert len(found) == len(answers)
     for (_, text), answer in zip(found, answers, strict=True):
         calls = answer.get("tool_calls", [])
@@ -164,80 +157,14 @@ def test_encode_under_a_public_template_trains_each_answer_and_its_end(family, n
         assert text.count("read_gauge") >= len(calls)
         for call in calls:
             assert str(json.loads(call["function"]["arguments"])["line"]) in text
-        end = ends_of(family)[-1 if calls else 0]
+        end = ends_of(family)[-1 if calls else 0] if own_tokens else "<|im_end|>"
         assert text.endswith(end) and text.count(end) == 1
         for other in messages:  # nothing that others said
             if other["role"] != "assistant":
                 assert other["content"] not in text
 
 
-def marked(family, messages):
-    """What is marked in the twin's rendering of the conversation, one text for each run of marks."""
-    words = encoder_of(family).tokenizer
-    rendered = []
-    for message in messages:
-        calls = [
-            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
-            for call in message.get("tool_calls", ())
-        ]
-        if family == "deepseek_r1_distill":  # adds arguments to a text
-            calls = message.get("tool_calls", [])
-        one = {**message, **({"thinking": message["reasoning_content"]} if "reasoning_content" in message else {})}
-        if calls:
-            one |= {
-                "tool_calls": calls,
-                "content": message["content"] or (None if family.startswith("deepseek") else ""),
-            }
-        if family in {"idefics3", "llava_next", "smolvlm"}:
-            one["content"] = [{"type": "text", "text": message["content"]}]
-        rendered.append(one)
-    tools = [TOOL] if any("tool_calls" in message for message in messages) else None
-    options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    found = words.apply_chat_template(rendered, tools=tools, chat_template=source(family, twin=True), **options)
-    runs = re.finditer("1+", "".join(map(str, found["assistant_masks"])))
-    return [words.decode(found["input_ids"][run.start() : run.end()]) for run in runs]
-
-
-_ENDS = re.compile(r"(\s*<[^\s<>]+>)+\s*$")
-# Their templates have no tools: engines and ranks are shown them in a way of our own.
-OWN_CALLS = {"cohere", "cohere2", "gemma", "gemma3", "llama3", "phi3", "phi3_5", "qwen2_5_vl"}
-# gpt-oss's drops what was said and thought before a call once it is answered, and so its twin does not mark it.
-DROPPED = {("gptoss", "call with words"), ("gptoss", "thought and call")}
-COMPARED = [case for case in CASES if case not in DROPPED and not (case[0] in OWN_CALLS and case[1] in NO_CALLS)]
-
-
-@pytest.mark.parametrize(("family", "name"), COMPARED)
-def test_encode_under_a_public_template_trains_what_its_marks_do(family, name):
-    messages = CONVERSATIONS[name]
-    theirs = "".join(marked(family, messages))
-    at = 0
-    for (_, ours), answer in zip(
-        trained(encoder_of(family), messages), [m for m in messages if m["role"] == "assistant"], strict=True
-    ):
-        thought = answer.get("reasoning_content", "")
-        body = _ENDS.sub("", ours)
-        if thought and thought not in theirs:  # dropped from an earlier turn
-            body = body[body.index(answer["content"] or "<", body.index(thought) + len(thought)) :]
-        # The same text, less an empty thought that one of both begins with.
-        text = next((body[n:] for n in range(len(body)) if theirs.find(body[n:], at) >= 0), "")
-        assert text and (answer["content"] or "read_gauge") in text
-        assert text == body or not re.sub(r"</?think>|\s", "", body[: -len(text)])
-        at = theirs.find(text, at) + len(text)
-
-
 @pytest.mark.parametrize(("family", "name"), [(f, n) for f, names in REFUSED.items() for n in sorted(names)])
 def test_encode_refuses_what_a_public_template_cannot_write(family, name):
     with pytest.raises(BadRecord, match="template"):
-        trained(encoder_of(family), CONVERSATIONS[name])
-
-
-@pytest.mark.parametrize(("family", "name"), CASES)
-def test_encode_with_a_tokenizer_without_the_templates_tokens_ends_with_its_own(family, name):
-    """As of a base model that is given a chat template: an engine can stop only at the tokenizer's end."""
-    messages = CONVERSATIONS[name]
-    found = trained(encoder_of(family, own_tokens=False), messages)
-    answers = [message for message in messages if message["role"] == "assistant"]
-    assert len(found) == len(answers)
-    for (_, text), answer in zip(found, answers, strict=True):
-        assert answer["content"] in text
-        assert text.endswith("<|im_end|>") and text.count("<|im_end|>") == 1
+        trained(encoder_of(family, own_tokens=True), CONVERSATIONS[name])

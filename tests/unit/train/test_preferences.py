@@ -1,16 +1,12 @@
 """Pairs of outputs in every shape become two chats with one prompt, of which only the outputs are learnt."""
 
-import gzip
 import json
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from tests.train_support.tiny import shared_data
-from train.data.check import check_training_file
 from train.data.formats import BadRecord, to_pair
-from train.methods.dpo import METHOD as DPO
 
 QUESTION = {"role": "user", "content": "2 and 2?"}
 RIGHT, WRONG = ({"role": "assistant", "content": text} for text in ("4", "5"))
@@ -93,13 +89,3 @@ def test_several_calls_at_once_are_refused_where_the_input_allows_one():
         record = OPENAI | {"input": {"messages": [QUESTION], "parallel_tool_calls": allowed}, "preferred_output": many}
         with nullcontext() if allowed else pytest.raises(BadRecord, match="parallel_tool_calls"):
             assert len(to_pair(record)) == 2
-
-
-def test_real_pairs_of_the_sharegpt_shape(tmp_path):
-    source = tmp_path / "pairs.json"
-    source.write_bytes(gzip.decompress((shared_data() / "finetune" / "dpo_en_demo.json.gz").read_bytes()))
-    report = check_training_file(source, chat_path=tmp_path / "out", convert=DPO.convert)
-    lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()] if report.ok else []
-    assert report.ok and len(lines) == report.n_examples == 300, report.errors[:3]
-    for chosen, rejected in (line["sequences"] for line in lines):
-        assert chosen["messages"][:-1] == rejected["messages"][:-1] and chosen != rejected

@@ -89,13 +89,6 @@ def test_steps_do_not_depend_on_the_world_size(n_packs, batch, epochs):
                 assert sorted(shared) == whole
 
 
-def test_epochs_are_shuffled_anew_and_seeds_differ():
-    plan = StepPlan(64, 64, 1, 2, seed=1)
-    assert plan.packs_of_step(0).tolist() != plan.packs_of_step(1).tolist()
-    assert plan.packs_of_step(0).tolist() != StepPlan(64, 64, 1, 2, seed=2).packs_of_step(0).tolist()
-    assert plan.packs_of_step(1).tolist() == StepPlan(64, 64, 1, 2, seed=1).packs_of_step(1).tolist()
-
-
 def test_a_row_restarts_positions_and_learns_nothing_across_examples():
     first = (np.array([5, 6, 7]), np.array([True, False, True]))
     second = (np.array([8, 9]), np.array([True, True]))

@@ -53,22 +53,23 @@ class Late(Cpu):
 def test_every_piece_arrives_whole_though_buffers_are_used_again(count):
     kind, source = Late(), torch.randn(count, 64)
     target, back = torch.zeros_like(source), torch.zeros(count, 64).as_subclass(LateBuffer)
-    with StagingRing(kind, 64, lambda to, of: to.copy_(of)) as ring:
+    with StagingRing(kind, 64) as ring:
         for n in range(count):
-            ring.to_host(target[n], source[n])
+            ring.to_host(source[n], target[n].copy_)
     assert torch.equal(target, source) and kind.waits >= count
     kind = Late()
-    with StagingRing(kind, 64, lambda to, of: to.as_subclass(torch.Tensor).copy_(of)) as ring:
+    with StagingRing(kind, 64) as ring:
         for n in range(count):
-            ring.to_device(back[n], target[n])
+            fill = lambda buffer, n=n: buffer.as_subclass(torch.Tensor).copy_(target[n])  # noqa: E731
+            ring.to_device(back[n], fill, torch.float32)
     assert torch.equal(back.as_subclass(torch.Tensor), source)
 
 
 def test_a_failed_copy_is_raised_and_no_thread_is_left():
-    def fails(target, source):
+    def fails(buffer):
         raise OSError("no space")
 
     before = threading.active_count()
-    with pytest.raises(OSError, match="no space"), StagingRing(Late(), 8, fails) as ring:
-        ring.to_host(torch.zeros(8), torch.ones(8))
+    with pytest.raises(OSError, match="no space"), StagingRing(Late(), 8) as ring:
+        ring.to_host(torch.ones(8), fails)
     assert threading.active_count() == before

@@ -22,26 +22,6 @@ def refused():
     raise AssertionError("the set is there: nothing to tokenise")
 
 
-def opener(tmp_path, data, max_length, packing, method):
-    """Opens the set again and again; `encoder` is what makes the encoder, if it is asked."""
-
-    def opened(encoder):
-        return open_token_set(
-            data,
-            tmp_path / "base",
-            encoder,
-            tmp_path / "tokens",
-            method,
-            max_length=max_length,
-            packing=packing,
-            rank=0,
-            world_size=1,
-            barrier=lambda: None,
-        )
-
-    return opened
-
-
 @pytest.mark.parametrize("method", [name for name in METHODS if not method_of(name).rolls_out])
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_set_is_opened_again_without_its_tokenizer(tmp_path, packing, method):
@@ -49,8 +29,11 @@ def test_a_set_is_opened_again_without_its_tokenizer(tmp_path, packing, method):
     data = METHODS[method][0](tmp_path / "train.jsonl", 40)
     sides = method_of(method).sequences
     encoder = ChatEncoder(load_tokenizer(str(base)))
-    opened = opener(tmp_path, data, 64, packing, method_of(method))
-    first, again = opened(lambda: encoder), opened(refused)
+    how = {"max_length": 64, "packing": packing, "rank": 0, "world_size": 1, "barrier": lambda: None}
+    first, again = (
+        open_token_set(data, base, made, tmp_path / "tokens", method_of(method), **how)
+        for made in (lambda: encoder, refused)
+    )
     lengths = np.diff(first._offsets).reshape(-1, sides).sum(1)
     assert first.n_examples == len(lengths)
     expected = plan_packs(lengths, 64 * sides, packing=packing)
@@ -65,19 +48,6 @@ def test_a_set_is_opened_again_without_its_tokenizer(tmp_path, packing, method):
         assert again.tokens_in(np.array([number])) == sum(int(lengths[index]) for index in pack)
     whole = np.arange(len(expected))
     assert again.labels_in(whole) == first.labels_in(whole) > 0
-
-
-def test_prompts_of_which_nothing_is_learnt_are_opened_again_as_they_were(tmp_path):
-    base, method = make_model_dir(tmp_path / "base"), method_of("reinforcement")
-    write, options = METHODS["reinforcement"]
-    data = write(tmp_path / "train.jsonl", 40)
-    encoder = ChatEncoder(load_tokenizer(str(base)))
-
-    opened = opener(tmp_path, data, method.data_length(96, options), False, method)
-    first, again = opened(lambda: encoder), opened(refused)
-    assert first.n_examples == again.n_examples == 40
-    assert [pack.tolist() for pack in again.packs] == [pack.tolist() for pack in first.packs]
-    assert len(again.packs) == 40, "each prompt is a pack of its own"
 
 
 def letters(text):
@@ -130,26 +100,19 @@ class World:
         )
 
 
-def sorted_file(folder, lines, power=2):
+def sorted_file(folder, lines):
     data = folder / "train.jsonl"
-    data.write_text("".join(f'"{"x" * number**power}"\n' for number in range(lines)))
+    data.write_text("".join(f'"{"x" * number**2}"\n' for number in range(lines)))
     return data
 
 
-@pytest.mark.parametrize("block_bytes", [7, 1 << 18])
 @pytest.mark.parametrize("lines", [0, 1, 90])
-def test_each_line_is_in_one_block_whatever_their_sizes(tmp_path, monkeypatch, lines, block_bytes):
-    monkeypatch.setattr(token_set, "_BLOCK_BYTES", block_bytes)
-    data, lengths = sorted_file(tmp_path, lines), []
-    blocks = token_set._blocks(data.stat().st_size)
-    assert len(blocks) <= token_set._MOST_BLOCKS
-    for begin, end in blocks:
-        lengths += [len(line) - len('""\n') for line in token_set._lines(data, begin, end)]
-    assert lengths == [number * number for number in range(lines)], "each line once, in order"
-    world = World(data, tmp_path, 4)
+def test_token_set_blocks_hold_each_line_once(tmp_path, monkeypatch, lines):
+    monkeypatch.setattr(token_set, "_BLOCK_BYTES", 7)
+    world = World(sorted_file(tmp_path, lines), tmp_path, 4)
     for rank in range(4):
         world.rank(rank)
-    assert sorted(sum(world.encoded, [])) == lengths
+    assert sorted(sum(world.encoded, [])) == [number * number for number in range(lines)]
 
 
 def test_a_start_that_was_given_up_goes_on_where_it_was(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.ui.site import CONTENT_SECURITY, CONTENT_TYPES, DOCUMENT, STATIC, read_site, site
+from appliance.ui.site import CONTENT_TYPES, DOCUMENT, STATIC, read_site, site
 
 SCRIPTS = sorted(path for path in STATIC.rglob("*.js") if path.parent.name != "vendor")
 LANGUAGES = ("en", "zh-CN")
@@ -35,12 +35,6 @@ def test_the_document_names_only_files_that_are_there():
     named = re.findall(r'(?:href|src)="([^"]+)"', document)
     assert len(named) > 4 and {name.encode() for name in named} <= site().keys()
     assert "{{" not in document
-
-
-def test_scripts_import_only_files_that_are_there():
-    for path in SCRIPTS:
-        for name in re.findall(r'from "(\.[^"]+)"', path.read_text()):
-            assert (path.parent / name).resolve().is_relative_to(STATIC) and (path.parent / name).exists(), (path, name)
 
 
 def test_every_file_has_its_content_type_and_is_kept_for_ever_but_for_the_document():
@@ -80,14 +74,6 @@ def with_imports(page: str) -> set[str]:
 
 
 # --- what it may do
-
-
-def test_the_policy_lets_nothing_in_from_elsewhere_and_no_text_become_code():
-    policy = dict(part.strip().split(" ", 1) for part in CONTENT_SECURITY.decode().split(";"))
-    assert policy["default-src"] == "'none'" and policy["require-trusted-types-for"] == "'script'"
-    assert {policy[name] for name in ("script-src", "style-src", "connect-src", "img-src")} == {"'self'"}
-    assert {policy[name] for name in ("frame-ancestors", "base-uri", "form-action", "trusted-types")} == {"'none'"}
-    assert "unsafe" not in CONTENT_SECURITY.decode()
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from train.data_checks.check import Check
 from train.data_checks.process import CHECKS, carried_out
@@ -20,28 +21,17 @@ def write(path: Path, *records: Any) -> Path:
     return path
 
 
-def read(path: Path) -> Check:
+def repeats(path: Path) -> dict[int, int]:
+    """By the index of each (near) duplicate that of the example before it."""
     check = Check(CHECKS, convert)
-    check.read(path)
-    return check
+    with patch("train.data_checks.check._MOST_SHOWN", 10**6):
+        check.read(path)
+    found = [one for name in ("duplicates", "near_duplicates") for one in check.found[name].first]
+    return {one["line"] - 1: one["of"] - 1 for one in found}
 
 
 def checked(path: Path, **options: Any) -> dict[str, Any]:
     return carried_out({"file": str(path), "check": {name: _plain(value) for name, value in options.items()}})
-
-
-def prepared(
-    path: Path, *, out: Path, drop: tuple[str, ...] = (), mask: bool = False, split: float | None = None
-) -> dict[str, Any]:
-    return carried_out(
-        {
-            "file": str(path),
-            "check": {},
-            "prepare": {"drop": drop, "mask": mask, "split": split},
-            "targets": [str(out), *([str(out.with_suffix(".valid.jsonl"))] if split is not None else [])],
-            "lineage": str(out.with_suffix(".lineage.json")),
-        }
-    )
 
 
 def _plain(value: Any) -> Any:

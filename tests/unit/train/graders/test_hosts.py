@@ -9,10 +9,12 @@ from typing import Any
 import psutil
 import pytest
 
+from train.graders import hosts as hosts_module
 from train.graders import worker
+from train.graders.errors import GradingErrors
 from train.graders.graders import parse
-from train.graders.grading import ModelAnswer
-from train.graders.hosts import MAX_BUSY, ForkBroke, GraderHosts
+from train.graders.grading import Graded, ModelAnswer
+from train.graders.hosts import MAX_BUSY, Bounds, ForkBroke, GraderHosts
 from train.graders.templates import Sample
 
 SAME = {"type": "string_check", "name": "c", "input": "{{sample.output_text}}", "reference": "{{item}}"}
@@ -55,7 +57,7 @@ async def test_after_a_worker_that_died_another_grades(hosts: GraderHosts) -> No
 @needs_confinement
 async def test_a_request_given_up_ends_its_processes(hosts: GraderHosts) -> None:
     slow = asyncio.create_task(hosts.grade("ann", python("while True: pass"), [(Sample(""), None)]))
-    child = psutil.Process(await _child_of(await _handler(hosts)))
+    child = psutil.Process(await _child_of(hosts))
     slow.cancel()
     with pytest.raises(asyncio.CancelledError):
         await slow
@@ -63,16 +65,68 @@ async def test_a_request_given_up_ends_its_processes(hosts: GraderHosts) -> None
     await asyncio.to_thread(child.wait, 10)
 
 
-async def _handler(hosts: GraderHosts) -> int:
-    while hosts._process is None:
-        await asyncio.sleep(0.01)
-    return await _child_of(hosts._process.pid)
-
-
-async def _child_of(pid: int) -> int:
-    while not (found := psutil.Process(pid).children()):
+async def _child_of(hosts: GraderHosts) -> int:
+    while hosts._process is None or not (found := psutil.Process(hosts._process.pid).children()):
         await asyncio.sleep(0.01)
     return found[0].pid
+
+
+@needs_confinement
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import os; os.write(3, b'[' * 15000); os._exit(0)",
+        "import os; os.write(3, b'[{\"reward\": {}}]\\n'); os._exit(0)",
+        "import os\n    while True: os.write(3, b'x' * 4096)",
+        "import time; time.sleep(60)",
+    ],
+)
+async def test_grade_code_without_a_result_is_its_own_error(
+    hosts: GraderHosts, body: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts_module, "TIME_S", 1)
+    (graded,) = await hosts.grade("ann", python(body), [(Sample(""), None)])
+    assert graded.errors.python_grader_runtime_error and graded.reward == 0
+
+
+@pytest.mark.parametrize(
+    ("loops", "run", "rewards"),
+    [
+        # Devices waited two minutes for each of a step's answers, and a step may have thousands.
+        ("abcde", 3, [0] * 5),
+        # A grader that runs what the model wrote meets answers that loop.
+        ("bcde", 5, [1, 0, 0, 0, 0]),
+    ],
+    ids=["always", "some answers"],
+)
+async def test_grade_code_that_never_ends_is_not_run_for_every_answer(
+    hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch, loops: str, run: int, rewards: list[int]
+) -> None:
+    """loops: the answers of which it never ends."""
+
+    async def graded(grader: object, rows: list[dict[str, Any]], *_: object) -> list[Graded]:
+        if rows[0]["sample"]["output_text"] in loops:
+            raise ForkBroke("it took longer than 120 s")
+        return [Graded(1.0, True)]
+
+    monkeypatch.setattr(hosts, "_graded", graded)
+    found = await hosts.grade("ann", python("return 1"), [(Sample(text), None) for text in "abcde"])
+    assert [one.reward for one in found] == rewards
+    assert sum(one.errors.python_grader_runtime_error for one in found) == run - sum(rewards)
+    assert sum(one.errors.other_error for one in found) == len(found) - run
+
+
+async def test_grade_samples_without_code_that_break_their_process_are_graded_alone(
+    hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def graded(grader: object, rows: list[dict[str, Any]], *_: object) -> list[Graded]:
+        if any(row["item"] == "bad" for row in rows):
+            raise ForkBroke("its process ended without a result")
+        return [Graded(1.0, True)] * len(rows)
+
+    monkeypatch.setattr(hosts, "_graded", graded)
+    found = await hosts.grade("ann", CHECK, [(Sample(""), item) for item in ("good", "bad", "good")])
+    assert [one.reward for one in found] == [1, 0, 1] and found[1].errors == GradingErrors(other_error=True)
 
 
 @needs_confinement
@@ -85,7 +139,7 @@ async def test_code_is_told_nothing_of_where_the_box_is(hosts: GraderHosts, monk
 async def test_a_schema_that_takes_for_ever_is_ended(hosts: GraderHosts) -> None:
     """By what it computes, so that a busy machine refuses no honest one."""
     with pytest.raises(ForkBroke, match="1 s of CPU"):
-        await hosts.refused_items("ann", {"pattern": "(a+)+$"}, ["a" * 64 + "b"], cpu_s=1)
+        await hosts.refused_items("ann", {"pattern": "(a+)+$"}, ["a" * 64 + "b"], Bounds(300, cpu_s=1))
     found = await hosts.refused_items("ann", {"type": "string"}, ["a", 1])
     assert found == [(1, "item: 1 is not of type 'string'")]
 
@@ -95,11 +149,11 @@ async def test_an_owner_that_grades_for_minutes_keeps_no_other_waiting(
 ) -> None:
     end, begun = asyncio.Event(), list[str]()
 
-    async def ask(head: dict[str, Any], samples: list[Any], *_: Any) -> bytes:
+    async def ask(head: dict[str, Any], samples: list[Any], *_: Any, **__: Any) -> bytes:
         begun.append(samples[0]["item"] if samples else "checked")
         if samples:
             await end.wait()
-        return b"[]"
+        return b'[{"reward": 1, "passed": true}]' if samples else b'""'
 
     monkeypatch.setattr(hosts, "_ask", ask)
 

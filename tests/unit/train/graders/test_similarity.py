@@ -11,7 +11,7 @@ def test_rouge_of_the_example_in_the_rouge_score_package() -> None:
     """https://pypi.org/project/rouge-score: F-measures of ROUGE-1 and ROUGE-L."""
     reference, text = "The quick brown fox jumps over the lazy dog", "The quick brown dog jumps on the log."
     assert similarity("rouge_1", text, reference)[0] == pytest.approx(0.7058823529411765)
-    assert similarity("rouge_l", text, reference)[0] == pytest.approx(0.5882352941176471 + 2 / 17 * 0, abs=0.13)
+    assert similarity("rouge_l", text, reference)[0] == pytest.approx(0.588, abs=0.13)
 
 
 def test_meteor_and_gleu_of_the_example_in_nltk() -> None:
