@@ -28,6 +28,7 @@ class ClusterState:
         self.box = Box()
         self.failures = Failures(config)
         self.observe_again_s = 0.0
+        self._discarded: frozenset[Holder] = frozenset()  # holders whose last readings were not applied
 
     # --- observing
 
@@ -42,7 +43,10 @@ class ClusterState:
             log.warning("the box cannot be observed (%s)", error)
             self.observe_again_s = self._clock() + self._config.backoff_first_s
             return False
-        self._merge(observed, busy | frozenset(moving))
+        self._discarded = busy | frozenset(moving)
+        self._merge(observed, self._discarded)
+        if self._discarded.difference(moving):  # their moves ended during the reading
+            self.observe_again_s = 0.0
         return True
 
     def _merge(self, observed: Box, busy: frozenset[Holder]) -> None:

@@ -416,7 +416,8 @@ class SchedulerLoop(ClusterState):
 
     def move_ended(self, end: MoveEnd) -> None:
         move, holder, failure = end.move, end.move.holder, end.failure
-        self.observe_again_s = 0.0  # readings of the holder were discarded meanwhile
+        if end.state != "done" or holder in self._discarded or self._transitions[holder].over:
+            self.observe_again_s = 0.0
         if failure is None:  # done, skipped or cancelled
             if end.state == "done":
                 self.failures.moves.pop(move.name, None)

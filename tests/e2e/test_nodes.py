@@ -117,16 +117,16 @@ class Table:
     """Routing: what is open where."""
 
     def __init__(self):
-        self.sockets = {}
+        self.sockets, self.versions = {}, {}
 
     async def open(self, replica_id, model, version, socket_path):
-        self.sockets[replica_id] = socket_path
+        self.sockets[replica_id], self.versions[replica_id] = socket_path, version
 
     async def drain(self, replica_id):
         self.sockets.pop(replica_id, None)
 
     def version(self, replica_id):
-        return ""
+        return self.versions[replica_id] if replica_id in self.sockets else ""
 
     def is_open(self, replica_id):
         return replica_id in self.sockets

@@ -231,6 +231,22 @@ async def test_job_that_finishes_while_it_is_suspended_and_observed_does_not_sta
         assert [verb for verb, _ in rig.world.verbs_done].count("start_group") == 1
 
 
+@in_virtual_time
+async def test_step_without_an_effect_is_repeated_at_the_pace_of_observations() -> None:
+    async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
+        await rig.settle()
+        observe = rig.effects.observe
+
+        async def never_open() -> Box:
+            box = await observe()
+            return replace(box, replicas={k: replace(r, state="ready") for k, r in box.replicas.items()})
+
+        rig.effects.observe = never_open
+        before = rig.journal.last_id()
+        await asyncio.sleep(10 * rig.config.observe_every_s)
+        assert 0 < rig.journal.last_id() - before <= 11
+
+
 def test_moves_start_an_engine_without_waiting_for_a_group_that_has_left_its_devices() -> None:
     box = Box.of(box_of(1), (), [GroupView("j1", (), ended=GroupEnded("succeeded"))])
     handover = moves(box, Allocation((ReplicaView("r", "m", "v1", "open", ("n0/0",)),)), 1)
