@@ -33,18 +33,18 @@ class Shares:
         self._remember()
 
     def count(
-        self, limits: Mapping[str, int], found: Mapping[str, int]
+        self, limits: Mapping[str, int], side_by_side: Mapping[str, int]
     ) -> tuple[dict[str, int], dict[str, int], queue.Queue]:
         """(replicas per model that serving is entitled to, those plus lent ones, devices per job).
 
-        limits: replicas per model for which there are devices side by side, if known. found: devices
-        per job, for jobs that can get no more side by side.
+        limits: replicas per model for which there are devices side by side, if known. side_by_side:
+        devices by job, for jobs that can get no more on one node.
         """
         claimed = self._replicas(self._serving_capacity(), limits, eager=self._policy.kind in ("serve", "split"))
         budget, why = self._training_budget(claimed)
         # A manual change of mode takes effect at once; only `auto`, which changes by itself, dwells.
         dwell_s = self._config.job_dwell_s if self._policy.kind == "auto" else 0.0
-        jobs = queue.allot(self._plan_input.jobs, budget, self._now_s, dwell_s, why, self._works_on, found)
+        jobs = queue.allot(self._plan_input.jobs, budget, self._now_s, dwell_s, why, self._works_on, side_by_side)
         lendable = self._total - sum(jobs.sizes.values())
         return claimed, self._replicas(lendable, limits, eager=False, base=claimed), jobs
 
