@@ -215,7 +215,7 @@ class Group:
             elif name == "done":
                 self._done[rank] = event | {"left_s": time.monotonic()}
                 if len(self._done) == len(self._hosts):
-                    self._ending = asyncio.create_task(self._end_well(), name=f"{self._job_id} end")
+                    self._tasks.append(asyncio.create_task(self._end_well(), name=f"{self._job_id} end"))
             elif name == "fatal":
                 self._fatal[rank] = event
                 self._fail_after_grace(rank)
