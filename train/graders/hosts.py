@@ -189,7 +189,8 @@ class GraderHosts:
     async def _answered(
         self, mine: socket.socket, head: dict[str, Any], samples: Sequence[Any], bounds: Bounds
     ) -> bytes:
-        most_bytes = _RESULT_BYTES * (1 + len(samples))
+        most_bytes, worker = _RESULT_BYTES * (1 + len(samples)), self._process  # another may take its place meanwhile
+        assert worker is not None
         reader, writer = await asyncio.open_unix_connection(sock=mine, limit=most_bytes)
         child = None
         try:
@@ -207,7 +208,7 @@ class GraderHosts:
         except asyncio.LimitOverrunError:
             raise ForkBroke(f"its result is larger than {most_bytes >> 10} KiB") from None
         except (OSError, ValueError, asyncio.IncompleteReadError) as error:
-            if child is None or await self._has_ended():
+            if child is None or await _has_ended(worker):
                 raise WorkerBroke(f"the process that grades ended: {error}") from None
             limits = f"it may use {bounds.memory_bytes >> 30} GiB of memory and {bounds.cpu_s:g} s of CPU"
             raise ForkBroke(f"its process ended without a result; {limits}") from None
@@ -217,12 +218,6 @@ class GraderHosts:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(child, signal.SIGKILL)
                 os.close(child)
-
-    async def _has_ended(self) -> bool:
-        assert self._process is not None
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), _REAPED_S)
-        return self._process.returncode is not None
 
     async def _child(self, message: bytes) -> socket.socket:
         """The socket of a new child. Raises WorkerBroke."""
@@ -257,6 +252,12 @@ class GraderHosts:
                         env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
                     )
             return self._control
+
+
+async def _has_ended(worker: asyncio.subprocess.Process) -> bool:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(worker.wait(), _REAPED_S)
+    return worker.returncode is not None
 
 
 def _broken(why: str, *, code: bool) -> Graded:
