@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from train.data.formats import left_out, shape_of, to_chat
+from train.data.formats import TEXT, left_out, shape_of, to_chat
 from train.data.lines import MAX_EXAMPLE_BYTES, Example, examples, parse
 from train.shapes.records import BadFile, BadRecord, Record
 
@@ -37,8 +37,6 @@ Convert = Callable[[Record, str], Record]
 Count = Callable[[Record], list[list[int]]]
 Refuses = Callable[[str], str | None]
 """`Method.refuses`."""
-Heard = Callable[[int, float], None]
-"""How far a check is: examples, good or bad, and the share of the file that they are, at most 1."""
 
 
 @dataclass
@@ -78,7 +76,6 @@ class Read:
     the file."""
 
     line: int
-    raw: bytes = b""
     record: Any = None
     shape: str = ""
     made: Record | None = None
@@ -99,7 +96,7 @@ def read_examples(
             try:
                 if isinstance(raw, BadRecord):
                     raise raw
-                read.raw, read.record = raw, parse(raw)
+                read.record = parse(raw)
                 own = shape_of(read.record)
                 read.shape = shape = shape or own
                 if refuses and (refusal := refuses(shape)):
@@ -130,26 +127,25 @@ def check_training_file(
     convert: Convert = to_chat,
     count: Count | None = None,
     counted: int = COUNTED_EXAMPLES,
-    heard: Heard | None = None,
+    after_each: Callable[[], None] = lambda: None,
     refuses: Refuses | None = None,
 ) -> DataReport:
     """Read the whole file and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
 
     `convert` (train.methods: a method's, or that of all) makes what is written of a record; `refuses`: as
     `read_examples` has it. `count` gives the tokens of each sequence of each row of a converted record, for `counted`
-    records, BadRecord if the model's chat template or the method refuses it; without it they are estimated. `heard` is
-    called after each example. The chat file exists afterwards only if the report is `ok`. Raises OSError if the file is
-    unreadable.
+    records, BadRecord if the model's chat template or the method refuses it; without it they are estimated.
+    `after_each` is called after each example. The chat file exists afterwards only if the report is `ok`. Raises
+    OSError if the file is unreadable.
     """
-    report, tokens, read_bytes = DataReport(), _Tokens(count, counted), 0
-    partial, size = Path(f"{chat_path}.partial"), max(1, os.stat(path).st_size)
+    report, tokens, partial = DataReport(), _Tokens(count, counted), Path(f"{chat_path}.partial")
     with ExitStack() as stack:
         output = None
         if chat_path:
             stack.callback(partial.unlink, missing_ok=True)
             number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             output = stack.enter_context(os.fdopen(number, "wb"))
-        for seen, read in enumerate(read_examples(path, convert, refuses, max_example_bytes), 1):
+        for read in read_examples(path, convert, refuses, max_example_bytes):
             report.shape = read.shape or report.shape
             try:
                 if read.bad is not None:
@@ -162,9 +158,7 @@ def check_training_file(
                 report.add_error(read.line, str(bad))
                 if isinstance(bad, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
                     break
-            read_bytes += len(read.raw)
-            if heard is not None:
-                heard(seen, min(1.0, read_bytes / size))
+            after_each()
         _summarise(report)
         if output and chat_path and report.ok:
             output.flush()
@@ -230,7 +224,7 @@ def _summarise(report: DataReport) -> None:
         report.warnings.append(f"only {report.n_examples} examples; to learn from, at least {MIN_EXAMPLES} are wanted")
     if report.ok and report.shape == "unpaired":
         report.notes.append("the answers are marked good or bad (label): only the method kto learns from such a file")
-    elif report.ok and report.shape not in ("chat", "preference", "prompt"):
+    elif report.ok and report.shape not in ("chat", "preference", "prompt", TEXT):
         report.notes.append(f"converted {report.n_examples} examples from the {report.shape} shape to chat")
     if report.ok and report.left_out:
         keys = ", ".join(f"{name} ({count})" for name, count in sorted(report.left_out.items()))

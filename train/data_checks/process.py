@@ -13,12 +13,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from runtime.processes.bounds import Bounds
-from train.data.check import COUNTED_EXAMPLES, Count, DataReport, Heard, check_training_file
+from train.data.check import COUNTED_EXAMPLES, Count, DataReport, check_training_file
 from train.data.formats import Record
 from train.methods import methods
 from train.methods.method import Method
@@ -90,7 +91,7 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     try:
         if "job" in request:
-            answer = asdict(checked(**request["job"], heard=_yield_later))
+            answer = asdict(checked(**request["job"], after_each=_yield_later))
         else:
             os.nice(request.get("niceness", _NICENESS))
             answer = carried_out(request)
@@ -100,10 +101,10 @@ def main() -> None:
     print(json.dumps(answer, ensure_ascii=False))
 
 
-def _yield_later(examples: int, share: float) -> None:
+def _yield_later() -> None:
     """Lower this process's priority when its check takes long."""
-    if time.process_time() >= NICE_AFTER_S:
-        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+    if time.process_time() >= NICE_AFTER_S and os.nice(0) < _NICENESS:
+        os.nice(_NICENESS)
 
 
 def checked(
@@ -112,7 +113,7 @@ def checked(
     method: str | None = None,
     tokenizer: str | Path | None = None,
     cut_at: int | None = None,
-    heard: Heard | None = None,
+    after_each: Callable[[], None] = lambda: None,
 ) -> DataReport:
     """`check_training_file` with the method's conversion, or that of all methods, and counting tokens as the ranks will
     if there is a tokenizer (the directory of a model). With `cut_at` those of every example; ones of which the method
@@ -125,7 +126,7 @@ def checked(
         convert=how.convert if method else methods.convert,
         count=_counter(how, encoder, cut_at) if encoder else None,
         counted=COUNTED_EXAMPLES if cut_at is None else sys.maxsize,
-        heard=heard,
+        after_each=after_each,
         refuses=how.refuses if method else None,
     )
     if encoder and encoder.n_without_tools:
