@@ -1,8 +1,8 @@
 """Trains: data, step, save, publish, stop. `Run.run` is the whole loop, `Run.train_step` one step of it.
 
 Every rank runs this. Before each step and each micro-batch the ranks agree over the host whether any of them was
-signalled (train.control.rank_messages), so they suspend, cancel or snapshot together without any other coordination. A
-step is a pure function of the seed and its number: one that was left is done again, and only time is lost.
+signalled (train.control.rank_messages), so they suspend together without any other coordination. A step is a pure
+function of the seed and its number: one that was left is done again, and only time is lost.
 """
 
 from __future__ import annotations
