@@ -72,13 +72,13 @@ class DataReport:
 
 @dataclass(slots=True)
 class Read:
-    """One example of a file: its line, its record, and what the method makes of it; or why it cannot be used. shape: of
-    the file."""
+    """One example of a file: its line, its record, and the record as the method converts it; or why it cannot be used.
+    shape: of the file."""
 
     line: int
     record: Any = None
     shape: str = ""
-    made: Record | None = None
+    converted: Record | None = None
     bad: BadRecord | None = None
 
 
@@ -104,7 +104,7 @@ def read_examples(
                 if own != shape and (shape, own) != ("chat", "prompt"):  # whose conversion says what is missing
                     why = (refuses(own) if refuses else None) or f"has the shape {own!r}"
                     raise BadRecord(f"{why}; most of the file's first examples are {shape!r}")
-                read.made = convert(read.record, shape)
+                read.converted = convert(read.record, shape)
             except BadRecord as bad:
                 read.bad = bad
             yield read
@@ -150,10 +150,10 @@ def check_training_file(
             try:
                 if read.bad is not None:
                     raise read.bad
-                assert read.made is not None
-                _add(report, read, tokens.of(read.made))
+                assert read.converted is not None
+                _add(report, read, tokens.of(read.converted))
                 if output:
-                    output.write(orjson.dumps(read.made) + b"\n")
+                    output.write(orjson.dumps(read.converted) + b"\n")
             except BadRecord as bad:
                 report.add_error(read.line, str(bad))
                 if isinstance(bad, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:

@@ -17,6 +17,8 @@ from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
 from train.data.formats import TEXT, shape_of, to_chat
 from train.data.token_set import open_token_set, pieces
+from train.data_checks.check import Check
+from train.data_checks.process import CHECKS
 from train.methods.methods import convert, method_of
 from train.model.model import load_tokenizer
 from train.plan.auto import DatasetStats, steps
@@ -92,6 +94,9 @@ def test_check_of_documents_counts_and_converts_them(tmp_path):
     assert (report.ok, report.shape, report.n_examples) == (True, TEXT, 20)
     assert report.left_out == {"source": 20} and not any("to chat" in note for note in report.notes)
     assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0]) == {"text": "word "}
+    check = Check(CHECKS, convert, max_tokens=8)
+    check.read(data)
+    assert not check.found["too_long"].count, "none is cut"
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto", "orpo", "reinforcement"])
