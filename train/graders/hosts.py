@@ -30,7 +30,7 @@ TIME_S = 120
 """Seconds for each python grader, as in OpenAI's API, like the memory."""
 OWN_TIME_S = 60
 """Seconds for grading without code."""
-MOST_TIMEOUTS = 3
+MOST_BROKEN = 3
 """If this many calls of code end without a result before any returns, the request makes no more of them: otherwise a
 job's devices would wait two minutes for each of its answers."""
 START_S = 60.0
@@ -100,8 +100,8 @@ class GraderHosts:
                 with suppress(ForkBroke):  # by one of them: then each has a process of its own
                     return await self._graded(grader, rows, calls, waited_for)
             for row in rows:
-                if broken >= MOST_TIMEOUTS and not returned:
-                    why = f"it was not run: the first {MOST_TIMEOUTS} calls all ended without a result"
+                if broken >= MOST_BROKEN and not returned:
+                    why = f"it was not run: the first {MOST_BROKEN} calls all ended without a result"
                     graded.append(_broken(why, code=False))
                     continue
                 try:
@@ -114,15 +114,15 @@ class GraderHosts:
 
     async def unusable(self, owner: str, sources: Mapping[str, str]) -> list[tuple[str, str]]:
         """(path, why) of the code, by its path, that cannot grade. Raises WorkerBroke."""
-        found = []
+        reasons = []
         async with self._turn(owner, "check"):
             for path, source in sources.items():
                 try:
                     why = json.loads(await self._ask({"kind": "code", "source": source}, [], CHECK))
                 except ForkBroke as error:
                     why = str(error)
-                found.append((path, str(why)))
-        return [(path, why) for path, why in found if why]
+                reasons.append((path, str(why)))
+        return [(path, why) for path, why in reasons if why]
 
     async def refused_items(
         self, owner: str, schema: Any, items: Sequence[Any], bounds: Bounds = SCHEMA
@@ -137,8 +137,8 @@ class GraderHosts:
     async def refused_schema(self, owner: str, schema: Mapping[str, Any]) -> str:
         """Why it is not a JSON schema, "" if it is one. Raises WorkerBroke."""
         # The empty object may lack what the schema requires: only the verdict on the schema counts here.
-        found = await self.refused_items(owner, dict(schema), [{}])
-        return next((why for place, why in found if place < 0), "")
+        refused = await self.refused_items(owner, dict(schema), [{}])
+        return next((why for place, why in refused if place < 0), "")
 
     async def stop(self) -> None:
         if self._control is not None:
@@ -162,8 +162,8 @@ class GraderHosts:
             nice=0 if waited_for else NICENESS,
         )
         with suppress(ValidationError):
-            if len(found := _GRADED.validate_json(answered)) == len(rows):
-                return found
+            if len(graded := _GRADED.validate_json(answered)) == len(rows):
+                return graded
         raise ForkBroke("its process ended without a result: it wrote something else")  # users' code can
 
     async def _ask(

@@ -295,14 +295,11 @@ class Run:
         """Collective. It is left where the devices are wanted before its end: its curve lacks this point."""
         if self.valid is None:
             return
-        if self.rollouts is not None:
-            found = self.rollouts.validate(self.step)
-        else:
-            found = self._validation(self.valid)
-        if found is None:
-            return
-        self.validations.add(self.step, found)
-        self.metrics.tell_validation(self.step, self.plan.total_steps, found)
+        rollouts = self.rollouts
+        scores = rollouts.validate(self.step) if rollouts is not None else self._validation(self.valid)
+        if scores is not None:
+            self.validations.add(self.step, scores)
+            self.metrics.tell_validation(self.step, self.plan.total_steps, scores)
 
     def _validation(self, valid: TokenSet) -> dict[str, float] | None:
         packs = np.arange(len(valid.packs))

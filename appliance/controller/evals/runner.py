@@ -38,7 +38,7 @@ from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, TaskRow, colu
 from train.graders.errors import GradingFailed, InvalidGrader
 from train.graders.graders import Grader, parse, sources
 from train.graders.grading import Graded, ModelAnswer
-from train.graders.hosts import MOST_TIMEOUTS, ForkBroke, WorkerBroke
+from train.graders.hosts import MOST_BROKEN, ForkBroke, WorkerBroke
 from train.graders.templates import Sample
 from train.shapes.foreign_files import MARK
 from weights.format.foreign_json import is_deeper
@@ -241,7 +241,7 @@ class EvalRunner:
         with_sample = [(of, one) for of, one in zip(results, items, strict=True) if not one.error]
         for number, grader in enumerate(graders):
             # Code may take minutes for a sample: jobs grade in between, and no call gives up the rest of it.
-            each = MOST_TIMEOUTS if sources(grader) else AT_ONCE
+            each = MOST_BROKEN if sources(grader) else AT_ONCE
             for together in (with_sample[first : first + each] for first in range(0, len(with_sample), each)):
                 samples = [(one.sample, one.item) for _, one in together]
                 judged = [one.judged[number] for _, one in together]
