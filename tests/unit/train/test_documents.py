@@ -108,6 +108,7 @@ def test_steps_of_one_long_document_are_counted_in_rows():
     fields = {"packing": True, "max_length": 100, "n_epochs": 2, "batch_size": 4, "data_order": "shuffled"}
     stats = DatasetStats(1, 10_000, 10_000, (10_000,), documents=True)
     assert steps(stats, fields) == 50
+    assert steps(DatasetStats(40, 400, 10, documents=True), fields | {"packing": False}) == 20
 
 
 def test_run_on_two_long_documents_lowers_the_loss(base, tmp_path):
