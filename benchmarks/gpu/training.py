@@ -7,7 +7,6 @@ GPU. Rates are in bytes/s or operations/s; an error is the distance from what fl
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import tempfile
 import time
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,7 +32,9 @@ PIECE_ELEMENTS = 2**22
 def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/dev/shm") -> dict[str, Any]:
     """A rank's state into a snapshot's file and back, against page-locked copies of as many bytes."""
     from train.state import copies
+    from weights.format.layout import Layout, TensorSpec
     from weights.format.slices import Strided
+    from weights.memory.store import WeightStore
 
     kind, elements = of_torch(device), state_bytes // 4
     state = torch.arange(elements, dtype=torch.float32, device=device)
@@ -44,14 +44,14 @@ def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/
         link_out = _seconds(kind, device, lambda: _pieces(state, buffer, out=True))
         link_in = _seconds(kind, device, lambda: _pieces(into, buffer, out=False))
         found = {"host_copy": host_copy(min(state_bytes, GIB))}
-        with open(Path(place) / "snapshot", "w+b") as file:
-            os.posix_fallocate(file.fileno(), 0, 4 * elements)
-            view = memoryview(mmap.mmap(file.fileno(), 4 * elements))
-        draft = SimpleNamespace(view=lambda name: view)
+        layout = Layout.plan([TensorSpec("snapshot", "F32", (elements,))])
+        store = WeightStore(Path(place), budget_bytes=None)
+        draft = store.reserve(layout, kind="snapshot", model="smoke", version="1")
         whole = Strided(0, elements, elements, 1)
         # The first round also faults the pages in.
         out = _seconds(kind, device, lambda: copies.write(draft, [("snapshot", whole, state)]))
         back = _seconds(kind, device, lambda: copies.read(draft, [("snapshot", whole, into)]))
+        draft.abort()
     return found | {
         "out": 4 * elements / out,
         "back": 4 * elements / back,
