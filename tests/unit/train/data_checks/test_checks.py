@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 
 import pytest
 
@@ -101,3 +102,9 @@ def test_tokenizer_that_names_other_files_is_not_opened(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"vocab": "/box/first-key"}))
     with pytest.raises(BadOption):
         checked(write(tmp_path / "f.jsonl", chat("a", "b")), model=tmp_path)
+
+
+def test_yield_later_never_raises_the_priority() -> None:
+    code = "from train.data_checks import process; process.NICE_AFTER_S = 0; process._yield_later()"
+    done = subprocess.run([sys.executable, "-c", f"import os; os.nice(15); {code}; raise SystemExit(os.nice(0))"])
+    assert done.returncode >= 15
