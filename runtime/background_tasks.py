@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -26,12 +26,11 @@ first round that succeeds."""
 
 @dataclass(slots=True)
 class Trouble:
-    """One task's consecutive failures. `again_s`: when it was restarted, None during the pause."""
+    """One task's consecutive failures. `next_try_s`: when it is restarted, or was; None: not by us."""
 
     since_s: float
     why: str
-    failures: int = 1
-    again_s: float | None = None
+    failures: int = 0
     next_try_s: float | None = None
 
 
@@ -106,12 +105,10 @@ class BackgroundTasks:
         """`[{"name", "since_s", "why", "failures", "next_try_s"}]`, by name; times are Unix seconds."""
         now_s = self._clock()
         for name, trouble in list(self._troubles.items()):
-            if trouble.again_s is not None and now_s - trouble.again_s >= STEADY_S:
+            if trouble.next_try_s is not None and now_s - trouble.next_try_s >= STEADY_S:
                 self._well(name)
-        return [
-            {"name": name, **{key: getattr(trouble, key) for key in ("since_s", "why", "failures", "next_try_s")}}
-            for name, trouble in sorted(self._troubles.items())
-        ]
+        found = [{"name": name, **asdict(trouble)} for name, trouble in sorted(self._troubles.items())]
+        return [one if (one["next_try_s"] or 0.0) > now_s else one | {"next_try_s": None} for one in found]
 
     async def stop(self) -> None:
         """Cancel all tasks and wait for them to end."""
@@ -142,8 +139,6 @@ class BackgroundTasks:
                 return
             await self._sleep(pause_s)
             pause_s = min(2 * pause_s, pauses_s[1])
-            if (trouble := self._troubles.get(name)) is not None:
-                trouble.again_s, trouble.next_try_s = self._clock(), None
 
     async def _rounds(self, name: str, once: Callable[[], Awaitable[None]], every_s: float, at_once: bool) -> None:
         # A task that has just failed has already paused, so its next round is due now.
@@ -157,12 +152,9 @@ class BackgroundTasks:
 
     def _failed(self, name: str, error: Exception, pause_s: float | None) -> None:
         now_s = self._clock()
-        next_try_s = None if pause_s is None else now_s + pause_s
-        trouble = self._troubles.get(name)
-        if trouble is None:
-            trouble = self._troubles[name] = Trouble(now_s, first_words(error), 0)
+        trouble = self._troubles.setdefault(name, Trouble(now_s, ""))
         trouble.failures += 1
-        trouble.why, trouble.again_s, trouble.next_try_s = first_words(error), None, next_try_s
+        trouble.why, trouble.next_try_s = first_words(error), None if pause_s is None else now_s + pause_s
         again = "" if pause_s is None else f"; started again in {pause_s:.0f} s"
         log.error("%s failed, time %d in a row%s", name, trouble.failures, again, exc_info=error)
 

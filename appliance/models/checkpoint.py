@@ -16,13 +16,12 @@ from typing import Any, Literal
 
 from appliance.models.errors import MissingTokenizer
 from serve.core.parsers import PARSER_TOKENS, missing_tokens, parser_of_calls, reasoning_parser
-from weights.checkpoint import settings
 from weights.checkpoint.errors import CheckpointRefused, NotACheckpoint, PickleRefused, UnsafeLink, UnsupportedModel
 from weights.checkpoint.folder import (
     ADAPTER_CONFIG_FILE,
     MAX_CONFIG_BYTES,
-    PARAMS_FILE,
     PICKLES,
+    PROCESSOR_FILES,
     check_folder,
     read_json,
     read_tokenizer_config,
@@ -42,11 +41,12 @@ OTHER_WEIGHTS = (".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 KEPT_TEXT = ("README.md",)
 # Where processors have a chat template of their own, which engines prefer for requests without tools.
-PROCESSORS = ("chat_template.json", *settings.PROCESSOR_FILES)
+PROCESSORS = ("chat_template.json", *PROCESSOR_FILES)
 MAX_TEMPLATES = 8
 # The box writes the first itself; by the second transformers would add an adapter to the model wherever it is trained;
-# vLLM would read the third in place of config.json where weights are called consolidated*.safetensors.
-_NEVER_TAKEN = (MANIFEST_FILE, ADAPTER_CONFIG_FILE, PARAMS_FILE, settings.NEVER_TAKEN)
+# vLLM would read the third in place of config.json where weights are called consolidated*.safetensors; the last names
+# an audio tokenizer, another model.
+_NEVER_TAKEN = (MANIFEST_FILE, ADAPTER_CONFIG_FILE, "params.json", "audio_tokenizer_config.json")
 _HEADS = ("Classification", "RewardModel", "QuestionAnswering")
 _CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 

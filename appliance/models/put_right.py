@@ -18,9 +18,13 @@ from appliance.models.checkpoint import Facts, examine
 from appliance.models.template_trial import Tried
 from weights.checkpoint import generation
 from weights.checkpoint.errors import NotACheckpoint, TokenizerRefused
-from weights.checkpoint.folder import CONFIG_FILE, read_json, read_tokenizer_config
-from weights.checkpoint.settings import CONFIG_FILE as TOKENIZER_CONFIG
-from weights.checkpoint.settings import MAP_FILE
+from weights.checkpoint.folder import (
+    CONFIG_FILE,
+    SPECIAL_TOKENS,
+    TOKENIZER_CONFIG,
+    read_json,
+    read_tokenizer_config,
+)
 from weights.checkpoint.turns import Turns, told, warnings_of
 from weights.format.layout import Layout, Placed
 from weights.format.rename import rename_tensors
@@ -255,6 +259,6 @@ def _without_a_row(directory: Path, found: Mapping[str, Any], rendered: Mapping[
 def _set_in(directory: Path, key: str, value: str) -> None:
     settings = read_tokenizer_config(directory) | {key: value}
     (directory / TOKENIZER_CONFIG).write_text(json.dumps(settings, ensure_ascii=False, indent=2))
-    roles = directory / MAP_FILE
-    if roles.is_file() and key in (found := read_json(roles, MAP_FILE)):
+    roles = directory / SPECIAL_TOKENS
+    if roles.is_file() and key in (found := read_json(roles, SPECIAL_TOKENS)):
         roles.write_text(json.dumps(found | {key: value}, ensure_ascii=False, indent=2))

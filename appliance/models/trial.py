@@ -22,8 +22,7 @@ from appliance.models.errors import TemplateRefused, TrialEnded
 from appliance.models.template_trial import CPU_S, MEMORY_BYTES, Tried
 from runtime.processes.ended import how_it_ended
 from weights.checkpoint.errors import NotACheckpoint
-from weights.checkpoint.folder import read_json, read_tokenizer_config
-from weights.checkpoint.settings import MAP_FILE
+from weights.checkpoint.folder import SPECIAL_TOKENS, read_json, read_tokenizer_config
 from weights.format.tool_template import with_tools
 
 MAX_TEMPLATE_CHARACTERS = 200_000
@@ -150,7 +149,7 @@ def try_template(template: str, special: Mapping[str, str] | None = None) -> Tri
 
 def special_tokens(directory: Path) -> dict[str, str]:
     """The tokens that templates may write, by role, as the files name them."""
-    roles = directory / MAP_FILE
-    named = {**(read_json(roles, MAP_FILE) if roles.is_file() else {}), **read_tokenizer_config(directory)}
+    roles = directory / SPECIAL_TOKENS
+    named = {**(read_json(roles, SPECIAL_TOKENS) if roles.is_file() else {}), **read_tokenizer_config(directory)}
     texts = {role: token.get("content") if isinstance(token, dict) else token for role, token in named.items()}
     return {role: text for role, text in texts.items() if role in ROLES and isinstance(text, str)}

@@ -97,7 +97,7 @@ class TierFlow:
         for row in tier_removals.list_all(self._db, "tier = ?", tier.name):
             held.remove(Name(row.kind, row.model, row.version))
             tier_removals.delete(self._db, row.tier, row.kind, row.model, row.version)
-        tier.here = held.names()
+        tier.here = {name: manifest.created_s for name, manifest in held.manifests().items()}
         stored = self._tiers.in_memory()
         made_s = {name: found.manifest.created_s for name, found in stored.items()}
         facts = read_facts(self._db, {**made_s, **disk.here, **tier.here}, self._is_held)
@@ -110,7 +110,7 @@ class TierFlow:
             log.info("%s left the %s tier: no rule keeps it", name, tier.name)
         if tier is disk:
             self._after_disk(facts, stored, push)
-        tier.used_bytes = held.usage_bytes()
+        tier.used_bytes = sum(manifest.nbytes for manifest in held.manifests().values())
 
     def _push_all(self, tier: Tier, push: list[Name], stored: dict[Name, StoredVersion], everything: bool) -> bool:
         """Returns whether the tier is full. everything: also snapshots that another copy preceded a moment ago."""

@@ -172,7 +172,7 @@ class Tiers:
         found: set[Name] = set()
         for tier in self.all:
             try:
-                found |= {name for name in tier.copies.names() if name.kind == "snapshot" and name.model == job_id}
+                found |= {name for name in tier.copies.manifests() if name.kind == "snapshot" and name.model == job_id}
             except (TierUnavailable, OSError) as error:
                 self.note(tier, str(error))
         return sorted(found, key=lambda name: step_of(name.version), reverse=True)
@@ -272,7 +272,7 @@ class Tiers:
         return lambda: [self._memory_status(), *map(_status, self.all)]
 
     def _memory_status(self) -> dict[str, Any]:
-        usage, counts = self.store.usage(), {kind: self.store.count(kind) for kind in KINDS}
+        usage, counts = self.store.usage(), {kind: len(self.store.list(kind)) for kind in KINDS}
         return {
             "name": "memory",
             "where": str(self.store.root),

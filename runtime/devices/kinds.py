@@ -69,21 +69,3 @@ def is_of_a_device(error: str, message: str) -> bool:
 def not_ready(message: str) -> str:
     """See DeviceKind; asks the kind that knows the message."""
     return next(filter(None, (kind.not_ready(message) for kind in KINDS.values())), "")
-
-
-def before_fork() -> None:
-    """See DeviceKind. Asks every kind, for the same reason."""
-    for kind in KINDS.values():
-        kind.before_fork()
-
-
-def before_computing() -> None:
-    """See DeviceKind. Asks every kind: a process that computes on a GPU computes on the host too."""
-    for kind in KINDS.values():
-        kind.before_computing()
-
-
-def unplanned_attention() -> None:
-    """See DeviceKind; asks every kind."""
-    for kind in KINDS.values():
-        kind.unplanned_attention()

@@ -11,6 +11,7 @@ import json
 import socket
 import struct
 import threading
+from multiprocessing.connection import Connection
 from typing import Any
 
 from runtime.errors import ChannelClosed
@@ -19,8 +20,7 @@ _LENGTH = struct.Struct(">I")
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    body = json.dumps(message, separators=(",", ":"), default=_plain).encode()
-    return _LENGTH.pack(len(body)) + body
+    return json.dumps(message, separators=(",", ":"), default=_plain).encode()
 
 
 def _plain(value: Any) -> Any:
@@ -32,36 +32,33 @@ def _plain(value: Any) -> Any:
 
 
 class BlockingChannel:
-    """The child's end, for plain threads. `send` may be called from any thread."""
+    """The child's end, for plain threads. `send` may be called from any thread. It takes over the socket."""
 
     def __init__(self, sock: socket.socket):
-        self.sock = sock
+        self._connection = Connection(sock.detach())  # whose frames are ours
         self._send_lock = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
         """Raises ChannelClosed when the peer is gone."""
-        frame = encode(message)
+        body = encode(message)
         try:
             with self._send_lock:
-                self.sock.sendall(frame)
-        except (BrokenPipeError, ConnectionResetError) as error:
+                self._connection.send_bytes(body)
+        except OSError as error:
             raise ChannelClosed("the supervisor is gone") from error
 
     def receive(self) -> dict[str, Any]:
         """Next message; raises ChannelClosed at end of file."""
-        return json.loads(self._exactly(*_LENGTH.unpack(self._exactly(_LENGTH.size))))
+        try:
+            return json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise ChannelClosed("the supervisor is gone") from error
 
-    def _exactly(self, count: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < count:
-            try:
-                part = self.sock.recv(min(count - len(parts), 1 << 20))
-            except ConnectionResetError as error:
-                raise ChannelClosed("the supervisor is gone") from error
-            if not part:
-                raise ChannelClosed("the supervisor is gone")
-            parts += part
-        return bytes(parts)
+    def close(self) -> None:
+        self._connection.close()
 
 
 class AsyncChannel:
@@ -77,7 +74,8 @@ class AsyncChannel:
     async def send(self, message: dict[str, Any]) -> None:
         """Raises ChannelClosed when the peer is gone."""
         try:
-            self._writer.write(encode(message))
+            body = encode(message)
+            self._writer.write(_LENGTH.pack(len(body)) + body)
             await self._writer.drain()
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelClosed("the process is gone") from error

@@ -35,7 +35,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, cast
 
-from runtime.devices import kinds
+from runtime.devices.kinds import KINDS
 from runtime.errors import ChannelClosed
 from runtime.logs import adopt_libraries, configure_logging
 from runtime.network.sockets import private_socket
@@ -68,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     configure_logging("warm parent")
     gc.disable()  # it would repeatedly walk everything imported so far and find nothing to free
     importlib.import_module(options.preload)
-    kinds.before_fork()
+    for kind in KINDS.values():
+        kind.before_fork()
     for crash in CRASHES:
         signal.signal(crash, signal.SIG_DFL)
     adopt_libraries()
@@ -81,12 +82,11 @@ def main(argv: list[str] | None = None) -> int:
     request = _accept_loop(listener)
     if request is None:
         return 0
-    connection, message = request
     listener.close()
-    return _run_child(connection, message)
+    return _run_child(*request)
 
 
-def _accept_loop(listener: socket.socket) -> tuple[socket.socket, dict[str, Any]] | None:
+def _accept_loop(listener: socket.socket) -> tuple[BlockingChannel, dict[str, Any]] | None:
     """Forks for each request. Returns the request in the child, and None in a parent that was told to stop."""
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
@@ -104,38 +104,37 @@ def _accept_loop(listener: socket.socket) -> tuple[socket.socket, dict[str, Any]
                     continue
                 if key.fileobj is listener:
                     # Read when its request has come: one that sends nothing holds up nobody.
-                    selector.register(listener.accept()[0], selectors.EVENT_READ)
+                    selector.register(BlockingChannel(listener.accept()[0]), selectors.EVENT_READ)
                     continue
-                connection = cast(socket.socket, key.fileobj)
-                selector.unregister(connection)
-                channel = BlockingChannel(connection)
+                channel = cast(BlockingChannel, key.fileobj)
+                selector.unregister(channel)
                 try:
                     message = channel.receive()
                     if "ended" in message:
                         _reap()
                         asked = message["ended"]
                         channel.send({"status": _ended.get(asked), "living": asked in _living})
-                        connection.close()
+                        channel.close()
                         continue
                     pid = os.fork()
                 except (ChannelClosed, json.JSONDecodeError, OSError) as error:
                     log.warning("no fork: %s", error)
-                    connection.close()
+                    channel.close()
                     continue
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
                     os.close(wake_read)
                     os.close(wake_write)
                     for other in list(selector.get_map().values()):
-                        if isinstance(other.fileobj, socket.socket):
+                        if isinstance(other.fileobj, BlockingChannel):
                             other.fileobj.close()  # also the connections of others, which could not see their end
-                    return connection, message
+                    return channel, message
                 _living.add(pid)
-                connection.close()
+                channel.close()
     return None
 
 
-def _run_child(connection: socket.socket, message: dict[str, Any]) -> int:
+def _run_child(channel: BlockingChannel, message: dict[str, Any]) -> int:
     # The child does not die with the warm parent: its lifeline ties it to its supervisor, and a dead warm parent is
     # restarted while engines and ranks continue.
     os.setsid()
@@ -149,12 +148,12 @@ def _run_child(connection: socket.socket, message: dict[str, Any]) -> int:
     if cpus is not None:
         log.info("bound to processors %s, near NUMA node %s", sorted(cpus), sorted(set(message["numa_nodes"])))
     # An open lifeline in a grandchild would hide this process's death from its supervisor.
-    os.register_at_fork(after_in_child=connection.close)
-    channel = BlockingChannel(connection)
+    os.register_at_fork(after_in_child=channel.close)
     channel.send({"pid": os.getpid()})
     code, lifeline = 1, Lifeline(channel)
     try:
-        kinds.before_computing()
+        for kind in KINDS.values():  # a process that computes on a GPU computes on the host too
+            kind.before_computing()
         entry = _resolve(message["entry"])
         code = int(entry(lifeline, message["args"]) or 0)
     except BaseException as error:  # noqa: BLE001 - the outermost frame of a process: report, log, exit

@@ -14,8 +14,6 @@ from runtime.errors import WarmParentError
 from runtime.processes.ended import how_it_ended
 from runtime.processes.kernel import tail
 
-RESTART_PAUSE_S, RESTART_LONGEST_S = 1.0, 60.0  # doubles while what it imports is broken
-
 # glibc reads these when a warm parent starts.
 # hugetlb: ranks allocate and free hundreds of MB in every step, engines when they wake. With huge pages the faults on
 # that memory cost a fifth, and a killed process ends sooner. arena_max: with several arenas, the thread that loads the
@@ -97,40 +95,32 @@ class NodeAgent:
         self._known[name].set()
 
     async def _keep(self, spec: WarmSpec) -> None:
-        pause_s = RESTART_PAUSE_S
-        while True:
-            Path(spec.socket_path).unlink(missing_ok=True)
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",
-                "-m",
-                "runtime.processes.warm_parent",
-                "--socket",
-                spec.socket_path,
-                "--preload",
-                spec.preload,
-                "--log",
-                spec.log_path,
-                env={**os.environ, **dict(spec.env)},
-            )
-            self._pids[spec.name] = process.pid
-            dead = asyncio.create_task(process.wait())
-            try:
-                while not dead.done() and not Path(spec.socket_path).exists():
-                    await asyncio.wait([dead], timeout=0.05)
-                if not dead.done():
-                    self._now(spec.name, "")
-                    pause_s = RESTART_PAUSE_S
-                status = await asyncio.shield(dead)
-                if not self._is_ready(spec.name):
-                    self._now(spec.name, how_it_ended(status))
-            except asyncio.CancelledError:
-                if process.returncode is None:
-                    process.terminate()
-                await dead
-                raise
-            finally:
-                if self._is_ready(spec.name):
-                    self._known[spec.name].clear()
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, RESTART_LONGEST_S)
+        """One life of a warm parent. Raises WarmParentError at its end."""
+        Path(spec.socket_path).unlink(missing_ok=True)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-m",
+            "runtime.processes.warm_parent",
+            *("--socket", spec.socket_path, "--preload", spec.preload, "--log", spec.log_path),
+            env={**os.environ, **dict(spec.env)},
+        )
+        self._pids[spec.name] = process.pid
+        dead = asyncio.create_task(process.wait())
+        try:
+            while not dead.done() and not Path(spec.socket_path).exists():
+                await asyncio.wait([dead], timeout=0.05)
+            if not dead.done():
+                self._now(spec.name, "")
+            how = how_it_ended(await asyncio.shield(dead))
+            if not self._is_ready(spec.name):
+                self._now(spec.name, how)
+            raise WarmParentError(f"warm parent {spec.name} {how}; its log is {spec.log_path}")
+        except asyncio.CancelledError:
+            if process.returncode is None:
+                process.terminate()
+            await dead
+            raise
+        finally:
+            if self._is_ready(spec.name):
+                self._known[spec.name].clear()

@@ -84,15 +84,13 @@ def test_n_writers_m_readers_through_the_store(tensors, writers, readers, max_fi
     with tempfile.TemporaryDirectory() as directory:
         store = WeightStore(Path(directory) / "store", budget_bytes=None)
         layout = Layout.plan(tensors, max_file_bytes=max_file_bytes)
-        draft = store.reserve(layout, kind="snapshot", model="job", version="step-1", writers=writers)
+        draft = store.reserve(layout, kind="snapshot", model="job", version="step-1")
         for rank in range(writers):
             own = store.attach(draft.path)
             for spec in tensors:
                 mine = own_bytes(spec, rank, writers)
                 own.view(spec.name)[mine] = content(spec)[mine]
-            own.mark_written(rank)
             own.close()
-        draft.wait_written()
         stored = draft.commit(meta={})
         with store.lease(stored) as lease:
             for spec in tensors:

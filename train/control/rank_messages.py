@@ -33,6 +33,11 @@ def broadcast_json(value: Any) -> Any:
     return json.loads(bytes(received.tolist()))
 
 
+def barrier() -> None:
+    """Collective: return when every rank has called it. No device waits for it."""
+    distributed.barrier(group=_over_the_host())
+
+
 @cache
 def _over_the_host() -> distributed.ProcessGroup | None:
     """All ranks by gloo; None: the default group is that. Its first call is collective."""

@@ -47,14 +47,8 @@ def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, m
     layout = Layout.plan(published_tensors(engine, spec), stem=adapter.STEM if kind == "adapter" else "model")
 
     def reserve() -> Any:
-        return store.reserve(
-            layout,
-            kind=kind,
-            model=spec.output_model,
-            version=version,
-            aux_files=aux_files(engine, spec),
-            writers=comm.get_world_size(),
-        )
+        files = aux_files(engine, spec)
+        return store.reserve(layout, kind=kind, model=spec.output_model, version=version, aux_files=files)
 
     return write_together(store, layout, reserve, lambda draft: copies.write(draft, _pieces(engine, spec)), meta)
 

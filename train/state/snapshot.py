@@ -71,8 +71,7 @@ def write_snapshot(
     def reserve() -> Draft:
         if stale := store.find(KIND, spec.job_id, version_name(step)):
             store.remove(stale)
-        writers = comm.get_world_size()
-        return store.reserve(layout, kind=KIND, model=spec.job_id, version=version_name(step), writers=writers)
+        return store.reserve(layout, kind=KIND, model=spec.job_id, version=version_name(step))
 
     meta = {"step": step, "spec": {key: getattr(spec, key) for key in _IDENTITY}, "tokens": tokens}
     return write_together(store, layout, reserve, lambda draft: copies.write(draft, _written(engine, kept)), meta)

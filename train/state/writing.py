@@ -1,7 +1,6 @@
 """Writes a snapshot or a version together: rank 0 reserves it, every rank fills its part, rank 0 commits.
 
-Only rank 0 waits for other ranks: it commits when all have marked their part as written. Another rank may free its
-memory or continue training at once. If a rank dies before its mark, the draft is never committed.
+Rank 0 commits when every rank has written its part. If a rank dies before that, the draft is never committed.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from train.control.rank_messages import broadcast_json
-from weights.format.errors import StoreError, StoreFull, error_as_json, error_from_json
+from train.control.rank_messages import barrier, broadcast_json
+from weights.format.errors import StoreError, StoreFull
 from weights.format.layout import Layout
 from weights.memory.store import WeightStore
 
@@ -48,12 +47,11 @@ def write_together(
     try:
         with torch.no_grad():
             fill(draft)
-        draft.mark_written(rank)
+        barrier()
         if rank > 0:
             path, nbytes = draft.target, draft.layout.nbytes
             draft.close()
         else:
-            draft.wait_written()
             # Checksums would double the time the devices are held; WeightStore.seal adds them afterwards.
             stored = draft.commit(meta=meta, checksums=False)
             path, nbytes = stored.path, stored.nbytes
@@ -77,8 +75,8 @@ def _reserve_together(store: WeightStore, reserve: Callable[[], Any], layout: La
             draft = reserve()
             outcome = {"draft": str(draft.path)}
         except StoreError as error:
-            outcome = {"error": error_as_json(error)}
+            outcome = {"error": str(error), "full": isinstance(error, StoreFull)}
     outcome = broadcast_json(outcome)
     if "error" in outcome:
-        raise error_from_json(outcome["error"])
+        raise (StoreFull if outcome["full"] else StoreError)(outcome["error"])
     return draft if draft is not None else store.attach(outcome["draft"], layout)

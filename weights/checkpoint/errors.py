@@ -6,7 +6,7 @@ CheckpointRefused       what is there cannot or must not be used (all of these n
 ├── RemoteCodeRefused   `auto_map`: the checkpoint wants its own Python code run
 ├── UnsafeLink          a symbolic link, device or other special file, or a name of a file outside the checkpoint
 ├── UnsupportedModel    an architecture that is neither generating nor embedding text
-├── TokenizerRefused    a tokenizer that makes endlessly much of little, does not end, or names other files
+├── TokenizerRefused    a tokenizer that makes endlessly much of little, or does not end
 └── OpeningRefused      a model that came onto the box before there was a rule that its files break
 """
 

@@ -83,21 +83,24 @@ def told(rendered: Mapping[str, str | None], added: Collection[str], known: Coll
     return Turns(tuple(ends), new, unstopped, _lost_header(rendered), uses)
 
 
+_PARTS = {
+    "system": "system messages",
+    "tools": "tools",
+    "calls": "earlier calls of tools",
+    "results": "results of tools",
+}
+
+
 def warnings_of(turns: Turns) -> list[str]:
     """For whoever imports the model: what the template does not do, and what then happens."""
-    said = {
-        ("system", "refused"): "the chat template refuses system messages: so are requests and training rows with one",
-        ("system", "ignored"): "the chat template leaves system messages out: the model never sees them",
-        ("tools", "refused"): "the chat template refuses tools: so are requests and training rows with them",
-        ("tools", "ignored"): "the chat template leaves tools out: the model never sees them",
-        ("calls", "refused"): "the chat template refuses earlier calls of tools: so are requests with them",
-        ("calls", "ignored"): "the chat template leaves earlier calls of tools out: the model never sees them",
-        ("results", "refused"): "the chat template refuses results of tools: so are requests with them",
-        ("results", "ignored"): "the chat template leaves results of tools out: the model never sees them",
-    }
-    notes = [said[key] for key in turns.uses.items() if key in said]
-    if turns.uses.get("tools") != "used":
-        notes = [note for note in notes if "calls of " not in note and "results of" not in note]
+    notes = []
+    for part, words in _PARTS.items():
+        if part in ("calls", "results") and turns.uses.get("tools") != "used":
+            continue
+        if turns.uses.get(part) == "refused":
+            notes.append(f"the chat template refuses {words}: so are requests and training rows with them")
+        elif turns.uses.get(part) == "ignored":
+            notes.append(f"the chat template leaves {words} out: the model never sees them")
     if turns.header:
         notes.append(
             f"the chat template ignores add_generation_prompt: a prompt ends without {turns.header!r}, with which the "

@@ -9,9 +9,9 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from weights.checkpoint.settings import CONFIG_FILE, MAP_FILE
+from weights.checkpoint.folder import SPECIAL_TOKENS, TOKENIZER_CONFIG
 
-_JSON = ("tokenizer.json", "vocab.json", "added_tokens.json", CONFIG_FILE, MAP_FILE)
+_JSON = ("tokenizer.json", "vocab.json", "added_tokens.json", TOKENIZER_CONFIG, SPECIAL_TOKENS)
 _PIECES = "tokenizer.model"
 # A part of Mistral's format that not every file spells out.
 _TEKKEN, _OF_TEKKEN = "tekken.json", "[TOOL_CALLS]"

@@ -89,14 +89,6 @@ def build_header(tensors: Sequence[tuple[TensorSpec, int, int]]) -> bytes:
     return struct.pack("<Q", padded) + text.ljust(padded, b" ")
 
 
-def header_bytes_needed(prefix: bytes, *, file_bytes: int) -> int:
-    """Total header size (length prefix included) that the first 8 bytes announce. Raises ValueError."""
-    length = int.from_bytes(prefix, "little")
-    if len(prefix) < LENGTH_BYTES or length > MAX_HEADER_BYTES or LENGTH_BYTES + length > file_bytes:
-        raise ValueError(f"announces a header of {length} bytes in a file of {file_bytes} bytes")
-    return LENGTH_BYTES + length
-
-
 def parse_header(raw: bytes, *, file_bytes: int) -> list[tuple[TensorSpec, int, int]]:
     """Tensors as (spec, start, end), absolute in the file and in file order, from a complete header.
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from weights.format import foreign_json
-from weights.format.errors import IntegrityError, InvalidLayout, UnknownTensor
+from weights.format.errors import IntegrityError, InvalidLayout
 from weights.format.files import open_regular
-from weights.format.header import ALIGN_BYTES, LENGTH_BYTES, TensorSpec, build_header, header_bytes_needed, parse_header
+from weights.format.header import ALIGN_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, TensorSpec, build_header, parse_header
 from weights.format.names import INDEX_SUFFIX, TENSOR_SUFFIX, check_file_name
 
 __all__ = ["FileLayout", "Layout", "Placed", "TensorSpec"]
@@ -83,18 +83,18 @@ class Layout:
         return len(self._by_name)
 
     def find(self, name: str) -> Placed:
-        """Where tensor `name` lies. Raises UnknownTensor."""
+        """Where tensor `name` lies. Raises InvalidLayout."""
         try:
             return self._by_name[name]
         except KeyError:
-            raise UnknownTensor(name) from None
+            raise InvalidLayout(f"no tensor named {name!r} in the layout") from None
 
     def file(self, name: str) -> FileLayout:
-        """The file called `name`. Raises UnknownTensor if there is none."""
+        """The file called `name`. Raises InvalidLayout if there is none."""
         for file in self.files:
             if file.name == name:
                 return file
-        raise UnknownTensor(name)
+        raise InvalidLayout(f"no file named {name!r} in the layout")
 
     def index_file(self) -> tuple[str, bytes] | None:
         """Name and bytes of the transformers index over several files; None where one file holds all."""
@@ -232,8 +232,11 @@ def read_header(file: BinaryIO, *, path: object, name: str) -> FileLayout:
     """The layout of the opened safetensors file `name`, from its header alone. Raises IntegrityError."""
     file_bytes = os.fstat(file.fileno()).st_size
     try:
-        needed = header_bytes_needed(prefix := file.read(LENGTH_BYTES), file_bytes=file_bytes)
-        header = prefix + file.read(needed - LENGTH_BYTES)
+        prefix = file.read(LENGTH_BYTES)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < LENGTH_BYTES or length > MAX_HEADER_BYTES or LENGTH_BYTES + length > file_bytes:
+            raise ValueError(f"announces a header of {length} bytes in a file of {file_bytes} bytes")
+        header = prefix + file.read(length)
         tensors = parse_header(header, file_bytes=file_bytes)
     except ValueError as error:
         raise IntegrityError(str(error), path=path, file=name) from error

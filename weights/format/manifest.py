@@ -78,10 +78,6 @@ class Manifest:
         files |= {name: FileRecord(len(data), checksum(data)) for name, data in aux_files.items()}
         return cls(kind, model, version, time.time(), meta, len(layout), files)
 
-    def renewed(self) -> Manifest:
-        """The same contents, created now."""
-        return replace(self, created_s=time.time())
-
     def with_checksums(self, checksums: Mapping[str, str]) -> Manifest:
         """The same manifest with these checksums of files."""
         files = {name: replace(file, checksum=checksums.get(name, file.checksum)) for name, file in self.files.items()}

@@ -14,7 +14,6 @@ from weights.format.errors import InvalidName
 MANIFEST_FILE = "manifest.json"
 PINNED_FILE = ".pinned"
 DRAFT_FILE = ".draft.json"
-WRITTEN_FILE = ".written"  # one byte per writer of a draft, 1 once that writer has written its part
 TENSOR_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 VOCABULARIES = (

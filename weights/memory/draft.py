@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from weights.format.checksums import checksum
-from weights.format.errors import DraftNotFound, VersionExists
+from weights.format.errors import StoreError, VersionExists
 from weights.format.files import write_file
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
-from weights.format.names import DRAFT_FILE, MANIFEST_FILE, PINNED_FILE, TENSOR_SUFFIX, WRITTEN_FILE, version_path
+from weights.format.names import DRAFT_FILE, MANIFEST_FILE, PINNED_FILE, TENSOR_SUFFIX, version_path
 from weights.memory.lease import Mapped, StoredVersion
 from weights.memory.locks import DirectoryLock
 from weights.memory.pool import Pool
-
-MAX_WRITERS = 1 << 16
-WRITTEN_POLL_S = 0.0005  # each look reads a few bytes of memory; a commit waits at most this long after the last writer
 
 
 class Draft(Mapped):
@@ -58,25 +53,6 @@ class Draft(Mapped):
     def target(self) -> Path:
         """Path of the version after the commit."""
         return version_path(self._root, self.kind, self.model, self.version)
-
-    def mark_written(self, writer: int) -> None:
-        """Records that `writer` (0-based, of those the draft was reserved for) has written its part. Raises
-        HandleClosed."""
-        fd = os.open(WRITTEN_FILE, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._open_lock().fd)
-        try:
-            os.pwrite(fd, b"\1", writer)
-        finally:
-            os.close(fd)
-
-    def wait_written(self) -> None:
-        """Returns when every writer has marked its part. It has no time limit: the caller's supervisor detects a writer
-        that dies without its mark. Raises HandleClosed."""
-        fd = os.open(WRITTEN_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._open_lock().fd)
-        try:
-            while b"\0" in os.pread(fd, MAX_WRITERS, 0):
-                time.sleep(WRITTEN_POLL_S)
-        finally:
-            os.close(fd)
 
     def commit(self, *, meta: Mapping[str, Any], checksums: bool = True, pinned: bool = True) -> StoredVersion:
         """Makes the version visible atomically and closes the draft.
@@ -140,7 +116,7 @@ class Draft(Mapped):
 
 def publish(root: Path, path: Path, directory_fd: int, manifest: Manifest, *, pinned: bool) -> StoredVersion:
     """Makes the written draft at `path` the version of the manifest. Raises VersionExists, IntegrityError,
-    DraftNotFound."""
+    StoreError."""
     target = version_path(root, manifest.kind, manifest.model, manifest.version)
     taken = f"{manifest.kind} {manifest.model!r} {manifest.version!r} exists; choose another version name or remove it"
     if target.exists():
@@ -148,7 +124,6 @@ def publish(root: Path, path: Path, directory_fd: int, manifest: Manifest, *, pi
     write_file(directory_fd, MANIFEST_FILE, manifest.to_bytes())
     if pinned:
         write_file(directory_fd, PINNED_FILE, b"")
-    _unlink(directory_fd, WRITTEN_FILE)
     _unlink(directory_fd, DRAFT_FILE)
     while True:
         for directory in (target.parent.parent, target.parent):  # `parents` would give the first another mode
@@ -160,36 +135,11 @@ def publish(root: Path, path: Path, directory_fd: int, manifest: Manifest, *, pi
             # The model's directory was removed as empty between mkdir and rename: make it again, unless the draft
             # itself is gone.
             if not path.exists():
-                raise DraftNotFound(f"the draft {path} is gone: swept or already committed") from None
+                raise StoreError(f"the draft {path} is gone: swept or already committed") from None
         except OSError as error:
             if target.exists():
                 raise VersionExists(taken) from error
             raise
-
-
-def describe_draft(directory_fd: int, *, kind: str, model: str, version: str) -> None:
-    """Makes the draft visible to `attach`. Written last, so that no process attaches to an incomplete draft."""
-    body = json.dumps({"kind": kind, "model": model, "version": version})
-    write_file(directory_fd, DRAFT_FILE, body.encode())
-
-
-def attach_draft(root: Path, path: Path, layout: Layout | None = None) -> Draft:
-    """Opens the draft at `path` in this process. `layout`: the one it was reserved with; without it this reads the
-    files. Raises DraftNotFound, IntegrityError."""
-    gone = f"no draft at {path}: it was committed, aborted or swept, or is of another store"
-    lock = DirectoryLock.try_shared(path) if path.parent == root / "staging" else None
-    if lock is None:
-        raise DraftNotFound(gone)
-    try:
-        body = json.loads((path / DRAFT_FILE).read_bytes())
-        layout = layout or Layout.read(path)
-    except BaseException as error:
-        # Close now, not when the traceback is freed: the last holder of an aborted draft cleans up.
-        lock.close()
-        if isinstance(error, FileNotFoundError):
-            raise DraftNotFound(gone) from None
-        raise
-    return Draft(root, path, layout, lock, **body, owner=False)
 
 
 def _unlink(directory_fd: int, name: str) -> None:

@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weights.format.errors import HandleClosed, VersionNotFound
+from weights.format.errors import StoreError, VersionNotFound
 from weights.format.files import write_file
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
@@ -29,11 +29,6 @@ class StoredVersion:
     path: Path
     nbytes: int
     manifest: Manifest = field(repr=False)
-
-    @property
-    def sealed(self) -> bool:
-        """Whether checksums of all tensors are recorded."""
-        return self.manifest.sealed
 
     @property
     def pinned(self) -> bool:
@@ -65,7 +60,7 @@ class Mapped:
 
     def view(self, name: str) -> memoryview:
         """Bytes of tensor `name` (uint8, 1-D). The view keeps the directory locked while it exists, even after this is
-        closed. Raises UnknownTensor, HandleClosed."""
+        closed. Raises InvalidLayout for an unknown name, StoreError once closed."""
         placed = self.layout.find(name)
         return self.file_view(placed.file)[placed.start : placed.end]
 
@@ -78,7 +73,7 @@ class Mapped:
 
     def _open_lock(self) -> DirectoryLock:
         if self._lock is None or not self._lock.held:
-            raise HandleClosed(f"the handle on {self.path} was closed, or lost in a fork: take a new one")
+            raise StoreError(f"the handle on {self.path} was closed, or lost in a fork: take a new one")
         return self._lock
 
     def _let_go(self) -> DirectoryLock | None:

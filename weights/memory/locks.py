@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from weights.format.errors import HandleClosed
+from weights.format.errors import StoreError
 
 # How long a shared lock waits for another process's probe or removal, both of which take microseconds.
 SHARED_WAIT_S = 2.0
@@ -76,9 +76,9 @@ class DirectoryLock:
 
     @property
     def fd(self) -> int:
-        """The directory's descriptor. Raises HandleClosed after `close`, or in a forked child."""
+        """The directory's descriptor. Raises StoreError after `close`, or in a forked child."""
         if self._fd is None:
-            raise HandleClosed("this handle was closed, or the process was forked after it was taken: take a new one")
+            raise StoreError("this handle was closed, or the process was forked after it was taken: take a new one")
         return self._fd
 
     def close(self) -> None:

@@ -90,16 +90,10 @@ class Space:
         with self.mutex():
             return self.pool.trim(keep_bytes)
 
-    def room_bytes(self, *, enough_bytes: int | None = None) -> int:
-        """Bytes available to a reservation now: free bytes plus unleased, unpinned ones.
-
-        With `enough_bytes` the answer is cheaper: it may be too low once it is at least that.
-        """
+    def room_bytes(self) -> int:
+        """Bytes available to a reservation now: free bytes plus unleased, unpinned ones."""
         in_memory, in_budget = shutil.disk_usage(self.root).free + self.usage().pool_bytes, self._free_bytes()
-        free = in_memory if in_budget is None else min(in_memory, in_budget)
-        if enough_bytes is not None and free >= enough_bytes:
-            return free
-        return free + self.evictable_bytes()
+        return (in_memory if in_budget is None else min(in_memory, in_budget)) + self.evictable_bytes()
 
     def full(self, needed_bytes: int) -> StoreFull:
         """The StoreFull error, with its numbers, for a caller that writes this many bytes beside the versions here."""
@@ -108,14 +102,14 @@ class Space:
 
     def _full(self, needed_bytes: int) -> StoreFull:
         usage, committed = self.usage(), self._all_committed()
+        budget = "none" if self.budget_bytes is None else f"{self.budget_bytes} bytes"
+        leased_bytes = sum(held.nbytes for held in committed if _leased(held))
+        pinned_bytes = sum(held.nbytes for held in committed if held.pinned)
         return StoreFull(
-            needed_bytes=needed_bytes,
-            used_bytes=usage.used_bytes,
-            budget_bytes=self.budget_bytes,
-            free_bytes=shutil.disk_usage(self.root).free,
-            leased_bytes=sum(held.nbytes for held in committed if _leased(held)),
-            pinned_bytes=sum(held.nbytes for held in committed if held.pinned),
-            draft_bytes=usage.draft_bytes,
+            f"no room for {needed_bytes} bytes: budget {budget}, in use {usage.used_bytes} bytes "
+            f"(leased {leased_bytes}, without a copy on disk {pinned_bytes}, being written {usage.draft_bytes}), "
+            f"free on the file system {shutil.disk_usage(self.root).free} bytes. Release or remove a version, persist "
+            "one so that it can be evicted, or raise the memory budget"
         )
 
     def _committed(self, kind: str, model: str | None = None) -> list[Path]:

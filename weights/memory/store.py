@@ -7,11 +7,14 @@ file serialises space accounting; only a rename makes a version visible or invis
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from weights.format.checksums import checksum, hashed
@@ -26,9 +29,9 @@ from weights.format.errors import (
 from weights.format.files import replace_file, write_file
 from weights.format.layout import Layout
 from weights.format.manifest import KINDS, Manifest
-from weights.format.names import MANIFEST_FILE, WRITTEN_FILE, check_aux_name, version_path
+from weights.format.names import DRAFT_FILE, MANIFEST_FILE, check_aux_name, version_path
 from weights.memory import segment
-from weights.memory.draft import Draft, attach_draft, describe_draft, publish
+from weights.memory.draft import Draft, publish
 from weights.memory.lease import Lease, StoredVersion, take_lease
 from weights.memory.locks import DirectoryLock
 from weights.memory.space import Space
@@ -60,14 +63,11 @@ class WeightStore(Space):
         model: str,
         version: str,
         aux_files: Mapping[str, bytes] | None = None,
-        writers: int = 1,
-        name: str | None = None,
     ) -> Draft:
         """A draft with all its memory allocated, headers and `aux_files` written, tensors undefined.
 
         `kind` is "version", "adapter" or "snapshot". Evicts unleased, unpinned versions if the budget asks for it. The
-        tensors' bytes are undefined (segments are re-used): write every byte before the commit. `writers` is how many
-        will call `Draft.mark_written`. Writers that know the `name` find the draft with `draft_path`. Raises StoreFull
+        tensors' bytes are undefined (segments are re-used): write every byte before the commit. Raises StoreFull
         (nothing left behind), VersionExists, InvalidName.
         """
         aux_files = {check_aux_name(aux): data for aux, data in (aux_files or {}).items()}
@@ -76,16 +76,17 @@ class WeightStore(Space):
         if (index := layout.index_file()) is not None:
             aux_files[index[0]] = index[1]
         needed_bytes = layout.nbytes + sum(len(data) for data in aux_files.values())
-        path = self.draft_path(name or uuid.uuid4().hex)
+        path = self.staging / uuid.uuid4().hex
         with self._staked(path, {file.name: file.nbytes for file in layout.files}, needed_bytes) as lock:
             for file in layout.files:
                 with open(os.open(file.name, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=lock.fd), "wb") as out:
                     out.write(file.header)
             for aux, data in aux_files.items():
                 write_file(lock.fd, aux, data)
-            write_file(lock.fd, WRITTEN_FILE, bytes(writers))
-            describe_draft(lock.fd, kind=kind, model=model, version=version)
-            return Draft(self.root, path, layout, lock, kind=kind, model=model, version=version, owner=True)
+            named = {"kind": kind, "model": model, "version": version}
+            # Written last, so that no process attaches to an incomplete draft.
+            write_file(lock.fd, DRAFT_FILE, json.dumps(named).encode())
+            return Draft(self.root, path, layout, lock, **named, owner=True)
 
     def receive(
         self, manifest: Manifest, chunks: Callable[[str], Iterable[bytes]], *, source: object, pinned: bool = False
@@ -95,7 +96,7 @@ class WeightStore(Space):
         StoreFull, VersionExists."""
         if version_path(self.root, manifest.kind, manifest.model, manifest.version).exists():
             raise VersionExists(f"{manifest.kind} {manifest.model!r} {manifest.version!r} exists")
-        path, found = self.draft_path(uuid.uuid4().hex), dict[str, str]()
+        path, found = self.staging / uuid.uuid4().hex, dict[str, str]()
         segments = {file: record.nbytes for file, record in manifest.files.items() if record.header}
         with self._staked(path, segments, manifest.nbytes) as lock:
             for file, record in manifest.files.items():
@@ -105,7 +106,7 @@ class WeightStore(Space):
                         rest = memoryview(chunk)
                         while rest:
                             rest = rest[out.write(rest) :]
-            manifest = manifest.with_checksums(found).renewed()
+            manifest = replace(manifest.with_checksums(found), created_s=time.time())
             manifest.check_layout(Layout.read(path), path=source)
             stored = publish(self.root, path, lock.fd, manifest, pinned=pinned)
             lock.close()
@@ -139,14 +140,24 @@ class WeightStore(Space):
                 raise self.full(needed_bytes) from error
             raise
 
-    def draft_path(self, name: str) -> Path:
-        """Path of a draft reserved under `name` until its commit."""
-        return self.staging / name
-
     def attach(self, path: Path | str, layout: Layout | None = None) -> Draft:
         """Opens the draft that another process reserved at `path`. Passing the layout saves reading it. Raises
-        DraftNotFound, IntegrityError."""
-        return attach_draft(self.root, Path(path), layout)
+        StoreError, IntegrityError."""
+        path = Path(path)
+        gone = f"no draft at {path}: it was committed, aborted or swept, or is of another store"
+        lock = DirectoryLock.try_shared(path) if path.parent == self.staging else None
+        if lock is None:
+            raise StoreError(gone)
+        try:
+            named = json.loads((path / DRAFT_FILE).read_bytes())
+            layout = layout or Layout.read(path)
+        except BaseException as error:
+            # Close now, not when the traceback is freed: the last holder of an aborted draft cleans up.
+            lock.close()
+            if isinstance(error, FileNotFoundError):
+                raise StoreError(gone) from None
+            raise
+        return Draft(self.root, path, layout, lock, **named, owner=False)
 
     # Reading
 
@@ -170,10 +181,6 @@ class WeightStore(Space):
             except IntegrityError:
                 continue
         return sorted(found, key=lambda stored: stored.manifest.created_s)
-
-    def count(self, kind: str) -> int:
-        """How many versions of `kind` there are, damaged ones too."""
-        return len(self._committed(_check_kind(kind)))
 
     def lease(self, stored: StoredVersion) -> Lease:
         """Takes a lease on `stored`; see `weights.memory.lease.take_lease`."""

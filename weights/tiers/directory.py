@@ -44,12 +44,18 @@ class DirectoryTier:
         root = self._snapshots if name.kind == "snapshot" else self._models
         return root / encode_name(name.model) / encode_name(name.version)
 
-    def names(self) -> dict[Name, float]:
-        """Creation time (Unix seconds) by name, of every version with a readable manifest."""
-        return {name: manifest.created_s for name, manifest in self._manifests().items()}
-
-    def usage_bytes(self) -> int:
-        return sum(manifest.nbytes for manifest in self._manifests().values())
+    def manifests(self) -> dict[Name, Manifest]:
+        """Every version with a readable manifest."""
+        found = {}
+        families = [*directories(self._models), *directories(self._snapshots)]
+        for path in (path for family in families for path in directories(family)):
+            model, version = decode_name(path.parent.name), decode_name(path.name)
+            if model is None or version is None:
+                continue  # .staging, .downloads
+            with suppress(FileNotFoundError, IntegrityError):
+                manifest = Manifest.read(path)
+                found[Name(manifest.kind, model, version)] = manifest
+        return found
 
     def put(self, source: Path, moved: Moved = lambda nbytes: None) -> None:
         """Copies the version directory `source`, which must not change meanwhile (in shared memory: lease it), in place
@@ -119,18 +125,6 @@ class DirectoryTier:
         if not path.is_dir():
             raise VersionNotFound(f"{name} is not on disk")
         return path
-
-    def _manifests(self) -> dict[Name, Manifest]:
-        found = {}
-        families = [*directories(self._models), *directories(self._snapshots)]
-        for path in (path for family in families for path in directories(family)):
-            model, version = decode_name(path.parent.name), decode_name(path.name)
-            if model is None or version is None:
-                continue  # .staging, .downloads
-            with suppress(FileNotFoundError, IntegrityError):
-                manifest = Manifest.read(path)
-                found[Name(manifest.kind, model, version)] = manifest
-        return found
 
 
 def verify(directory: Path) -> Manifest:

@@ -59,14 +59,6 @@ class RemoteTier:
                 f"delete {OWNER_KEY} there to take it over"
             )
 
-    def names(self) -> dict[Name, float]:
-        """Creation time (Unix seconds) by name."""
-        return {name: manifest.created_s for name, manifest in self._known().items()}
-
-    def usage_bytes(self) -> int:
-        """Bytes of the versions and snapshots; moments in 8 bits take less at the place."""
-        return sum(manifest.nbytes for manifest in self._known().values())
-
     def put(self, source: Path, moved: Moved = lambda nbytes: None) -> None:
         """Writes the version directory `source`, which must not change meanwhile (in shared memory: lease it).
 
@@ -86,7 +78,7 @@ class RemoteTier:
         exact = {key: value for key, value in manifest.meta.items() if key != MOMENTS}
         manifest = replace(manifest, meta=exact | ({MOMENTS: lossy} if lossy else {})).with_checksums(found)
         self._objects.put(f"copies/{name.key}", manifest.to_bytes())
-        self._known()[name] = manifest
+        self.manifests()[name] = manifest
 
     def _send(
         self, name: Name, file: str, chunks: Iterable[bytes], ranges: list[moments.Range], moved: Moved
@@ -117,24 +109,24 @@ class RemoteTier:
     def remove(self, name: Name) -> None:
         """Removes `name`, its record first. Idempotent."""
         self._objects.delete(f"copies/{name.key}")
-        self._known().pop(name, None)
+        self.manifests().pop(name, None)
         for key, _ in list(self._objects.list(f"parts/{name.key}/")):
             self._objects.delete(key)
 
     def collect(self) -> None:
         """Removes what copies that never ended have left. Call it while nothing is copied."""
         self._objects.sweep()
-        complete = tuple(f"parts/{name.key}/" for name in self._known())
+        complete = tuple(f"parts/{name.key}/" for name in self.manifests())
         for key, _ in list(self._objects.list("parts/")):
             if not key.startswith(complete):
                 self._objects.delete(key)
 
     def _find(self, name: Name) -> Manifest:
-        if name not in self._known():
+        if name not in self.manifests():
             raise VersionNotFound(f"{name} is not at {self.where}")
-        return self._known()[name]
+        return self.manifests()[name]
 
-    def _known(self) -> dict[Name, Manifest]:
+    def manifests(self) -> dict[Name, Manifest]:
         """What the place had when it was first read, and what this process has put and removed since."""
         if self._records is None:
             known = {}

@@ -64,7 +64,7 @@ class JobMemory:
             return ""
         sizes = tuple(row.allowed_sizes or (1,))
         needed = self._numbers(row.id, sizes)["host"]["needed_bytes"]
-        if needed <= self._store.room_bytes(enough_bytes=needed):
+        if needed <= self._store.room_bytes():
             return ""
         return self._verdict(row, replace(self._facts, store_room_bytes=self._store.room_bytes()), sizes).waits
 

@@ -28,7 +28,7 @@ TEMPLATE = (
 
 def stored(tmp_path: Path) -> list[tuple[str, str]]:
     """The name and version of every model of the library of a test."""
-    return sorted((name.model, name.version) for name in DirectoryTier(tmp_path / "models").names())
+    return sorted((name.model, name.version) for name in DirectoryTier(tmp_path / "models").manifests())
 
 
 def tensors() -> dict[str, np.ndarray]:

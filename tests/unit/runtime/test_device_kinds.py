@@ -36,7 +36,7 @@ def test_a_parent_closes_nvml_whoever_opened_it(monkeypatch, loaded):
     machine = eight_h100()
     machine.users, machine.loaded = 3, loaded
     machine.install(monkeypatch)
-    kinds.before_fork()
+    kind_of("cuda").before_fork()
     assert machine.users == 0
     kind_of("cuda").after_fork()
     assert machine.users == 1, "a rank asks NVML for free memory"

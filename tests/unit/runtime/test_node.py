@@ -17,8 +17,7 @@ def spec(folder, preload=ENTRY):
     return WarmSpec("t", preload, str(folder / "w.sock"), str(folder / "w.log"))
 
 
-async def test_a_killed_warm_parent_comes_back_and_its_child_lives_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("runtime.processes.warm_parents.RESTART_PAUSE_S", 0.0)
+async def test_a_killed_warm_parent_comes_back_and_its_child_lives_on(tmp_path):
     agent = NodeAgent([spec(tmp_path)])
     await agent.start()
     await agent.wait_warm("t", 60)

@@ -94,7 +94,7 @@ async def test_what_is_deleted_is_deleted_on_other_nodes_too(db, flow, store, ti
 
 async def test_verify_says_which_file_keeps_a_version_from_being_opened(ops, store):
     folder = store.find("version", "starter", "v1").path
-    (folder / "audio_tokenizer_config.json").write_text("{}")
-    with pytest.raises(OperationFailed, match="audio_tokenizer_config.json") as failed:
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(OperationFailed, match="pytorch_model.bin") as failed:
         await ops.verify([VersionRow("starter", "v1", "test", 1, 0.0, shm_path=str(folder))], lambda *progress: None)
     assert failed.value.code == "opening_refused"

@@ -41,7 +41,7 @@ def snapshot(store, step, job="ftjob-1", checksums=False):
 
 
 def versions(tier):
-    return {name.version for name in tier.copies.names() if name.kind == "version"}
+    return {name.version for name in tier.copies.manifests() if name.kind == "version"}
 
 
 def put_off(tiers, tier):

@@ -34,18 +34,12 @@ def folder(tmp_path: Path) -> Path:
     ("file", "body", "says"),
     [
         ("config.json", {"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
-        ("config.json", {"configuration_files": ["config.9.json"]}, "configuration_files"),
-        ("config.json", {"speculators_config": {"verifier": "/other"}}, "speculators_config"),
+        ("config.json", {"speculators_config": {"verifier": "/etc"}}, "names '/etc'"),
         ("config.json", {"model_type": "../llama"}, "model_type"),
-        ("tokenizer_config.json", {"vocab": "/box/first-key"}, "'vocab'"),
+        ("tokenizer_config.json", {"vocab": "/etc/passwd"}, "'vocab'"),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.T", None]}}, "auto_map"),
-        ("special_tokens_map.json", {"chat_template": "{{ x }}"}, "'chat_template'"),
         ("generation_config.json", {"custom_generate": "evil"}, "auto_map"),
-        ("config.json", {"text_model_id": "/other"}, "text_model_id"),
-        ("processor_config.json", {"audio_tokenizer": {"audio_tokenizer_name_or_path": "/other"}}, "audio_tokenizer"),
-        ("audio_tokenizer_config.json", {}, "another model"),
-        ("modules.json", [{"idx": 0, "path": "/elsewhere"}], "'/elsewhere'"),
-        ("adapter_config.json", {"peft_type": "LORA"}, "an adapter would be added"),
+        ("modules.json", [{"idx": 0, "path": "/usr"}], "'/usr'"),
         ("pytorch_model.bin", {}, "a pickle"),
     ],
 )
@@ -70,14 +64,6 @@ def test_nothing_stands_in_it_but_plain_files(folder, tmp_path, kind):
     else:
         (folder / "1_Pooling").mkdir()
     with pytest.raises(OpeningRefused, match="not a regular file"):
-        may_open(folder, "mine")
-
-
-def test_params_are_refused_where_an_engine_would_read_them(folder):
-    (folder / "params.json").write_text("{}")
-    may_open(folder, "mine")
-    (folder / "consolidated.safetensors").write_bytes(b"weights")
-    with pytest.raises(OpeningRefused, match="in place of the config.json"):
         may_open(folder, "mine")
 
 

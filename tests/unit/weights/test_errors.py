@@ -6,17 +6,16 @@ import pickle
 
 import pytest
 
-from weights.format.errors import IntegrityError, StoreFull, UnknownTensor, VersionExists
+from weights.checkpoint.errors import OpeningRefused
+from weights.format.errors import IntegrityError, StoreFull
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        StoreFull(needed_bytes=5, used_bytes=4, budget_bytes=3, free_bytes=2, leased_bytes=1),
-        StoreFull(needed_bytes=5, used_bytes=4, budget_bytes=None, free_bytes=2),
+        StoreFull("no room"),
         IntegrityError("bad", path="/p", file="f", tensor="t"),
-        UnknownTensor("x"),
-        VersionExists("taken"),
+        OpeningRefused("m", "config.json", "has 'auto_map'"),
     ],
 )
 def test_errors_survive_pickling(error):

@@ -94,31 +94,23 @@ def test_a_flipped_bit_is_found_and_named(store, tensor):
     assert caught.value.file == placed.file
 
 
-def test_a_changed_header_is_refused_at_the_lease(store):
+@pytest.mark.parametrize(
+    "damage",
+    [lambda raw: raw[:-1], lambda raw: raw + b"\0", lambda raw: raw.replace(b'"F16"', b'"I16"')],
+    ids=["cut", "grown", "another header"],
+)
+def test_lease_of_a_damaged_file_is_refused_and_swept_by_name(store, damage):
     stored = write(store)
     path = stored.path / "model.safetensors"
-    raw = path.read_bytes()
-    path.write_bytes(raw.replace(b'"F16"', b'"I16"'))
-    with pytest.raises(IntegrityError, match="header"):
-        store.lease(stored)
-
-
-@pytest.mark.parametrize("size", [-1, 1])
-def test_truncated_or_grown_files_are_refused_at_the_lease(store, size):
-    stored = write(store)
-    path = stored.path / "model.safetensors"
-    os.truncate(path, path.stat().st_size + size)
+    path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(IntegrityError):
         store.lease(stored)
     assert [error.file for error in store.sweep()] == ["model.safetensors"]
 
 
-def test_a_changed_auxiliary_file_is_found(store):
+def test_verify_of_a_changed_auxiliary_file_names_it(store):
     stored = write(store)
     (stored.path / "config.json").write_bytes(b'{"model_type":"other"}')
-    with pytest.raises(IntegrityError, match="config.json"):
-        verify(stored.path)
-    (stored.path / "config.json").unlink()
     with pytest.raises(IntegrityError, match="config.json"):
         verify(stored.path)
 

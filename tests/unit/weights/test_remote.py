@@ -109,15 +109,15 @@ def test_a_version_travels_through_either_kind_of_place(objects, store, tmp_path
     tier.put(stored.path, done.append)
     assert sum(done) == stored.nbytes
     again, other = RemoteTier(objects), WeightStore(tmp_path / "other", budget_bytes=None)
-    assert again.names().keys() == {name_of(stored)} and again.usage_bytes() == stored.nbytes
+    assert {name: one.nbytes for name, one in again.manifests().items()} == {name_of(stored): stored.nbytes}
     assert again.verify(name_of(stored)).kind == kind
     restored = again.restore(other, name_of(stored))
     check(other, restored)
-    assert restored.manifest.meta["step"] == 3 and restored.sealed and not restored.pinned
+    assert restored.manifest.meta["step"] == 3 and restored.manifest.sealed and not restored.pinned
     for file in ("config.json", "model.safetensors"):
         assert (restored.path / file).read_bytes() == (stored.path / file).read_bytes()
     again.remove(name_of(stored))
-    assert list(objects.list("")) == [] and again.names() == {}
+    assert list(objects.list("")) == [] and again.manifests() == {}
     with pytest.raises(VersionNotFound):
         again.restore(store, name_of(stored))
 
@@ -161,10 +161,10 @@ def test_a_damaged_record_or_one_of_another_name_is_no_version(store, tier, home
     record, stolen = home / "copies" / name_of(stored).key, home / "copies" / Name("version", "other", "1").key
     stolen.parent.mkdir(parents=True)
     shutil.copy(record, stolen)
-    assert RemoteTier(DirectoryObjects(home)).names().keys() == {name_of(stored)}
+    assert RemoteTier(DirectoryObjects(home)).manifests().keys() == {name_of(stored)}
     flip(record)
     fresh = RemoteTier(DirectoryObjects(home))
-    assert fresh.names() == {}
+    assert fresh.manifests() == {}
     fresh.put(stored.path)
     fresh.verify(name_of(stored))
 
@@ -174,7 +174,7 @@ def test_damage_in_the_source_gets_no_record(store, tier, home):
     flip(stored.path / "model.safetensors")
     with pytest.raises(IntegrityError):
         tier.put(stored.path)
-    assert tier.names() == {}
+    assert tier.manifests() == {}
     tier.collect()
     assert files(home) == []
 
@@ -211,14 +211,14 @@ def test_put_killed_at_every_point_loses_nothing_and_leaves_no_litter(store, hom
                 os._exit(0)
         killed = os.WIFSIGNALED(os.waitpid(pid, 0)[1])
         after = RemoteTier(DirectoryObjects(home))
-        assert after.names().keys() & {name_of(kept), name_of(stored)}
-        for name in after.names():
+        assert after.manifests().keys() & {name_of(kept), name_of(stored)}
+        for name in after.manifests():
             after.verify(name)
         after.put(stored.path)
         after.verify(name_of(stored))
         after.remove(name_of(kept))
         after.collect()
-        assert len(files(home)) == 4 and after.names().keys() == {name_of(stored)}
+        assert len(files(home)) == 4 and after.manifests().keys() == {name_of(stored)}
         if not killed:
             assert n > 5
             return

@@ -5,14 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-import threading
 
 import numpy as np
 import pytest
 import torch
 
 from tests.unit.weights.conftest import AUX, SPECS, check, content, fill, write
-from weights.format.errors import DraftNotFound, HandleClosed, StoreError, StoreFull, VersionLeased, VersionNotFound
+from weights.format.errors import StoreError, StoreFull, VersionLeased, VersionNotFound
 from weights.format.layout import Layout, TensorSpec
 from weights.format.torch_views import as_tensor
 from weights.memory import locks
@@ -71,7 +70,7 @@ def test_an_aborted_draft_is_cleaned_up_by_the_last_writer(store):
     other = store.attach(draft.path)
     draft.abort()
     assert len(staged(store)) == 1, "the attached writer still maps the segment"
-    with pytest.raises(DraftNotFound):
+    with pytest.raises(StoreError, match="no draft"):
         store.attach(draft.path)
     fill(other, "1")
     other.close()
@@ -88,9 +87,10 @@ def test_views_keep_the_lease_after_its_release(store):
     placed = lease.layout.find("model.norm.weight")
     tensor = as_tensor(lease.view("model.norm.weight"), "F32", (3,))
     array = np.frombuffer(lease.view("counter"), dtype=np.int64)
+    assert lease.view("counter").readonly
     lease.release()
     assert lease.closed
-    with pytest.raises(HandleClosed):
+    with pytest.raises(StoreError, match="closed"):
         lease.view("counter")
     with pytest.raises(VersionLeased):
         store.remove(stored)
@@ -100,14 +100,6 @@ def test_views_keep_the_lease_after_its_release(store):
         store.remove(stored)
     del array
     store.remove(stored)
-
-
-def test_leased_views_are_read_only(store):
-    with store.lease(write(store)) as lease:
-        view = lease.view("counter")
-        assert view.readonly
-        with pytest.raises(TypeError):
-            view[0] = 1
 
 
 def test_a_replaced_version_is_not_mistaken_for_the_old(store):
@@ -229,7 +221,6 @@ def test_room_is_what_a_reservation_could_get(tmp_path):
     loose = put(store, "loose")
     unpinned = store.room_bytes()
     assert 3 * MIB - 4096 < unpinned <= 3 * MIB  # a manifest beside the tensors
-    assert MIB < store.room_bytes(enough_bytes=MIB) < unpinned
     with store.lease(loose):
         leased = store.room_bytes()
         assert unpinned - MIB - 4096 < leased <= unpinned - MIB
@@ -239,36 +230,11 @@ def test_room_is_what_a_reservation_could_get(tmp_path):
     assert names(store) == {"kept", "all of it"}
 
 
-def test_a_draft_is_whole_when_every_writer_has_said_so(store):
-    draft = store.reserve(LAYOUT, kind="version", model="m", version="1", writers=3, name="the-one")
-    assert draft.path == store.draft_path("the-one")
-    fill(draft, "1")
-    others = [store.attach(store.draft_path("the-one"), LAYOUT) for _ in range(2)]
-    waiting = threading.Thread(target=draft.wait_written, daemon=True)
-    waiting.start()
-    draft.mark_written(0)
-    draft.mark_written(0)
-    others[0].mark_written(1)
-    others[0].close()
-    waiting.join(0.02)
-    assert waiting.is_alive(), "one is missing"
-    others[1].mark_written(2)
-    waiting.join(10)
-    assert not waiting.is_alive()
-    others[1].close()
-    with pytest.raises(HandleClosed):
-        others[1].mark_written(2)
-    stored = draft.commit(meta={}, checksums=False)
-    check(store, stored)
-    names_of_files = {file.name for file in LAYOUT.files}
-    assert {entry.name for entry in stored.path.iterdir()} == names_of_files | {"manifest.json", ".pinned"}
-
-
 def test_seal_beside_a_reader_adds_the_checksums(store):
     stored = write(store, checksums=False)
     with store.lease(stored) as lease:
         store.seal(stored)
         assert bytes(lease.view("counter")) == content("counter", "1", 8)
     sealed = store.find("version", "starter", "1")
-    assert sealed.sealed and not stored.sealed
+    assert sealed.manifest.sealed and not stored.manifest.sealed
     check(store, stored)  # the older description still leases: the bytes are the same
