@@ -91,7 +91,7 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     try:
         if "job" in request:
-            signal.signal(signal.SIGPROF, lambda *_: os.setpriority(os.PRIO_PROCESS, 0, _NICENESS))
+            signal.signal(signal.SIGPROF, lambda *_: os.setpriority(os.PRIO_PROCESS, 0, max(_NICENESS, os.nice(0))))
             signal.setitimer(signal.ITIMER_PROF, NICE_AFTER_S)
             answer = asdict(checked(**request["job"]))
         else:

@@ -60,8 +60,8 @@ class ReinforcementObjective(PackedObjective):
         surrogate, cut = _weighted(log_probs, moved, advantages) if self._by_engine else _clipped(moved, advantages)
         with torch.no_grad():
             # The unbiased estimate of KL(sampler, trainer) that is never negative (Schulman, 2020).
-            told = [(moved.exp() - 1 - moved).sum(), moved.abs().sum(), cut.float().sum()]
-            self.report(told, batch["scale"], [moved.abs().max()])
+            metrics = [(moved.exp() - 1 - moved).sum(), moved.abs().sum(), cut.float().sum()]
+            self.report(metrics, batch["scale"], [moved.abs().max()])
         return -surrogate.sum() * batch["scale"]
 
 

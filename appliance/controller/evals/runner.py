@@ -38,7 +38,7 @@ from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, TaskRow, colu
 from train.graders.errors import GradingFailed, InvalidGrader
 from train.graders.graders import Grader, parse, sources
 from train.graders.grading import Graded, ModelAnswer
-from train.graders.hosts import MOST_TIMEOUTS, ForkBroke, WorkerBroke
+from train.graders.hosts import MOST_BROKEN, ForkBroke, WorkerBroke
 from train.graders.templates import Sample
 from train.shapes.foreign_files import MARK
 from weights.format.foreign_json import is_deeper
@@ -133,7 +133,7 @@ class EvalRunner:
                 if row.status == "queued":
                     await self._check_data(row, of, source)
                 # Code may take minutes for a sample: jobs grade in between, and no call gives up the rest of it.
-                together = MOST_TIMEOUTS if any(map(sources, graders)) else AT_ONCE
+                together = MOST_BROKEN if any(map(sources, graders)) else AT_ONCE
                 async with aclosing(finished(self._unjudged(row, source, graders), AT_ONCE)) as groups:
                     async for answered in groups:
                         for first in range(0, len(answered), together):
