@@ -281,14 +281,14 @@ def _enforced_tools(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         blocks = message.get("content")
         added = [block.get("tool") for block in blocks if isinstance(block, dict)] if isinstance(blocks, list) else []
         tools += [(f"messages[{place}]", tool.get("definition")) for tool in added if isinstance(tool, dict)]
-    for place, tool in tools:
+    for where, tool in tools:
         tool = tool if isinstance(tool, dict) else {}
         inner = tool["tools"] if tool.get("type") == "namespace" else ()
         # In `function` (chat), or in the tool itself (Responses, Anthropic): an engine may read either.
         for holder in (tool, tool.get("function"), *inner):
             if isinstance(holder, dict) and holder.get("strict"):
                 for name in ("parameters", "input_schema"):
-                    yield f"{place}.{name}", holder.get(name)
+                    yield f"{where}.{name}", holder.get(name)
 
 
 # -- images and sounds
