@@ -83,7 +83,8 @@ def step(problems: Iterable[Problem], known: Known, now_s: float, repeat_s: floa
 
 def channels(settings: AlertSettings) -> tuple[Channel, ...]:
     """The channels that have a receiver."""
-    return (*(["webhook"] if settings.webhook else []), *(["e-mail"] if settings.email else []))
+    receivers: dict[Channel, Any] = {"webhook": settings.webhook, "e-mail": settings.email}
+    return tuple(channel for channel, receiver in receivers.items() if receiver)
 
 
 def send(settings: AlertSettings, channel: Channel, message: Message, box: str) -> None:

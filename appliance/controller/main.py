@@ -290,7 +290,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     await context.bus.start()
     await context.nodes.connect()
     context.health.began({device.node for device in context.nodes.devices})
-    context.health.found(context.nodes.devices)
+    context.health.check(context.nodes.devices)
     there = await _observed(parts.effects)
     parts.states.after_restart(adopted={group.job_id for group in there.groups.values() if group.ended is None})
     await loop.adopt()  # before a route answers, and before validations of jobs go on

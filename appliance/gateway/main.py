@@ -199,8 +199,8 @@ class Gateway:
     async def sweep(self) -> None:
         """Write the access log; look at paused replicas, late heads, sockets that are gone, and the certificate."""
         state, now_s = self.state, time.monotonic()
-        state.place_held()
         state.write_access_log()
+        state.place_held()
         for connection in list(state.connections):
             connection.end_if_late(now_s)
         wanted = {replica.socket for model in state.router.models.values() for replica in model.replicas}

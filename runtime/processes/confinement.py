@@ -29,6 +29,7 @@ _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _EQ, _LESS, _MASKED = 4, 2, 7  # libseccomp's comparisons
 _CLONE_THREAD = 0x10000
 _MADV_HWPOISON = 100
+_MORE_THREADS = 64
 # What an interpreter and numpy need to compute, with threads. Not there, each for its reason: socket and its kin,
 # execve, fork, kill, ptrace, mount, keyctl, bpf, io_uring, memfd_create (memory that no limit counts), shmget, ioctl.
 _CALLS = (
@@ -88,10 +89,14 @@ def confine(readable: Iterable[Path], memory_bytes: int, cpu_s: int) -> None:
 
 
 def _limit(memory_bytes: int, cpu_s: int) -> None:
+    threads = int(Path("/proc/loadavg").read_text().rpartition("/")[2].split()[0])  # of all users
+    most_threads = resource.getrlimit(resource.RLIMIT_NPROC)[1] % (1 << 63)  # -1: no limit
     has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for limit, value in (
         (resource.RLIMIT_AS, has + memory_bytes),
         (resource.RLIMIT_CPU, cpu_s),
+        # With small stacks, 2 GiB hold more threads than a machine may have ids for. (It does not bind root.)
+        (resource.RLIMIT_NPROC, min(threads + _MORE_THREADS, most_threads)),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),

@@ -1,9 +1,9 @@
 """Decides how long a model without requests stays awake; the only place that does.
 
-An operator's number (`idle_sleep_s`) applies as given: one replica stays awake for that long
-after the last request, then all sleep except the minimum. Without it, the box's settings hold a replica for as long as
-the hysteresis of `auto` needs (`give_back_after_s`), and it sleeps only when the devices are wanted. Models that nobody
-deployed have the box's own limit (`idle_limit_s`): they sleep then at the latest, and may be given back earlier.
+An operator's number (`idle_sleep_s`) applies as given: one replica stays awake for that long after the last request,
+then all sleep except the minimum. Without it, the box's settings hold a replica for as long as the hysteresis of `auto`
+needs (`give_back_after_s`), and it sleeps only when the devices are wanted. Models that nobody deployed have the box's
+own limit (`idle_limit_s`): they sleep then at the latest, and may release their devices earlier.
 """
 
 from __future__ import annotations

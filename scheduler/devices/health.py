@@ -46,16 +46,16 @@ def failing(
 ) -> dict[str, Fault]:
     """Every device that must not be used, by its id. `readings`: by device, oldest first; the first is from the start
     of the watch."""
-    found = {}
+    faults = {}
     for device_id, history in readings.items():
-        if history and (failure := _told(history, config.hot_for_s)):
-            found[device_id] = failure
+        if history and (fault := _fault_of_driver(history, config.hot_for_s)):
+            faults[device_id] = fault
     for device_id, reason in _died(deaths, now_s, config).items():
-        found.setdefault(device_id, Fault(reason, may_pass=True))
-    return found
+        faults.setdefault(device_id, Fault(reason, may_pass=True))
+    return faults
 
 
-def _told(history: tuple[Reading, ...], hot_for_s: float) -> Fault | None:
+def _fault_of_driver(history: tuple[Reading, ...], hot_for_s: float) -> Fault | None:
     last = history[-1]
     if last.lost:
         return Fault(f"does not answer any more ({last.lost})", may_pass=True)
@@ -90,9 +90,10 @@ def _died(deaths: Iterable[Death], now_s: float, config: SchedulerConfig) -> dic
     for death in recent:
         if len(places[death.holder]) == 1:
             counted.setdefault(death.device_id, []).append(death)
-    found = {}
+    reasons = {}
     for device_id, here in counted.items():
         if len(here) >= config.device_deaths:
-            some = f"{len(here)} process{'es' * (len(here) > 1)} died on it within {config.death_window_s:.0f} s"
-            found[device_id] = f"{some}, the last: {here[-1].reason}"
-    return found
+            processes = f"{len(here)} process{'es' * (len(here) > 1)}"
+            when = f"within {config.death_window_s:.0f} s"
+            reasons[device_id] = f"{processes} died on it {when}, the last: {here[-1].reason}"
+    return reasons

@@ -73,8 +73,8 @@ class Box:
     @property
     def holders(self) -> dict[str, Holder]:
         """By device: the engine that is not asleep, or the job."""
-        found = {d: Holder("replica", r.id) for r in self.replicas.values() if r.state != "asleep" for d in r.devices}
-        return found | {d: Holder("job", g.job_id) for g in self.groups.values() for d in g.devices}
+        engines = {d: Holder("replica", r.id) for r in self.replicas.values() if r.state != "asleep" for d in r.devices}
+        return engines | {d: Holder("job", g.job_id) for g in self.groups.values() for d in g.devices}
 
     def with_replica(self, replica: ReplicaView) -> Box:
         return replace(self, replicas={**self.replicas, replica.id: replica})

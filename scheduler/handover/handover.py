@@ -29,7 +29,7 @@ STEPS = {
     "stop_replica": ("stop_timeout_s", "for the engine's processes to be gone"),
     "open_replica": ("open_timeout_s", "for every gateway to know of the engine"),
     "drain_replica": ("drain_timeout_s", "for the engine's requests to be answered"),
-    "sleep_replica": ("sleep_timeout_s", "for the engine to give its memory back"),
+    "sleep_replica": ("sleep_timeout_s", "for the engine to release its memory"),
     "wake_replica": ("start_replica_timeout_s", _WEIGHTS),
     "swap_replica": ("start_replica_timeout_s", "for the engine to take the new weights"),
     "start_group": ("start_group_timeout_s", "for all ranks to be in their training loop"),
@@ -53,19 +53,19 @@ class MoveEnd:
 
 
 @dataclass(slots=True)
-class Doing:
-    """A step in progress since `since_s`, which fails after `limit_s`. `off`: why it is being cancelled."""
+class RunningStep:
+    """A step in progress since `since_s`, which fails after `limit_s`. `cancelled`: why it is being cancelled."""
 
     move: Move
     verb: str
     since_s: float
     limit_s: float
     task: asyncio.Task[Any]
-    off: str = ""
+    cancelled: str = ""
 
 
 class Listener(Protocol):
-    """What the hand-over needs from the loop. `box` is replaced, never changed in place."""
+    """The loop as a hand-over sees it. `box` is replaced, never changed in place."""
 
     box: Box
 
@@ -95,40 +95,40 @@ class Runner:
         self.handover, self.before, self.policy, self.workload = handover, listener.box, policy, workload
         self._listener, self._effects, self._journal = listener, effects, journal
         self._now_s, self._config = clock, config
-        self._left: dict[Holder, asyncio.Future[bool]] = {}
+        self._released: dict[Holder, asyncio.Future[bool]] = {}
         self._skipped: set[Move] = set()
-        self._doing: dict[int, Doing] = {}
-        self._failed: dict[Move, int] = {}
+        self._steps: dict[int, RunningStep] = {}
+        self._failed_steps: dict[Move, int] = {}
         self._seq = 0
 
     def begin(self, reason: str, asked_by: str, asked_for: str) -> None:
         """Write the journal record. Nothing else happens before this has returned."""
         loop = asyncio.get_running_loop()
-        self._left = {move.holder: loop.create_future() for move in self.handover.moves if move.side == "free"}
+        self._released = {move.holder: loop.create_future() for move in self.handover.moves if move.side == "free"}
         now_s = self._now_s()
         record = HandoverRecord(self.handover.id, reason, "running", now_s, asked_by=asked_by, asked_for=asked_for)
         self._journal.begin(record)
 
-    async def run(self) -> HandoverState:
+    async def run(self) -> None:
+        """Carry out the moves and close the journal record."""
         ends = await asyncio.gather(*map(self._move, self.handover.moves))
         states = {end.state for end in ends}
         state: HandoverState = "failed" if "failed" in states else "done" if states <= {"done"} else "undone"
         errors = "; ".join(end.error for end in ends if end.error and end.state != "skipped")
         self._journal.end(self.handover.id, state, self._now_s(), errors)
-        return state
 
     @property
-    def doing(self) -> tuple[Doing, ...]:
+    def running_steps(self) -> tuple[RunningStep, ...]:
         """The steps in progress that are not being cancelled."""
-        return tuple(doing for doing in self._doing.values() if not doing.off)
+        return tuple(step for step in self._steps.values() if not step.cancelled)
 
-    def cancel(self, doing: Doing, reason: str) -> None:
+    def cancel(self, step: RunningStep, reason: str) -> None:
         """Undo a step in progress. Moves that wait for its holder to leave have ended when this returns: otherwise the
         devices would still look promised to them while the replica is open again."""
-        doing.off = reason
-        doing.task.cancel()
-        for move in self.handover.take if doing.move.side == "free" else ():
-            if doing.move.holder in move.needs and move not in self._skipped:
+        step.cancelled = reason
+        step.task.cancel()
+        for move in self.handover.take if step.move.side == "free" else ():
+            if step.move.holder in move.needs and move not in self._skipped:
                 self._skipped.add(move)
                 self._listener.move_ended(MoveEnd(move, "skipped", reason))
 
@@ -230,10 +230,10 @@ class Runner:
         do = {"free": self.release_devices, "take": self.take_devices, "swap": self.change_in_place}[move.side]
         end = MoveEnd(move, "failed")
         try:
-            stay = [holder for holder in sorted(move.needs) if not await asyncio.shield(self._left[holder])]
-            off = f"{stay[0]} did not leave its devices" if stay else self._listener.unwanted(move)
-            if off or move in self._skipped:
-                end = MoveEnd(move, "skipped", off)
+            stayed = [holder for holder in sorted(move.needs) if not await asyncio.shield(self._released[holder])]
+            reason = f"{stayed[0]} did not leave its devices" if stayed else self._listener.unwanted(move)
+            if reason or move in self._skipped:
+                end = MoveEnd(move, "skipped", reason)
             else:
                 await do(move)
                 end = MoveEnd(move, "done")
@@ -244,7 +244,7 @@ class Runner:
             end = MoveEnd(move, "undone" if error.undone else "failed", text, error)
         finally:
             if move.side == "free":
-                self._left[move.holder].set_result(end.state == "done")
+                self._released[move.holder].set_result(end.state == "done")
         if move not in self._skipped:
             self._listener.move_ended(end)
         return end
@@ -254,23 +254,24 @@ class Runner:
     async def _undo(self, cause: EffectFailed | StepCancelled, move: Move, verb: str) -> bool:
         """Take back what came before the step that failed. True if that succeeded."""
         try:
-            await self._do(move, verb, move.holder.id, undoes=self._failed.get(move))
+            await self._do(move, verb, move.holder.id, undoes=self._failed_steps.get(move))
         except EffectFailed:
             cause.undone = False
             return False
         return True
 
     async def _do(self, move: Move, verb: str, *arguments: Any, undoes: int | None = None) -> None:
-        """One step. Raises EffectFailed, or StepCancelled where `cancel` ended it."""
+        """Run one step of a move within its time limit. Raises EffectFailed, or StepCancelled where `cancel` ended
+        it."""
         limit_s, task = getattr(self._config, STEPS[verb][0]), asyncio.current_task()
         assert task is not None
-        doing = Doing(move, verb, self._now_s(), limit_s, task)
+        step = RunningStep(move, verb, self._now_s(), limit_s, task)
         record = StepRecord(
-            self._seq, move.name, verb, move.holder.id, "doing", doing.since_s, None, _detail(move, verb), undoes
+            self._seq, move.name, verb, move.holder.id, "doing", step.since_s, None, _detail(move, verb), undoes
         )
         self._seq += 1
         self._journal.step(self.handover.id, record)
-        self._doing[record.seq] = doing
+        self._steps[record.seq] = step
         failure: EffectFailed | StepCancelled
         try:
             async with asyncio.timeout(limit_s):
@@ -281,16 +282,16 @@ class Runner:
             reason = f"took longer than its limit of {limit_s:g} s"
             failure = EffectFailed(reason, "own" if verb in _LOADS else "outside")
         except asyncio.CancelledError:
-            if not doing.off or task.uncancel():  # the loop itself is ending
+            if not step.cancelled or task.uncancel():  # the loop itself is ending
                 raise
-            failure = StepCancelled(doing.off)
+            failure = StepCancelled(step.cancelled)
         else:
             self._end(move, record, "done", detail)
-            return self._listener.step_done(move, verb, self._now_s() - doing.since_s, detail)
+            return self._listener.step_done(move, verb, self._now_s() - step.since_s, detail)
         finally:
-            del self._doing[record.seq]
+            del self._steps[record.seq]
         if undoes is None:
-            self._failed[move] = record.seq
+            self._failed_steps[move] = record.seq
         if isinstance(failure, StepCancelled):
             self._end(move, record, "skipped", {"reason": failure.reason})
         else:

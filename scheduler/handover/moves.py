@@ -100,8 +100,8 @@ def moves(
     leaving = {move.holder for move in free}
     on: dict[str, set[Holder]] = {}  # by device; "": they may be on any
     for move in free:
-        asleep = move.holder.kind == "replica" and box.replicas[move.holder.id].state == "asleep"
-        for device in move.devices or ("",) * (not asleep):
+        unknown = move.holder.kind == "replica" and box.replicas[move.holder.id].state != "asleep"
+        for device in move.devices or ("",) * unknown:
             on.setdefault(device, set()).add(move.holder)
     for move in _takes(box, wanted, lease, leaving):
         if move.holder not in busy:

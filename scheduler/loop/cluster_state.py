@@ -1,4 +1,4 @@
-"""Keeps what the scheduler knows of the world: the last observed box, and failures.
+"""Keeps the scheduler's knowledge of the box: the last observation, and failures.
 
 The state of a holder that a hand-over is moving comes from its moves: no observation changes it until they have ended.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
@@ -22,60 +21,63 @@ log = logging.getLogger(__name__)
 
 
 class ClusterState:
-    """The part of the loop that owns the box and the failures. `look_again_s`: when to observe the world again."""
+    """The part of the loop that owns the box and the failures. `observe_again_s`: when to observe again."""
 
     def __init__(self, effects: Effects, clock: Callable[[], float], config: SchedulerConfig, store: StateStore):
         self._effects, self._clock, self._config, self._store = effects, clock, config, store
         self.box = Box()
         self.failures = Failures(config)
-        self.look_again_s = 0.0
+        self.observe_again_s = 0.0
+        self._discarded: frozenset[Holder] = frozenset()  # holders whose last readings were not applied
 
     # --- observing
 
-    async def look(self, moving: Mapping[Holder, object]) -> bool:
-        """Observe the world and apply what it shows of holders that are outside `moving` before and after the reading.
-        False if it cannot be read now; then `look_again_s` is soon."""
+    async def observe(self, moving: Mapping[Holder, object]) -> bool:
+        """Read the box and apply the state of holders that are outside `moving` before and after the reading. False if
+        it cannot be read now; then `observe_again_s` is soon."""
         busy = frozenset(moving)
-        self.look_again_s = self._clock() + self._config.observe_every_s
+        self.observe_again_s = self._clock() + self._config.observe_every_s
         try:
             observed = await self._effects.observe()
         except EffectFailed as error:
             log.warning("the box cannot be observed (%s)", error)
-            self.look_again_s = self._clock() + self._config.backoff_first_s
+            self.observe_again_s = self._clock() + self._config.backoff_first_s
             return False
-        self._merge(observed, busy | frozenset(moving))
+        self._discarded = busy | frozenset(moving)
+        self._merge(observed, self._discarded)
+        if self._discarded.difference(moving):  # their moves ended during the reading
+            self.observe_again_s = 0.0
         return True
 
     def _merge(self, observed: Box, busy: frozenset[Holder]) -> None:
         """Apply the observed state of every holder except those whose moves changed it during the reading."""
         now_s, old = self._clock(), self.box
-        replicas: dict[str, ReplicaView] = {}
-        for seen in observed.replicas.values():
-            known = old.replicas.get(seen.id)
+        replicas = {r.id: r for r in old.replicas.values() if Holder("replica", r.id) in busy}
+        groups = {g.job_id: g for g in old.groups.values() if Holder("job", g.job_id) in busy}
+        for replica in observed.replicas.values():
+            known = old.replicas.get(replica.id)
+            if Holder("replica", replica.id) in busy:
+                continue
             if known is None:
-                replicas[seen.id] = replace(seen, since_s=now_s, answered=True)
-            elif not seen.answered or seen.state == known.state == "dead":
-                replicas[seen.id] = known
-            elif seen.state == "dead":
-                replicas[seen.id] = self._dead(known, seen.failed or "its process died", seen.blame)
+                replicas[replica.id] = replace(replica, since_s=now_s, answered=True)
+            elif not replica.answered or replica.state == known.state == "dead":
+                replicas[replica.id] = known
+            elif replica.state == "dead":
+                replicas[replica.id] = self._dead(known, replica.failed or "its process died", replica.blame)
             else:
-                since_s = known.since_s if seen.state == known.state else now_s
-                replicas[seen.id] = replace(seen, since_s=since_s, refused=known.refused)
+                since_s = known.since_s if replica.state == known.state else now_s
+                replicas[replica.id] = replace(replica, since_s=since_s, refused=known.refused)
         for known in old.replicas.values():
-            if known.id not in observed.replicas and known.awake and Holder("replica", known.id) not in busy:
+            if known.id not in observed.replicas and known.id not in replicas and known.awake:
                 replicas[known.id] = self._dead(known, "its supervisor is gone", "outside")
-        since = {group.job_id: group.since_s for group in old.groups.values()}
-        groups = {g.job_id: replace(g, since_s=since.get(g.job_id, now_s)) for g in observed.groups.values()}
-        for holder in busy:
-            views: dict[str, Any] = replicas if holder.kind == "replica" else groups
-            before: Mapping[str, Any] = old.replicas if holder.kind == "replica" else old.groups
-            views.pop(holder.id, None)
-            if holder.id in before:
-                views[holder.id] = before[holder.id]
+        for group in observed.groups.values():
+            if Holder("job", group.job_id) not in busy:
+                before = old.groups.get(group.job_id)
+                groups[group.job_id] = replace(group, since_s=before.since_s if before is not None else now_s)
         self.box = Box(observed.devices, replicas, groups)
         for group in groups.values():
-            known_group = old.groups.get(group.job_id)
-            if group.ended is not None and (known_group is None or known_group.ended is None):
+            before = old.groups.get(group.job_id)
+            if group.ended is not None and (before is None or before.ended is None):
                 self._group_ended(group, group.ended)
 
     def _dead(self, replica: ReplicaView, reason: str, blame: Blame) -> ReplicaView:
@@ -98,8 +100,8 @@ class ClusterState:
 
     # --- failures
 
-    def open_replicas_are_stable(self) -> None:
-        """Replicas that have been open for long enough clear their model's failures."""
+    def clear_failures_of_stable_replicas(self) -> None:
+        """Forget the failures of models with a replica that has been open for long enough."""
         now_s = self._clock()
         for replica in self.box.replicas.values():
             if replica.state == "open" and now_s - replica.since_s >= self._config.replica_stable_s:

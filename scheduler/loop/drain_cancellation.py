@@ -1,6 +1,6 @@
 """Decides which drains in progress to cancel because their reason has changed. Pure functions.
 
-A drain is the one long step of giving back: the engine answers its requests before it sleeps. Until then staying costs
+A drain is the one long step of a release: the engine answers its requests before it sleeps. Until then staying costs
 nothing, so a mode that switches back, or new requests, should not wait for a sleep and a wake. The planner itself
 decides: had the hand-over not begun, would it leave the replica open? Only an external change (the mode, or more
 requests for the model than when the drain began) triggers the question, so a plan cannot oscillate on its own.
@@ -14,41 +14,41 @@ from dataclasses import replace
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import Policy, Workload
 from scheduler.handover.effects import Box
-from scheduler.handover.handover import Doing, Runner
+from scheduler.handover.handover import Runner, RunningStep
 from scheduler.loop.view import Transition
 
-Drain = tuple[Runner, Doing]
+Drain = tuple[Runner, RunningStep]
 
 
-def worth_asking(runners: Iterable[Runner], policy: Policy, workload: Workload) -> list[Drain]:
+def drains_to_reconsider(runners: Iterable[Runner], policy: Policy, workload: Workload) -> list[Drain]:
     """The drains of open replicas whose reason may be gone: the mode changed, or the model has more requests than when
     the hand-over was decided."""
-    found = []
+    drains = []
     for runner in runners:
         before, now = _requests(runner.workload), _requests(workload)
-        for doing in runner.doing:
-            replica = runner.before.replicas.get(doing.move.holder.id)
-            if doing.verb == "drain_replica" and replica is not None and replica.state == "open":
+        for step in runner.running_steps:
+            replica = runner.before.replicas.get(step.move.holder.id)
+            if step.verb == "drain_replica" and replica is not None and replica.state == "open":
                 if runner.policy != policy or now.get(replica.model, 0) > before.get(replica.model, 0):
-                    found.append((runner, doing))
-    return found
+                    drains.append((runner, step))
+    return drains
 
 
 def as_if_not_begun(
     box: Box, moving: Mapping[Holder, Transition], drains: Iterable[Drain]
 ) -> tuple[Box, dict[Holder, Transition]]:
     """Box and movements as they would be without these drains and the takes that wait for them."""
-    replicas, left = dict(box.replicas), dict(moving)
-    for runner, doing in drains:
-        drained = doing.move.holder
+    replicas, others = dict(box.replicas), dict(moving)
+    for runner, step in drains:
+        drained = step.move.holder
         if drained.id in replicas:
             replicas[drained.id] = runner.before.replicas[drained.id]
-        left.pop(drained, None)
+        others.pop(drained, None)
         for take in runner.handover.take:
-            found = left.pop(take.holder, None) if drained in take.needs else None
-            if found is not None and found.moves > 1:  # it also leaves devices, and continues with that
-                left[take.holder] = Transition(found.moves - 1, (), None)
-    return replace(box, replicas=replicas), left
+            transition = others.pop(take.holder, None) if drained in take.needs else None
+            if transition is not None and transition.moves > 1:  # it also leaves devices, and continues with that
+                others[take.holder] = Transition(transition.moves - 1)
+    return replace(box, replicas=replicas), others
 
 
 def _requests(workload: Workload) -> dict[str, int]:

@@ -9,12 +9,16 @@ from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.failures import Failure
 from scheduler.core.workload import FULL, Allocation, JobView, PlanInput, Policy, ReplicaView
-from scheduler.handover.handover import STEPS, Doing
+from scheduler.handover.handover import STEPS, RunningStep
 from scheduler.handover.moves import Handover, Move
 
 
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'s' * (n != 1)}"
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'s' * (n != 1)}"
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 _DONE = {
@@ -27,7 +31,7 @@ _DONE = {
 
 
 def sentence(move: Move) -> str:
-    """What one move does, in one sentence without a full stop."""
+    """The effect of one move, in one sentence without a full stop."""
     who, plan, on = str(move.holder), move.plan, ", ".join(move.devices)
     if move.how == "train":
         return f"{who} runs on {_count(len(move.devices), 'device')} ({on})"
@@ -109,11 +113,11 @@ def reason_of(handover: Handover, policy: Policy) -> str:
     return f"{mode_of(policy)}: {'; '.join(texts[:4])}{more}"
 
 
-def waits_for(doing: Doing, now_s: float) -> str:
+def waits_for(step: RunningStep, now_s: float) -> str:
     """What a step in progress waits for, in one sentence without a full stop."""
     return (
-        f"{doing.verb} {doing.move.holder.id} has waited {now_s - doing.since_s:.0f} s {STEPS[doing.verb][1]}; "
-        f"it fails after {doing.limit_s:.0f} s"
+        f"{step.verb} {step.move.holder.id} has waited {now_s - step.since_s:.0f} s {STEPS[step.verb][1]}; "
+        f"it fails after {step.limit_s:.0f} s"
     )
 
 
@@ -154,9 +158,8 @@ def explain(
         "train_devices": plan_input.policy.train_devices,
         "serving_floor": plan_input.policy.serving_floor,
         "steps": [
-            f"{text[0].upper()}{text[1:]}, because {because(move, allocation, plan_input)}."
+            _capitalized(f"{sentence(move)}, because {because(move, allocation, plan_input)}.")
             for move in handover.moves
-            if (text := sentence(move))
         ],
         "waiting": dict(allocation.waiting),
         "notes": dict(allocation.notes),

@@ -1,5 +1,4 @@
-"""What the loop is told between its rounds. Built before the loop, so that parts which only tell it something need not
-know it."""
+"""Requests and hints for the loop between its rounds. Built before the loop, for parts that only report to it."""
 
 from __future__ import annotations
 
@@ -14,29 +13,29 @@ class Inbox:
     def __init__(self) -> None:
         self.generation = 0
         self.changed = asyncio.Event()
-        self._requests: list[tuple[int, str, str]] = []  # generation, who asked, what for
-        self._gone: list[Cause] = []
+        self._requests: list[tuple[int, str, str]] = []  # generation, by, request
+        self._resolved: list[Cause] = []
 
-    def nudge(self, by: str = "", what: str = "") -> int:
+    def nudge(self, by: str = "", request: str = "") -> int:
         """Report a change in the store or in the demand: plan soon. Returns the generation for `wait_settled`.
 
-        by, what: the person who asked, "" for the box itself, and what for; without `what` nobody did."""
+        by: the person who requested it, "" for the box itself. request: "" if nothing was requested."""
         self.generation += 1
-        if what:
-            self._requests.append((self.generation, by or "box", what))
+        if request:
+            self._requests.append((self.generation, by or "box", request))
         self.changed.set()
         return self.generation
 
     def retry(self, cause: Cause) -> None:
-        """This cause of failures is gone: retry jobs and models that are in backoff because of it at once."""
-        self._gone.append(cause)
+        """Retry jobs and models at once that are in backoff because of this cause, which is gone."""
+        self._resolved.append(cause)
         self.nudge()
 
-    def take_gone(self) -> list[Cause]:
-        gone, self._gone = self._gone, []
-        return gone
+    def take_resolved(self) -> list[Cause]:
+        resolved, self._resolved = self._resolved, []
+        return resolved
 
     def newest_request(self, settled: int) -> tuple[str, str] | None:
-        """Who asked last after this generation, and what for; earlier requests are forgotten."""
+        """The last request after this generation and who made it first; earlier ones are forgotten."""
         self._requests = [request for request in self._requests if request[0] > settled]
         return self._requests[-1][1:] if self._requests else None

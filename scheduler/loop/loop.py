@@ -26,7 +26,7 @@ from scheduler.core.inventory import Holder
 from scheduler.core.workload import Allocation, Build, PlanInput, Policy, Workload
 from scheduler.handover import moves as moves_
 from scheduler.handover.effects import Box, Detail, Effects
-from scheduler.handover.handover import Doing, MoveEnd, Runner
+from scheduler.handover.handover import MoveEnd, Runner, RunningStep
 from scheduler.handover.moves import Handover, Move
 from scheduler.handover.ports import Journal, StateStore
 from scheduler.loop import drain_cancellation, mode_schedule, view
@@ -133,10 +133,10 @@ class SchedulerLoop(ClusterState):
                 if (failure := self.trouble(deployment.model, deployment.version)) is not None
             ],
             "waits": [
-                waits_for(doing, now_s)
+                waits_for(step, now_s)
                 for runner in self._running.values()
-                for doing in runner.doing
-                if now_s - doing.since_s >= self._config.slow_step_s
+                for step in runner.running_steps
+                if now_s - step.since_s >= self._config.slow_step_s
             ],
             "handovers": sorted(self._running),
             "plan_s": self._plan_s,
@@ -147,9 +147,9 @@ class SchedulerLoop(ClusterState):
         plan_input = self._plan_input(policy)
         now_s = self._clock()
         allocation = plan(plan_input, now_s, self._config)
-        found = explain(self._moves(plan_input, allocation), allocation, plan_input, self._config, now_s)
-        doing = [doing for runner in self._running.values() for doing in runner.doing]
-        return {**found, "under_way": [waits_for(one, now_s) for one in doing]}
+        explanation = explain(self._moves(plan_input, allocation), allocation, plan_input, self._config, now_s)
+        steps = (step for runner in self._running.values() for step in runner.running_steps)
+        return {**explanation, "under_way": [waits_for(step, now_s) for step in steps]}
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
@@ -165,10 +165,9 @@ class SchedulerLoop(ClusterState):
                 if self._crash is not None:
                     raise self._crash
                 generation = self._inbox.generation
-                if self._clock() >= self.look_again_s:
-                    await self.look(self._transitions)
-                rests = not self._round() and not self._transitions and not self._running
-                if rests and self._clock() < self.look_again_s:
+                while self._clock() >= self.observe_again_s:  # again where a move ended during it
+                    await self.observe(self._transitions)
+                if not self._round() and not self._transitions and not self._running:
                     self._settled = max(self._settled, generation)
                 async with self._round_done:
                     self._round_done.notify_all()
@@ -191,7 +190,7 @@ class SchedulerLoop(ClusterState):
         for record in self._journal.unfinished():
             self._journal.end(record.id, "undone", self._clock(), "interrupted by a restart of the controller")
         attempt = 0
-        while not await self.look(self._transitions):
+        while not await self.observe(self._transitions):
             attempt += 1
             await asyncio.sleep(self.failures.backoff_s(attempt))
         self._adopted = True
@@ -199,7 +198,7 @@ class SchedulerLoop(ClusterState):
     async def _pump(self) -> None:
         while True:
             await self._effects.changed()
-            self.look_again_s = 0.0
+            self.observe_again_s = 0.0
             self._wake.set()
 
     # --- one round ----------------------------------------------------------------------------------------------
@@ -208,28 +207,28 @@ class SchedulerLoop(ClusterState):
         """Plan and start the resulting moves. True if it started a hand-over, or has to plan again."""
         self._workload = self._store.load(free_devices=len(self.box.devices.keys() - self.box.holders.keys()))
         now_s = self._clock()
-        for cause in self._inbox.take_gone():
+        for cause in self._inbox.take_resolved():
             self.failures.retry(cause)
         self._take_policy_in_force(now_s)
-        self.open_replicas_are_stable()
-        self._note_what_serves()
+        self.clear_failures_of_stable_replicas()
+        self._record_served_builds()
         self._cancel_drains(now_s)
         self._cancel_starts(now_s)
         self.failures.keep(self._workload)
         self._report_troubles()
         self._pauses.keep({job.id for job in self._workload.jobs})
         plan_input = self._plan_input()
-        if self._devices_came(plan_input):
+        if self._devices_appeared(plan_input):
             self.failures.retry("device")
             plan_input = self._plan_input()
         began_s = time.perf_counter()
         self._allocation = plan(plan_input, now_s, self._config)
         self._plan_s = time.perf_counter() - began_s
-        wanted = self._moves(plan_input, self._allocation)
-        if self._refused(wanted):
-            self._wake.set()  # planned again without it, before anybody gives up devices for it
+        handover = self._moves(plan_input, self._allocation)
+        if self._fail_too_large(handover):
+            self._wake.set()  # planned again without it, before a holder releases devices for it
             return True
-        handover = moves_.only_with_room(wanted, self._book_engine)
+        handover = moves_.only_with_room(handover, self._book_engine)
         self._report_waiting(plan_input, now_s)
         if not handover.moves:
             return False
@@ -250,26 +249,26 @@ class SchedulerLoop(ClusterState):
             reason = self._allocation.waiting.get(job.id)
             if reason is None or job.id in self.box.groups or job.busy == "coming":
                 continue
-            said, now = before.get(job.id), (reason, job.phase == "suspended")
-            counting_down = job.not_before_s > now_s and said is not None
-            self._reasons[job.id] = said if said is not None and counting_down else now
-            if said != now and not counting_down:
+            counts_down = job.id in before and job.not_before_s > now_s
+            current = before[job.id] if counts_down else (reason, job.phase == "suspended")
+            if before.get(job.id) != current:
                 self._store.job_waiting(job.id, reason)
+            self._reasons[job.id] = current
 
-    def _refused(self, handover: Handover) -> bool:
-        """Whether it has engines that no memory of the box is enough for. Requests would wait for such a one as long as
-        they are held, and nobody would say why."""
-        told = {
+    def _fail_too_large(self, handover: Handover) -> bool:
+        """Fail the starts of engines that no host has the memory for; False if there are none. Without a failure,
+        requests would wait for them as long as they are held, and no user would see why."""
+        reasons = {
             (plan.model, plan.build): why
             for move in handover.take
             if (plan := move.plan) is not None and (why := self._too_large(plan.model))
         }
-        for (model, build), why in told.items():
+        for (model, build), why in reasons.items():
             self._start_failed(model, build, EffectFailed(why, "input", of_settings=True))
-        return bool(told)
+        return bool(reasons)
 
-    def _note_what_serves(self) -> None:
-        """With what the open engines were started, kept where a restart finds it."""
+    def _record_served_builds(self) -> None:
+        """Record what the open engines were started with, for the next start of the controller."""
         for deployment in self._workload.deployments:
             if deployment.served in (None, deployment.build):
                 continue
@@ -284,8 +283,8 @@ class SchedulerLoop(ClusterState):
         )
 
     def _start_failed(self, model: str, build: Build, failure: EffectFailed) -> None:
-        """An engine did not start. For its settings alone, the model has those again with which it served last, at
-        once; requests that are held go to the engines with them. Not where another engine serves with them."""
+        """Record that an engine did not start. Where its settings alone are at fault, and no other engine serves with
+        them, put those in force again that served last; requests that are held go to the engines with them."""
         deployment = next((d for d in self._workload.deployments if d.model == model), None)
         served = None
         if deployment is not None and failure.of_settings and not self._serves(model, build):
@@ -296,7 +295,7 @@ class SchedulerLoop(ClusterState):
         elif deployment is None or deployment.settings == build.settings:
             now_s = self._clock()
             self.failures.model_failed(model, build.version, failure.reason, now_s, blame=failure.blame, at_start=True)
-        self._wake.set()  # what failed with settings that are in force no more says nothing about the next try
+        self._wake.set()  # the next try may have other settings
 
     def _moves(self, plan_input: PlanInput, allocation: Allocation) -> Handover:
         known = {j.id for j in plan_input.jobs}
@@ -311,7 +310,7 @@ class SchedulerLoop(ClusterState):
             },
         )
 
-    def _devices_came(self, plan_input: PlanInput) -> bool:
+    def _devices_appeared(self, plan_input: PlanInput) -> bool:
         """Whether usable devices appeared since the previous round."""
         before, self._usable = self._usable, frozenset(d.id for d in plan_input.devices if d.usable)
         return bool(before) and not self._usable <= before
@@ -327,44 +326,44 @@ class SchedulerLoop(ClusterState):
     def _cancel_drains(self, now_s: float) -> None:
         """Cancel drains that the loop would not start now; see drain_cancellation.py."""
         policy = self._in_force.policy
-        drains = drain_cancellation.worth_asking(self._running.values(), policy, self._workload)
+        drains = drain_cancellation.drains_to_reconsider(self._running.values(), policy, self._workload)
         if not drains:
             return
         box, moving = drain_cancellation.as_if_not_begun(self.box, self._transitions, drains)
         wanted = plan(self._plan_input(box=box, moving=moving), now_s, self._config)
         stays = {(replica.id, replica.devices) for replica in wanted.open_replicas}
-        for runner, doing in drains:
-            holder, devices = doing.move.holder, runner.before.replicas[doing.move.holder.id].devices
+        for runner, step in drains:
+            holder, devices = step.move.holder, runner.before.replicas[step.move.holder.id].devices
             if (holder.id, devices) in stays:
-                runner.cancel(doing, f"{mode_of(policy)} keeps replica {holder.id} open")
+                runner.cancel(step, f"{mode_of(policy)} keeps replica {holder.id} open")
                 self._transitions[holder].target = devices
 
     def _cancel_starts(self, now_s: float) -> None:
         """Cancel starts of jobs that have ended or are paused, and long ones of jobs that would give up devices now if
         they ran: how long their ranks prepare is a matter of their data. Of that, only tokens are kept."""
         jobs = {job.id: job for job in self._workload.jobs} if self._running else {}
-        long: dict[Holder, tuple[Runner, Doing]] = {}
+        long: dict[Holder, tuple[Runner, RunningStep]] = {}
         for runner in self._running.values():
-            for doing in runner.doing:
-                job = jobs.get(doing.move.holder.id)
-                if doing.verb != "start_group":
+            for step in runner.running_steps:
+                job = jobs.get(step.move.holder.id)
+                if step.verb != "start_group":
                     continue
                 if job is None or job.phase == "paused":
-                    runner.cancel(doing, "the job does not run any more")
-                elif now_s - doing.since_s >= self._pauses.patience_s(job.id):
-                    long[doing.move.holder] = runner, doing
+                    runner.cancel(step, "the job does not run any more")
+                elif now_s - step.since_s >= self._pauses.patience_s(job.id):
+                    long[step.move.holder] = runner, step
         if not long:
             return
         moving = {holder: moving for holder, moving in self._transitions.items() if holder not in long}
         wanted = plan(self._plan_input(moving=moving), now_s, self._config)
-        for holder, (runner, doing) in long.items():
-            if not set(doing.move.devices).issubset(wanted.groups.get(holder.id, ())):
-                runner.cancel(doing, "its devices are wanted, and its ranks take long to prepare")
+        for holder, (runner, step) in long.items():
+            if not set(step.move.devices).issubset(wanted.groups.get(holder.id, ())):
+                runner.cancel(step, "its devices are wanted, and its ranks take long to prepare")
                 self._pauses.start_gave_way(holder.id)
 
     def _launch(self, handover: Handover, reason: str) -> None:
         for move in handover.moves:
-            moving = self._transitions.setdefault(move.holder, Transition(0, (), None))
+            moving = self._transitions.setdefault(move.holder, Transition())
             moving.moves += 1
             if move.side == "take":
                 moving.target, moving.take = move.devices, move
@@ -387,8 +386,8 @@ class SchedulerLoop(ClusterState):
         task.add_done_callback(ended)
 
     def _requested(self) -> tuple[str, str]:
-        """Who asked for the hand-over that begins now (a key's name, "box", "window <id>" or "scheduler"), and what
-        for."""
+        """The origin of the hand-over that begins now (a key's name, "box", "window <id>" or "scheduler") and its
+        request."""
         if (request := self._inbox.newest_request(self._settled)) is not None:
             return request
         now = self._in_force
@@ -417,7 +416,8 @@ class SchedulerLoop(ClusterState):
 
     def move_ended(self, end: MoveEnd) -> None:
         move, holder, failure = end.move, end.move.holder, end.failure
-        self.look_again_s = 0.0  # what was seen of the holder meanwhile was discarded
+        if end.state != "done" or holder in self._discarded or self._transitions[holder].over:
+            self.observe_again_s = 0.0
         if failure is None:  # done, skipped or cancelled
             if end.state == "done":
                 self.failures.moves.pop(move.name, None)
@@ -450,7 +450,7 @@ class SchedulerLoop(ClusterState):
     def _try_again(self, holder: Holder) -> None:
         """Observe first: readings of a holder are discarded while a hand-over moves it. Without this, an engine that
         died with the failed step was drained again forever."""
-        self.look_again_s = 0.0
+        self.observe_again_s = 0.0
         self._clear_in_progress(holder)
 
     def _clear_in_progress(self, holder: Holder) -> None:
@@ -488,9 +488,8 @@ class SchedulerLoop(ClusterState):
 
     async def _pause(self) -> None:
         """Wait for a nudge, an event, the end of a move, or the next observation time."""
-        known = (self.look_again_s, self._allocation.review_at_s, self._in_force.until_s)
-        times = [t for t in known if t is not None]
-        wait_s = max(min(times) - self._clock(), 0.001)
+        times = (self.observe_again_s, self._allocation.review_at_s, self._in_force.until_s)
+        wait_s = max(min(t for t in times if t is not None) - self._clock(), 0.001)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._wake.wait()

@@ -8,13 +8,7 @@ from typing import Any
 
 from scheduler.core.failures import Failure, Failures
 from scheduler.core.inventory import CORDONED, Device, Holder
-from scheduler.core.workload import (
-    Allocation,
-    DeploymentView,
-    JobView,
-    PlanInput,
-    ReplicaView,
-)
+from scheduler.core.workload import Allocation, DeploymentView, JobView, PlanInput, ReplicaView
 from scheduler.handover.effects import Box
 from scheduler.handover.moves import Move
 from scheduler.loop.explain import not_serving
@@ -28,9 +22,9 @@ class Transition:
     """A holder that a hand-over is moving: `moves` still to end, `target` the devices it will hold (if any). `over`: it
     ended by itself before it was suspended."""
 
-    moves: int
-    target: tuple[str, ...]
-    take: Move | None
+    moves: int = 0
+    target: tuple[str, ...] = ()
+    take: Move | None = None
     over: bool = False
 
 
@@ -78,12 +72,12 @@ def replicas(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) ->
     for holder, moving in all_moving.items():
         if holder.kind != "replica":
             continue
-        found = views.get(holder.id)
-        waking = moving.take.plan if moving.take is not None else None
-        if moving.target and waking is not None and found is None:
-            found = replace(waking, state="starting", since_s=now_s)
-        if found is not None:
-            views[holder.id] = replace(found, busy="coming" if moving.target else "leaving")
+        replica = views.get(holder.id)
+        plan = moving.take.plan if moving.take is not None else None
+        if moving.target and plan is not None and replica is None:
+            replica = replace(plan, state="starting", since_s=now_s)
+        if replica is not None:
+            views[holder.id] = replace(replica, busy="coming" if moving.target else "leaving")
     return list(views.values())
 
 

@@ -37,7 +37,7 @@ class DeviceAssignment:
         self.by_model: dict[str, list[ReplicaView]] = {}
         for replica in plan_input.replicas:
             self.by_model.setdefault(replica.model, []).append(replica)
-        # In their place a new engine has to come; not during a backoff, in which none may.
+        # A new engine has to take their place, but none may start during a backoff.
         self.outdated = {
             r.id: r
             for r in plan_input.replicas
@@ -61,8 +61,8 @@ class DeviceAssignment:
 
     def short(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Jobs that got fewer devices side by side than planned, mapped to how many they got."""
-        found = {j: len(self.groups.get(j, ())) for j in sizes if not self.jobs[j].busy}
-        return {j: count for j, count in found.items() if count < sizes[j]}
+        counts = {j: len(self.groups.get(j, ())) for j in sizes if not self.jobs[j].busy}
+        return {j: count for j, count in counts.items() if count < sizes[j]}
 
     def place(self, serving: Mapping[str, int], sizes: Mapping[str, int], *, keep_jobs: bool = True) -> list[str]:
         """Fill `out` and `groups`; returns the models that have a replica without devices.

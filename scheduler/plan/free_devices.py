@@ -54,8 +54,8 @@ class FreeDevices:
         if nodes:
             within = only._on(nodes) if only is not None else None
             return self._on(nodes).choose(count, near=near, only=within)
-        if near and (again := self._choose_near(count, near)) is not None:
-            return again
+        if near and (nearest := self._choose_near(count, near)) is not None:
+            return nearest
         if only is not None and (unheld := only.choose(count)) is not None:
             return unheld
         node = self._tightest(count)

@@ -42,10 +42,10 @@ def plan(plan_input: PlanInput, now_s: float, config: SchedulerConfig | None = N
 def _assign(shares: Shares, assignment: DeviceAssignment) -> queue.Queue:
     """Count and place until every counted replica and job has devices. Returns training's queue."""
     limits: dict[str, int] = {}
-    found: dict[str, int] = {}
+    side_by_side: dict[str, int] = {}
     unplaced: list[str] = []
     for _ in range(len(shares.deployments) + _ROUNDS):
-        claimed, serving, jobs = shares.count(limits, found)
+        claimed, serving, jobs = shares.count(limits, side_by_side)
         unplaced = assignment.place(serving, jobs.sizes)
         short = assignment.short(jobs.sizes)
         if (short or (unplaced and assignment.owed(unplaced, claimed))) and assignment.jobs_may_move:
@@ -58,6 +58,6 @@ def _assign(shares: Shares, assignment: DeviceAssignment) -> queue.Queue:
             break
         # Unavailable in this round: the devices counted for these go to others.
         limits |= assignment.placed(unplaced)
-        found |= short
+        side_by_side |= short
     shares.note_no_room({*unplaced, *limits})
     return jobs

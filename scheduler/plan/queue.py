@@ -81,18 +81,18 @@ def positions(jobs: Sequence[JobView], now_s: float) -> list[tuple[JobView, str 
     return out
 
 
-def _most(job: JobView, rooms: Mapping[str, int]) -> int:
-    """The most devices that one of the job's nodes has."""
-    return max([rooms.get(node, 0) for node in job.nodes] if job.nodes else rooms.values(), default=0)
+def _largest_node(job: JobView, free: Mapping[str, int]) -> int:
+    """Number of devices of the largest node that the job may run on."""
+    return max([free.get(node, 0) for node in job.nodes] if job.nodes else free.values(), default=0)
 
 
-def _give(job: JobView, size: int, left: dict[str, int]) -> None:
-    """Takes devices where the placement will: on its current node, else on its tightest node with enough."""
-    here, nodes = {node_of(d) for d in job.devices}, job.nodes or tuple(left)
-    fitting = [node for node in nodes if left.get(node, 0) >= size] or nodes
+def _reserve(job: JobView, size: int, free: dict[str, int]) -> None:
+    """Take devices where the placement will: on its current node, else on its tightest node with enough."""
+    here, nodes = {node_of(d) for d in job.devices}, job.nodes or tuple(free)
+    fitting = [node for node in nodes if free.get(node, 0) >= size] or nodes
     if fitting:
-        best = min(fitting, key=lambda node: (node not in here, left.get(node, 0)))
-        left[best] = left.get(best, 0) - size
+        best = min(fitting, key=lambda node: (node not in here, free.get(node, 0)))
+        free[best] = free.get(best, 0) - size
 
 
 def _ahead(job: JobView, ahead: JobView) -> str:
@@ -126,7 +126,7 @@ def allot(
     dwell_s: float,
     why: str,
     works_on: Mapping[str, int],
-    found: Mapping[str, int] | None = None,
+    side_by_side: Mapping[str, int] | None = None,
 ) -> Queue:
     """Sizes within `budget` devices.
 
@@ -134,10 +134,10 @@ def allot(
         budget: devices that training may have. Jobs that must not be preempted keep theirs even beyond it.
         dwell_s: a running job does not grow before this long after its last start.
         why: what holds the other devices, e.g. "mode serve gives training no devices".
-        works_on: working devices by node; a job has what one node has.
-        found: jobs that found only this many devices side by side, fewer than were left for them.
+        works_on: working devices by node; a job's are all on one.
+        side_by_side: devices by job that the placement found on one node, where they were fewer than planned.
     """
-    rooms = dict(works_on)
+    free = dict(works_on)
     sizes: dict[str, int] = {}
     waiting: dict[str, str] = {}
     left, ordered = budget, order(jobs, now_s)
@@ -146,7 +146,7 @@ def allot(
         if job.keeps_devices(now_s):
             sizes[job.id] = len(job.devices)
             left -= len(job.devices)
-            _give(job, len(job.devices), rooms)
+            _reserve(job, len(job.devices), free)
     ahead: JobView | None = None
     for job in ordered:
         if job.id in sizes:
@@ -156,8 +156,8 @@ def allot(
             _, waiting[job.id], again_s = barred
             reviews.append(again_s)
             continue
-        most = min(left, _most(job, rooms))
-        size = job.largest_within(max(min(most, (found or {}).get(job.id, left)), 0))
+        most = min(left, _largest_node(job, free))
+        size = job.largest_within(max(min(most, (side_by_side or {}).get(job.id, left)), 0))
         now = len(job.devices) if job.phase == "running" else 0
         grown_again_s = job.since_s + dwell_s
         if size > now > 0 and now in job.sizes and grown_again_s > now_s:
@@ -166,12 +166,12 @@ def allot(
         if size:
             sizes[job.id] = size
             left -= size
-            _give(job, size, rooms)
+            _reserve(job, size, free)
             ahead = ahead or job
-        elif found and job.id in found:
+        elif side_by_side and job.id in side_by_side:
             waiting[job.id] = f"Needs {_at_least(job)} of one node; those left are not side by side."
         else:
-            total, largest = sum(works_on.values()), _most(job, works_on)
+            total, largest = sum(works_on.values()), _largest_node(job, works_on)
             waiting[job.id] = _too_few(job, total, largest, budget, why) or (
                 f"Needs {_at_least(job)}; {max(most, 0)} of training's {budget} are left by "
                 f"{_ahead(job, ahead) if ahead else 'jobs that are not preempted'}."

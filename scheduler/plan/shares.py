@@ -35,12 +35,12 @@ class Shares:
         self._remember()
 
     def count(
-        self, limits: Mapping[str, int], found: Mapping[str, int]
+        self, limits: Mapping[str, int], side_by_side: Mapping[str, int]
     ) -> tuple[dict[str, int], dict[str, int], queue.Queue]:
         """(replicas per model that serving is entitled to, those plus lent ones, devices per job).
 
-        limits: replicas per model for which there are devices side by side, if known. found: devices
-        per job, for jobs that can get no more side by side.
+        limits: replicas per model for which there are devices side by side, if known. side_by_side:
+        devices by job, for jobs that can get no more on one node.
         """
         claimed = self._replicas(self._serving_capacity(), limits, eager=self._policy.kind in ("serve", "split"))
         budget, why = self._training_budget(claimed)
@@ -49,7 +49,7 @@ class Shares:
         waiting = self._plan_input.jobs
 
         def serving_beside(budget: int) -> tuple[dict[str, int], queue.Queue]:
-            given = queue.allot(waiting, budget, self._now_s, dwell_s, why, self._works_on, found)
+            given = queue.allot(waiting, budget, self._now_s, dwell_s, why, self._works_on, side_by_side)
             lendable = self._total - sum(given.sizes.values())
             return self._replicas(lendable, limits, eager=False, base=claimed), given
 

@@ -138,14 +138,14 @@ class Supervisor:
             self._attending.cancel()
 
 
-async def within(answer: Awaitable[Any], seconds: float = ANSWER_S) -> Any:
-    """An answer that should come at once. Raises EffectFailed if it takes longer: a stopped supervisor must not block
-    its caller."""
+async def within(answer: Awaitable[Any], name: str, seconds: float = ANSWER_S) -> Any:
+    """An answer of the actor `name` that should come at once. Raises EffectFailed if it takes longer: a stopped
+    supervisor must not block its caller."""
     try:
         async with asyncio.timeout(seconds):
             return await answer
     except TimeoutError as error:
-        raise EffectFailed(f"its supervisor has not answered for {seconds:.0f} s", "outside") from error
+        raise EffectFailed(f"supervisor {name} has not answered for {seconds:.0f} s", "outside") from error
 
 
 async def ask(answer: Awaitable[Any]) -> Any:

@@ -63,9 +63,11 @@ class RayEffects(Replicas, Groups):
 
     async def stop_everything(self) -> None:
         """End all engines and ranks; the box is stopping. Processes that remain end with Ray."""
-        verbs = [*map(self.stop_replica, list(self._engines)), *map(self.stop_group, list(self._groups))]
-        for failed in await asyncio.gather(*verbs, return_exceptions=True):
+        verbs = {replica_id: self.stop_replica(replica_id) for replica_id in self._engines}
+        verbs |= {job_id: self.stop_group(job_id) for job_id in self._groups}
+        ends = await asyncio.gather(*verbs.values(), return_exceptions=True)
+        for holder_id, failed in zip(verbs, ends, strict=True):
             if isinstance(failed, EffectFailed):
-                log.warning("%s", failed)
+                log.warning("%s did not stop: %s", holder_id, failed)
             elif failed is not None:
                 raise failed

@@ -33,7 +33,7 @@ FRESH_EVERY_S = 0.05
 
 
 class Jobs(Protocol):
-    """What a job's ranks should do, and where their events go."""
+    """The work of a job's ranks, and the receiver of their events."""
 
     async def catch_up(self, job_id: str) -> None:
         """Process what earlier ranks of the job did while no controller listened."""
@@ -42,8 +42,8 @@ class Jobs(Protocol):
         """Load what `spec` will name. Raises LookupError."""
 
     def spec(self, job_id: str, device_kind: str) -> TrainSpec:
-        """What the job's ranks have to do; what it names in shared memory stays there until `taken`. Raises LookupError
-        if it cannot run any more."""
+        """The work of the job's ranks. Versions in shared memory that it names stay there until `taken`. Raises
+        LookupError if it cannot run any more."""
 
     def newest_snapshot(self, job_id: str) -> Path | None:
         """The newest snapshot that can be resumed from, in shared memory; it stays there until `taken`."""
@@ -55,7 +55,7 @@ class Jobs(Protocol):
         """Called for each event of the job's ranks, see train.control.group."""
 
     async def will_succeed(self, job_id: str) -> None:
-        """Called before the success of a job is told, when all events of its ranks were."""
+        """Called when all events of its ranks were taken, before the success of a job is reported."""
 
     def on_stopped(self, job_id: str) -> None:
         """Called when the job's ranks were ended by force."""
@@ -68,10 +68,10 @@ class Groups:
         self,
         nodes: Nodes,
         jobs: Jobs,
-        tell: Callable[[], None],
+        report_change: Callable[[], None],
         on_death: OnDeath = lambda device_ids, holder, reason: None,
     ):
-        self._nodes, self._jobs, self._tell, self._on_death = nodes, jobs, tell, on_death
+        self._nodes, self._jobs, self._report_change, self._on_death = nodes, jobs, report_change, on_death
         self._hosts: dict[str, Supervisor] = {}
         self._seen: set[str] = set()  # devices whose supervisors have reported their state
         self._groups: dict[str, _RunningGroup] = {}
@@ -97,7 +97,7 @@ class Groups:
 
     async def _start_group(self, job_id: str, device_ids: tuple[str, ...], run: str) -> Detail:
         running = self._groups.get(job_id)
-        if running is not None and running.run == run:
+        if running is not None and (running.run == run or running.ended is not None):
             return None
         node_config = self._nodes.config_of(device_ids)
         await self._nodes.wait_warm(node_config, "train")
@@ -113,17 +113,17 @@ class Groups:
         if node_config.name != self._nodes.home.name:
             spec, snapshot = await outfit(self._nodes, node_config, spec, snapshot)
         living = await asyncio.gather(*(self._living_host(job_id, device_id) for device_id in device_ids))
-        group, coming = self._new_group(job_id, node_config)
+        group, transfer = self._new_group(job_id, node_config)
         began_s = time.monotonic()
         try:
             addresses = [kind_of(device.kind).address(device.index) for device in devices]
             hosts = [_Host(host) for host in living]
             await ask(group.start(spec, hosts, addresses, str(snapshot) if snapshot else None))
         except BaseException:
-            if coming is not None:
-                coming.stop()
+            if transfer is not None:
+                transfer.stop()
             raise
-        self._attend(job_id, _RunningGroup(group, run, device_ids, coming))
+        self._attend(job_id, _RunningGroup(group, run, device_ids, transfer))
         return {
             "seconds": time.monotonic() - began_s,
             "snapshot": snapshot.name if snapshot else None,
@@ -132,10 +132,11 @@ class Groups:
 
     def _new_group(self, job_id: str, node_config: NodeConfig) -> tuple[Group, ResultTransfer | None]:
         """A group for the job, and what brings the results of its ranks home from another node."""
-        tell, coming = partial(self._jobs.on_event, job_id), None
+        tell, transfer = partial(self._jobs.on_event, job_id), None
         if node_config.name != self._nodes.home.name:
-            coming = ResultTransfer(self._nodes, node_config.name, job_id, tell)
-        return Group(tell if coming is None else coming.take), coming
+            transfer = ResultTransfer(self._nodes, node_config.name, job_id, tell)
+            tell = transfer.take
+        return Group(tell), transfer
 
     async def suspend_group(self, job_id: str) -> Detail:
         running = self._groups.get(job_id)
@@ -148,7 +149,7 @@ class Groups:
             if report is None and running.ended is not None and running.ended.outcome == "failed":
                 raise EffectFailed(running.ended.error, running.ended.blame)
             if running.ended is not None:  # before it could be suspended: the next observation reports it
-                running.in_order = ()
+                running.devices = ()
                 return {"ended": running.ended.outcome}
             self._groups.pop(job_id, None)
             return asdict(report) if report is not None else None
@@ -167,11 +168,11 @@ class Groups:
                 running.watcher.cancel()
                 if running.ended is None:
                     await ask(running.group.kill())
-                if running.coming is not None:
-                    running.coming.stop()
-            there = await self._hosts_there(patient=True)
-            for device_id in [device_id for device_id, status in there.items() if status["job_id"] == job_id]:
-                await ask(_Host(self._host(device_id)).kill())
+                if running.transfer is not None:
+                    running.transfer.stop()
+            for device_id, status in (await self._statuses(patient=True)).items():
+                if status["job_id"] == job_id:
+                    await ask(_Host(self._host(device_id)).kill())
             await self._nodes.release_job(job_id)
             self._jobs.on_stopped(job_id)
             return None
@@ -182,11 +183,11 @@ class Groups:
 
     async def _wait_group(self, job_id: str, running: _RunningGroup) -> None:
         outcome = await running.group.wait()
-        missing = "" if running.coming is None else await running.coming.over(outcome.outcome == "suspended")
+        missing = "" if running.transfer is None else await running.transfer.over(outcome.outcome == "suspended")
         if outcome.outcome == "suspended":
             if not running.leaving:  # an earlier controller suspended it: its devices are free, the job waits
                 self._groups.pop(job_id, None)
-                self._tell()
+                self._report_change()
             return
         error = outcome.error or {}
         if missing and outcome.outcome == "succeeded":
@@ -200,10 +201,10 @@ class Groups:
             error.get("retryable", True),
             error.get("blame", "own"),
         )
-        self._tell()
+        self._report_change()
         # Only after reporting the end: whatever fails below, the job's end is recorded.
         if error.get("by_device"):
-            device_id = running.in_order[error["rank"]]
+            device_id = running.devices[error["rank"]]
             if find_actor(RANK + device_id) is not None:  # else its node is gone, not the device at fault
                 self._on_death((device_id,), f"job {job_id}", error["reason"])
 
@@ -236,7 +237,7 @@ class Groups:
                     raise EffectFailed(str(error), "outside") from error
             await asyncio.sleep(FRESH_EVERY_S)
 
-    async def _hosts_there(self, *, patient: bool = False) -> dict[str, dict[str, Any]]:
+    async def _statuses(self, *, patient: bool = False) -> dict[str, dict[str, Any]]:
         """By device, the status (RankHost.status) of supervisors that answer. A silent one is left out if it reported
         before and `patient` is not set; otherwise EffectFailed."""
         device_ids = [name.removeprefix(RANK) for name in await actor_names() if name.startswith(RANK)]
@@ -247,13 +248,13 @@ class Groups:
         look = device_id in self._seen and not patient
         try:
             call = self._host(device_id).call("status")
-            status = await within(call, LOOK_S if look else ANSWER_S)
+            status = await within(call, RANK + device_id, LOOK_S if look else ANSWER_S)
             self._seen.add(device_id)
             return status
         except EffectFailed as error:
             if not look:
                 raise
-            # `_groups` knows its world and hears of its end.
+            # `_groups` has its world and reports its end.
             log.warning("%s", error)
             return None
         except (SupervisorDied, RayError):
@@ -270,10 +271,10 @@ class Groups:
         # A world that a verb ended during the reading looks as if it had lost its controller.
         self._touched = set(self._in_hand)
         worlds: dict[str, dict[str, dict[str, Any]]] = {}
-        for device_id, status in (await self._hosts_there()).items():
+        for device_id, status in (await self._statuses()).items():
             if status["job_id"] and status["job_id"] not in self._touched:
                 worlds.setdefault(status["job_id"], {})[device_id] = status
-        found: dict[str, GroupView] = {}
+        views: dict[str, GroupView] = {}
         for job_id, statuses in worlds.items():
             if job_id in self._touched or job_id in self._groups:
                 continue  # known, or a verb began in the meantime
@@ -283,10 +284,10 @@ class Groups:
                 # The world was starting or dying: end it, and the job resumes from its snapshot.
                 why = "the controller restarted while the ranks were starting"
                 lost = GroupEnded("failed", 0, why, blame="outside")
-                found[job_id] = GroupView(job_id, tuple(statuses), ended=lost)
+                views[job_id] = GroupView(job_id, tuple(statuses), ended=lost)
         for job_id, running in self._groups.items():
-            found[job_id] = GroupView(job_id, running.in_order, ended=running.ended, run=running.run)
-        return tuple(found.values())
+            views[job_id] = GroupView(job_id, running.devices, ended=running.ended, run=running.run)
+        return tuple(views.values())
 
     async def _adopt(self, job_id: str, statuses: dict[str, dict[str, Any]]) -> None:
         ids = {"job_id": job_id}
@@ -295,18 +296,18 @@ class Groups:
             await self._jobs.catch_up(job_id)
         except LookupError as error:
             log.warning("cannot read the progress made without a controller: %s", error, extra=ids)
-        in_order = tuple(sorted(statuses, key=lambda device_id: statuses[device_id]["rank"]))
-        group, coming = self._new_group(job_id, self._nodes.config_of(in_order))
-        await group.adopt(job_id, [_Host(self._host(device_id)) for device_id in in_order])
-        self._attend(job_id, _RunningGroup(group, "", in_order, coming))
+        devices = tuple(sorted(statuses, key=lambda device_id: statuses[device_id]["rank"]))
+        group, transfer = self._new_group(job_id, self._nodes.config_of(devices))
+        await group.adopt(job_id, [_Host(self._host(device_id)) for device_id in devices])
+        self._attend(job_id, _RunningGroup(group, "", devices, transfer))
 
 
 @dataclass(slots=True)
 class _RunningGroup:
     group: Group
     run: str  # see GroupView
-    in_order: tuple[str, ...]  # device of each rank; none once they left
-    coming: ResultTransfer | None = None  # set if the ranks are on another node
+    devices: tuple[str, ...]  # device of each rank; none once they left
+    transfer: ResultTransfer | None = None  # set if the ranks are on another node
     watcher: asyncio.Task | None = None
     ended: GroupEnded | None = None
     leaving: bool = False

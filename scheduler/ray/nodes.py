@@ -80,12 +80,12 @@ class Nodes:
         await announce(self.home)
         await self.look()
 
-    async def watch(self, tell: Callable[[], None]) -> None:
+    async def watch(self, report_change: Callable[[], None]) -> None:
         """Report every node that joins or leaves."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             if await self.look():
-                tell()
+                report_change()
 
     async def look(self) -> bool:
         """Add nodes that joined and drop nodes that are gone; True if there were any."""
@@ -109,7 +109,7 @@ class Nodes:
                 await _answer(actor.end.remote())  # it dies of it, or is asked again by the next look
             elif name not in before:
                 await self._take_in(name, actor, alive)
-        for name, known in self._known.items():
+        for name, known in list(self._known.items()):  # two looks may run at once
             if name not in agents:  # only its agent died: engines and ranks there continue
                 try:
                     known.actor = await _start(known.config, known.ray_id)
@@ -169,27 +169,27 @@ class Nodes:
 
     async def of_store(self, name: str, method: str, *arguments: Any) -> Any:
         """What the store of weights on a node answers. Raises EffectFailed."""
-        return await within(self.on(name, "of_store", method, *arguments))
+        return await within(self.on(name, "of_store", method, *arguments), NODE + name)
 
     async def forget(self, names: Collection[Name]) -> None:
         """Have the other nodes remove their copies of what was deleted at home. One that does not answer is named in
         the log, and has them until it needs the room or ends."""
-        await self._tell_others("forget", list(names), seconds=FORGET_S, left="copies of what was deleted")
+        await self._call_others("forget", list(names), seconds=FORGET_S, left="copies of what was deleted")
 
     async def release_job(self, job_id: str) -> None:
         """Have the other nodes release the copies that they hold for this job, wherever it ran."""
-        await self._tell_others("forget_job", job_id, True, seconds=ANSWER_S, left=f"copies for {job_id}")
+        await self._call_others("forget_job", job_id, True, seconds=ANSWER_S, left=f"copies for {job_id}")
 
-    async def _tell_others(self, method: str, *arguments: Any, seconds: float, left: str) -> None:
+    async def _call_others(self, method: str, *arguments: Any, seconds: float, left: str) -> None:
         """left: what may stay on a node that does not answer in time."""
 
-        async def tell(name: str) -> None:
+        async def call(name: str) -> None:
             try:
-                await within(self.on(name, method, *arguments), seconds)
+                await within(self.on(name, method, *arguments), NODE + name, seconds)
             except EffectFailed as error:
                 log.warning("%s may stay there: %s", left, error.reason, extra={"node": name})
 
-        await asyncio.gather(*(tell(name) for name in self._known if name != self.home.name))
+        await asyncio.gather(*(call(name) for name in self._known if name != self.home.name))
 
     @property
     def devices(self) -> tuple[Device, ...]:

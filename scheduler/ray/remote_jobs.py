@@ -63,15 +63,15 @@ class ResultTransfer:
         nodes: Nodes,
         node: str,
         job_id: str,
-        tell: Callable[[dict[str, Any]], None],
+        on_event: Callable[[dict[str, Any]], None],
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._nodes, self._node, self._job_id, self._tell = nodes, node, job_id, tell
+        self._nodes, self._node, self._job_id, self._on_event = nodes, node, job_id, on_event
         self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._missing = ""
         self._clock = clock
         self._not_before_s = 0.0
-        self._left: dict[str, Any] | None = None  # the newest snapshot not yet copied home
+        self._pending: dict[str, Any] | None = None  # the newest snapshot not yet copied home
         self._transfer = asyncio.create_task(self._run(), name=f"{job_id} result transfer")
 
     def take(self, event: dict[str, Any]) -> None:
@@ -84,10 +84,10 @@ class ResultTransfer:
         sooner with them if it comes back.
         """
         self._events.put_nowait(_OVER)
-        told = asyncio.create_task(self._events.join())
-        await asyncio.wait({told, self._transfer}, return_when=asyncio.FIRST_COMPLETED)
+        forwarded = asyncio.create_task(self._events.join())
+        await asyncio.wait({forwarded, self._transfer}, return_when=asyncio.FIRST_COMPLETED)
         if self._transfer.done():
-            told.cancel()
+            forwarded.cancel()
             return f"an event of its ranks could not be taken: {self._transfer.exception()!r}"
         self.stop()
         if not self._missing:
@@ -102,28 +102,28 @@ class ResultTransfer:
         while True:
             event = await self._events.get()
             if event["event"] == "snapshot":
-                self._left = event
+                self._pending = event
                 if self._clock() >= self._not_before_s:
-                    await self._bring_left()
+                    await self._bring_pending()
             elif event is _OVER:
-                await self._bring_left()
+                await self._bring_pending()
             elif event["event"] != "published":
-                self._tell(event)
-            elif (path := await self._brought(event)) is not None:
-                self._tell({**event, "path": str(path)})
+                self._on_event(event)
+            elif (path := await self._bring(event)) is not None:
+                self._on_event({**event, "path": str(path)})
             self._events.task_done()
 
-    async def _bring_left(self) -> None:
-        event, self._left = self._left, None
+    async def _bring_pending(self) -> None:
+        event, self._pending = self._pending, None
         if event is None:
             return
         began_s = self._clock()
-        path = await self._brought(event)
+        path = await self._bring(event)
         self._not_before_s = self._clock() + every_s(self._clock() - began_s)
         if path is not None:
-            self._tell({**event, "path": str(path)})
+            self._on_event({**event, "path": str(path)})
 
-    async def _brought(self, event: dict[str, Any]) -> Path | None:
+    async def _bring(self, event: dict[str, Any]) -> Path | None:
         remote, ids = Path(event["path"]), {"job_id": self._job_id, "node": self._node}
         try:
             path, copied_bytes = await self._nodes.bring_home(self._node, name_at(remote), remote)

@@ -60,7 +60,7 @@ class Routing(Protocol):
     def is_open(self, replica_id: str) -> bool: ...
 
     def version(self, replica_id: str) -> str:
-        """What gateways are told that an open replica serves; "" of any other."""
+        """The version that gateways have for an open replica; "" for any other."""
 
     def avoid(self, replica_id: str, avoided: bool) -> None:
         """Prefer other replicas of its models, because its engine gives no sign of life; False ends that."""
@@ -86,13 +86,13 @@ class Versions(Protocol):
 
 @dataclass(slots=True)
 class _Engine:
-    """What the controller knows of an engine. seen: its last report. watcher: waits for its end. hanging: gateways
-    prefer others, because it gives no sign of life. stopping: its end is nobody's failure. died: of what, and whose
-    fault it was."""
+    """The controller's record of an engine. last_view: its last report. watcher: waits for its end. hanging: gateways
+    prefer others, because it gives no sign of life. stopping: its end is no failure. died: the cause of its death, and
+    whose fault it was."""
 
     supervisor: Supervisor
     node_config: NodeConfig | None = None
-    seen: ReplicaView | None = None
+    last_view: ReplicaView | None = None
     watcher: asyncio.Task[Blame] | None = None
     hanging: bool = False
     stopping: bool = False
@@ -108,26 +108,26 @@ class Replicas:
         routing: Routing,
         versions: Versions,
         engine: EngineConfig,
-        tell: Callable[[], None],
+        report_change: Callable[[], None],
         on_death: OnDeath = lambda device_ids, holder, reason: None,
     ):
         self._nodes, self._routing, self._versions, self._engine = nodes, routing, versions, engine
-        self._tell, self._on_death = tell, on_death
+        self._report_change, self._on_death = report_change, on_death
         self._engines: dict[str, _Engine] = {}
 
     async def start_replica(self, plan: ReplicaView) -> Detail:
         node_config = self._nodes.config_of(plan.devices)
-        async with self._brought(plan.model, plan.version, node_config) as (path, copied_bytes):
+        async with self._version_on_node(plan.model, plan.version, node_config) as (path, copied_bytes):
             spec = self._replica_spec(plan, node_config, path)
             await self._nodes.wait_warm(node_config, "serve")
-            engine = self._living(plan.id)
+            engine = self._find_engine(plan.id)
             if engine is None:
                 warm, logs = node_config.warm_socket("serve"), str(node_config.log_dir)
                 actor = self._nodes.here(Replica, REPLICA + plan.id, node_config, warm, logs, self._engine)
-                engine = self._take_in(plan.id, actor)
+                engine = self._record_engine(plan.id, actor)
             engine.node_config = node_config
             detail = await ask(engine.supervisor.call("start", spec))
-        engine.seen = replace(plan, state="ready")
+        engine.last_view = replace(plan, state="ready")
         self._watch(plan.id, engine)
         # Versions on other nodes are not read here.
         home = node_config.name == self._nodes.home.name
@@ -136,7 +136,7 @@ class Replicas:
 
     async def stop_replica(self, replica_id: str) -> Detail:
         self._routing.close(replica_id)
-        engine = self._living(replica_id)
+        engine = self._find_engine(replica_id)
         if engine is not None:
             engine.stopping = True
             if engine.watcher is not None:
@@ -168,9 +168,9 @@ class Replicas:
         await self._while_alive(replica_id, draining, "while it finished its requests")
         return None
 
-    async def _while_alive(self, replica_id: str, doing: Coroutine[Any, Any, Any], when: str) -> Any:
-        """Result of `doing` if the engine lives until then. Raises EffectFailed as soon as the engine dies."""
-        engine, task = self._engines.get(replica_id), asyncio.ensure_future(doing)
+    async def _while_alive(self, replica_id: str, work: Coroutine[Any, Any, Any], when: str) -> Any:
+        """Result of `work` if the engine lives until then. Raises EffectFailed as soon as the engine dies."""
+        engine, task = self._engines.get(replica_id), asyncio.ensure_future(work)
         watcher = engine and engine.watcher
         try:
             await asyncio.wait({task, *([watcher] if watcher else [])}, return_when=asyncio.FIRST_COMPLETED)
@@ -186,7 +186,7 @@ class Replicas:
 
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
         try:
-            detail = await self._load("swap_replica", replica_id, model, version)
+            detail = await self._load("swap", replica_id, model, version)
         except BaseException:  # also where the time of the step is up
             self._routing.offer_adapters(replica_id)
             raise
@@ -196,22 +196,21 @@ class Replicas:
             await self._while_alive(replica_id, opening, "right after it loaded the new weights")
         return detail
 
-    async def _load(self, verb: str, replica_id: str, model: str, version: str) -> Detail:
+    async def _load(self, method: str, replica_id: str, model: str, version: str) -> Detail:
         """Have an engine that runs, or sleeps, load a version."""
         engine = self._engines.get(replica_id)
         if engine is None or engine.node_config is None:
             raise EffectFailed("there is no such engine")
-        async with self._brought(model, version, engine.node_config) as (path, copied_bytes):
-            if verb == "swap_replica":
+        async with self._version_on_node(model, version, engine.node_config) as (path, copied_bytes):
+            if method == "swap":
                 # Adapters fit only the weights they were trained on; the engine first finishes its adapter requests.
                 withheld = self._routing.withhold_adapters(replica_id)
                 await self._while_alive(replica_id, withheld, "before it loaded the new weights")
-            load = engine.supervisor.call(verb.removesuffix("_replica"), model, version, str(path))
-            detail = await ask(load)
+            detail = await ask(engine.supervisor.call(method, model, version, str(path)))
         self._watch(replica_id, engine)
         return {**detail, "copied_bytes": copied_bytes}
 
-    wake_replica = partialmethod(_load, "wake_replica")
+    wake_replica = partialmethod(_load, "wake")
 
     async def unload_adapter(self, name: str) -> None:
         """Make every engine unload the adapter `NAME@VERSION` once its requests have ended. Asks all engines; raises
@@ -258,7 +257,9 @@ class Replicas:
         )
 
     @contextlib.asynccontextmanager
-    async def _brought(self, model: str, version: str, node_config: NodeConfig) -> AsyncIterator[tuple[Path, int]]:
+    async def _version_on_node(
+        self, model: str, version: str, node_config: NodeConfig
+    ) -> AsyncIterator[tuple[Path, int]]:
         """The version's directory on the engine's node, held there until the engine has it, and the bytes copied."""
         try:
             at_home = await self._versions.in_memory(model, version)
@@ -275,17 +276,17 @@ class Replicas:
             raise EffectFailed("there is no such engine", "outside")
         return await ask(engine.supervisor.call(method, *arguments))
 
-    def _living(self, replica_id: str) -> _Engine | None:
+    def _find_engine(self, replica_id: str) -> _Engine | None:
         """The engine as known, or found by its actor's name."""
         known = self._engines.get(replica_id)
         if known is not None and not known.supervisor.over:
             return known
         actor = find_actor(REPLICA + replica_id)
-        return None if actor is None else self._take_in(replica_id, actor)
+        return None if actor is None else self._record_engine(replica_id, actor)
 
-    def _take_in(self, replica_id: str, actor: Any) -> _Engine:
-        found = self._engines[replica_id] = _Engine(Supervisor(actor, REPLICA + replica_id))
-        return found
+    def _record_engine(self, replica_id: str, actor: Any) -> _Engine:
+        engine = self._engines[replica_id] = _Engine(Supervisor(actor, REPLICA + replica_id))
+        return engine
 
     def _watch(self, replica_id: str, engine: _Engine) -> None:
         if engine.watcher is None:
@@ -297,7 +298,7 @@ class Replicas:
         try:
             dead = await engine.supervisor.call("wait_dead")
             reason = str(dead.get("exit", "the engine ended"))
-            # Whoever asked for a load that failed has heard of it.
+            # The step of a load that failed has counted it.
             blame = "memory" if dead.get("starved") else "outside" if dead.get("load_failed") else "own"
             if not engine.stopping and blame == "own":
                 status = await engine.supervisor.call("status")
@@ -308,42 +309,44 @@ class Replicas:
         if not engine.stopping:
             self._routing.close(replica_id)
             engine.died = reason, blame
-            self._tell()
+            self._report_change()
         return blame
 
     async def observe_replicas(self) -> tuple[ReplicaView, ...]:
         """Every replica with an actor, whoever started it."""
         names = [name.removeprefix(REPLICA) for name in await actor_names() if name.startswith(REPLICA)]
-        found = await asyncio.gather(*map(self._observe_replica, names))
-        return tuple(replica for replica in found if replica is not None)
+        views = await asyncio.gather(*map(self._observe_replica, names))
+        return tuple(view for view in views if view is not None)
 
     async def _observe_replica(self, replica_id: str) -> ReplicaView | None:
-        engine = self._living(replica_id)
+        engine = self._find_engine(replica_id)
         if engine is None:
             return None
-        last, asked = engine.seen, engine.supervisor.call("status")
+        last, answer = engine.last_view, engine.supervisor.call("status")
         try:
-            status = await within(asked, ANSWER_S if last is None else LOOK_S)
+            status = await within(answer, REPLICA + replica_id, ANSWER_S if last is None else LOOK_S)
         except EffectFailed as error:
             if last is None:
                 raise
             log.warning("%s", error, extra={"replica": replica_id})
             return replace(last, answered=False)
-        except (SupervisorDied, RayError):
-            return ReplicaView(replica_id, "", "", "dead", (), failed="its supervisor is gone", blame="outside")
+        except (SupervisorDied, RayError) as error:
+            return ReplicaView(replica_id, "", "", "dead", (), failed=first_line(error), blame="outside")
         state, node = status["state"], status["node"]
         engine.node_config = self._nodes.config(node) or engine.node_config
         if status.get("silent", False) != engine.hanging:
             engine.hanging = not engine.hanging
             self._routing.avoid(replica_id, engine.hanging)
-        if state not in ("dead", "starting"):  # whoever starts it hears of its end
+        if state not in ("dead", "starting"):  # a start that fails raises in its step
             self._watch(replica_id, engine)
+        elif engine.watcher is not None:  # it has the cause in a moment
+            await asyncio.wait({engine.watcher}, timeout=LOOK_S)
         if state == "ready" and (routed := self._routing.version(replica_id)):
             state = "open"
             if routed != status["version"]:  # a swap whose step was over before the engine was done
                 await self._routing.open(replica_id, status["model"], status["version"], status["address"])
         devices = tuple(f"{node}/{index}" for index in status["devices"])
-        engine.seen = ReplicaView(
+        engine.last_view = ReplicaView(
             replica_id,
             status["model"],
             status["version"],
@@ -353,17 +356,17 @@ class Replicas:
             failed=engine.died[0],
             blame=engine.died[1],
         )
-        return engine.seen
+        return engine.last_view
 
     async def resident_bytes(self) -> dict[str, int]:
         """Resident memory of each engine, by replica id. Leaves out silent ones, and dead ones, whose watchers report
         them."""
-        found = {}
+        resident = {}
 
-        async def ask_one(replica_id: str, engine: _Engine) -> None:
+        async def read(replica_id: str, engine: _Engine) -> None:
             with contextlib.suppress(SupervisorDied, RayError, EffectFailed):
-                status = await within(engine.supervisor.call("status"), LOOK_S)
-                found[replica_id] = status["rss_bytes"]
+                status = await within(engine.supervisor.call("status"), REPLICA + replica_id, LOOK_S)
+                resident[replica_id] = status["rss_bytes"]
 
-        await asyncio.gather(*(ask_one(*known) for known in list(self._engines.items())))
-        return found
+        await asyncio.gather(*(read(*known) for known in list(self._engines.items())))
+        return resident

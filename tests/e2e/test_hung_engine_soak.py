@@ -86,9 +86,11 @@ def test_an_engine_that_hangs_is_avoided_ended_and_replaced(tmp_path: Path) -> N
         while time.monotonic() - stopped_s < AVOIDED_S:
             asked.append((time.monotonic() - stopped_s, clients.submit(question, box, len(asked))))
             time.sleep(1.5)
+        time.sleep(1)  # the gateway writes the access log every half second
         mark = (box.data_dir / "logs" / "access.log").stat().st_size
         late = [question(box, 100 + number) for number in range(12)]  # one after the other: none waits for the hung one
         assert hung in engines(box), "it was not ended before they were asked"
+        wait_for(lambda: len(answered_by(box, mark)) >= len(late), "the access log")
         assert max(late) < PROMPT_S and hung not in answered_by(box, mark), (late, answered_by(box, mark))
 
         wait_for(lambda: engines(box).get(hung, "dead") == "dead", "the engine to be ended", 400)

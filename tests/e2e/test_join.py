@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -207,6 +208,7 @@ def answers(home, model: str = "tiny", of_engines: int = 1) -> list[str]:
 
 def answers_of(home, model: str, engines: int) -> list[str] | None:
     log = home.data_dir / "logs" / "access.log"
+    time.sleep(1)  # the gateway writes the access log every half second
     before = log.stat().st_size
     said = [ask(home, model, number) for number in NUMBERS]
 

@@ -117,16 +117,16 @@ class Table:
     """Routing: what is open where."""
 
     def __init__(self):
-        self.sockets = {}
+        self.sockets, self.versions = {}, {}
 
     async def open(self, replica_id, model, version, socket_path):
-        self.sockets[replica_id] = socket_path
+        self.sockets[replica_id], self.versions[replica_id] = socket_path, version
 
     async def drain(self, replica_id):
         self.sockets.pop(replica_id, None)
 
     def version(self, replica_id):
-        return ""
+        return self.versions[replica_id] if replica_id in self.sockets else ""
 
     def is_open(self, replica_id):
         return replica_id in self.sockets
@@ -160,14 +160,14 @@ class Runs:
 
     async def prepare(self, job_id): ...
 
-    def spec(self, job_id):
+    def spec(self, job_id, device_kind):
         from train.plan.spec import TrainSpec
 
         folder = self.jobs_dir / job_id
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "train.jsonl").write_text("{}")
         return TrainSpec(
-            job_id, str(self.base), str(folder / "train.jsonl"), str(folder), "/shm", "out", device_kind="cpu"
+            job_id, str(self.base), str(folder / "train.jsonl"), str(folder), "/shm", "out", device_kind=device_kind
         )
 
     def taken(self, job_id):
@@ -177,6 +177,8 @@ class Runs:
         return None
 
     def on_event(self, job_id, event): ...
+
+    async def answer(self, job_id, question): ...
 
     async def will_succeed(self, job_id): ...
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import orjson
@@ -199,7 +199,7 @@ class SimulatedModelOps:
 
 
 class SimulatedTiers:
-    """A disk that has every version."""
+    """A disk that has every version, but no bytes of any."""
 
     def status(self) -> Callable[[], list[dict[str, Any]]]:
         nothing: dict[str, Any] = {
@@ -225,6 +225,9 @@ class SimulatedTiers:
 
     def tiers_of_version(self, model: str, version: str) -> list[str]:
         return ["disk"]
+
+    def bring_in(self, name: object) -> NoReturn:
+        raise LookupError(f"{name} is in no tier that has it whole")
 
     def nudge(self) -> None:
         return

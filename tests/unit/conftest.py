@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from train.data.check import DataReport
 from train.data_checks import process
 
 
@@ -18,8 +20,12 @@ def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
     file, for 1 to 2 s of processor time (test_data_checks.py of the controller tries it)."""
     importlib.import_module("torch")  # which the check would say is not there
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
-    monkeypatch.setattr("appliance.controller.files.storage.check_apart", process.checked)
+    monkeypatch.setattr("appliance.controller.files.storage.check_apart", _checked)
     monkeypatch.setattr("appliance.controller.data_checks.DataWork._process", _carried_out)
+
+
+async def _checked(path: Path, **how: Any) -> DataReport:
+    return await asyncio.to_thread(process.checked, path, **how)
 
 
 async def _carried_out(work: Any, file_id: str, options: dict[str, Any]) -> dict[str, Any]:

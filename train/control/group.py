@@ -207,7 +207,7 @@ class Group:
             if name == "ready":
                 self._ready[rank] = event
                 if len(self._ready) == len(self._hosts) and not self._adopted:
-                    self._tell_started()
+                    self._report_started()
             elif name == "done":
                 self._done[rank] = event | {"left_s": time.monotonic()}
                 if len(self._done) == len(self._hosts):
@@ -218,7 +218,7 @@ class Group:
             else:
                 self._profiling = self._profiling and name != "profiled"
                 self._step = event.get("step", self._step)
-                self._tell(**{key: value for key, value in event.items() if key != "number"})
+                self._report(**{key: value for key, value in event.items() if key != "number"})
 
     def _listened(self, rank: int, listener: asyncio.Task) -> None:
         if listener.cancelled() or (error := listener.exception()) is None:
@@ -246,13 +246,13 @@ class Group:
                 self._fail(rank, f"{where} for {report['in_phase_s']:.0f} s", code="rank_hung")
                 return
 
-    def _tell_started(self) -> None:
+    def _report_started(self) -> None:
         seconds = {key: max(ready["seconds"][key] for ready in self._ready.values()) for key in ("join", "prepare")}
         seconds["start"] = time.monotonic() - self._started_s
         self._step = self._ready[0]["step"]
-        self._tell("started", step=self._step, devices=len(self._hosts), seconds=seconds)
+        self._report("started", step=self._step, devices=len(self._hosts), seconds=seconds)
 
-    def _tell(self, event: str, **data: Any) -> None:
+    def _report(self, event: str, **data: Any) -> None:
         self._on_event({"event": event, **data, "job": self._job_id})
 
     def _fail_after_grace(self, rank: int) -> None:
@@ -322,7 +322,7 @@ class Group:
             self._ending = False
             raise
         self._ended.set_result(outcome)
-        self._tell("finished", outcome=outcome.outcome, step=outcome.step, error=outcome.error)
+        self._report("finished", outcome=outcome.outcome, step=outcome.step, error=outcome.error)
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()

@@ -249,15 +249,15 @@ def _loaded(model: Any, tensors: Mapping[str, Any], *, is_whole: bool) -> dict[s
 
 def _speculates(config: Any) -> bool:
     """Whether the model was saved with layers for speculation, by its config."""
-    told = {**config.to_dict(), **config.get_text_config().to_dict()}
-    return any(value for key, value in told.items() if "nextn" in key or "mtp" in key)
+    settings = {**config.to_dict(), **config.get_text_config().to_dict()}
+    return any(value for key, value in settings.items() if "nextn" in key or "mtp" in key)
 
 
 def _is_quantised(path: Path) -> bool:
     own = json.loads((path / "config.json").read_bytes())
     parts = [own, *(part for part in own.values() if isinstance(part, dict))]
-    told = any(part.get("quantization_config") or part.get("compression_config") for part in parts)
-    return told or any((path / name).is_file() for name in _QUANTISED_FILES)
+    described = any(part.get("quantization_config") or part.get("compression_config") for part in parts)
+    return described or any((path / name).is_file() for name in _QUANTISED_FILES)
 
 
 # --- tokenizer --------------------------------------------------------------------------------------------------------
@@ -356,9 +356,9 @@ def _with_plain_class(path: Path, folder: Path) -> Any:
     for file in path.iterdir():
         if not file.name.endswith(".safetensors") and file.name != "tokenizer_config.json":
             (folder / file.name).symlink_to(file.resolve())
-    told = path / "tokenizer_config.json"
-    settings = json.loads(told.read_bytes()) if told.is_file() else {}
-    (folder / told.name).write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    settings_file = path / "tokenizer_config.json"
+    settings = json.loads(settings_file.read_bytes()) if settings_file.is_file() else {}
+    (folder / settings_file.name).write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}))
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - each tokenizer has errors of its own

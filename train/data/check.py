@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from train.data.formats import left_out, shape_of, to_chat
+from train.data.formats import TEXT, left_out, shape_of, to_chat
 from train.data.lines import MAX_EXAMPLE_BYTES, Example, examples, parse
 from train.shapes.records import BadFile, BadRecord, Record
 
@@ -72,14 +72,13 @@ class DataReport:
 
 @dataclass(slots=True)
 class Read:
-    """One example of a file: its line, its record, and what the method makes of it; or why it cannot be used. shape: of
-    the file."""
+    """One example of a file: its line, its record, and the record as the method converts it; or why it cannot be used.
+    shape: of the file."""
 
     line: int
-    raw: bytes = b""
     record: Any = None
     shape: str = ""
-    made: Record | None = None
+    converted: Record | None = None
     bad: BadRecord | None = None
 
 
@@ -97,7 +96,7 @@ def read_examples(
             try:
                 if isinstance(raw, BadRecord):
                     raise raw
-                read.raw, read.record = raw, parse(raw)
+                read.record = parse(raw)
                 own = shape_of(read.record)
                 read.shape = shape = shape or own
                 if refuses and (refusal := refuses(shape)):
@@ -105,7 +104,7 @@ def read_examples(
                 if own != shape and (shape, own) != ("chat", "prompt"):  # whose conversion says what is missing
                     why = (refuses(own) if refuses else None) or f"has the shape {own!r}"
                     raise BadRecord(f"{why}; most of the file's first examples are {shape!r}")
-                read.made = convert(read.record, shape)
+                read.converted = convert(read.record, shape)
             except BadRecord as bad:
                 read.bad = bad
             yield read
@@ -128,7 +127,6 @@ def check_training_file(
     convert: Convert = to_chat,
     count: Count | None = None,
     counted: int = COUNTED_EXAMPLES,
-    after_each: Callable[[], None] = lambda: None,
     refuses: Refuses | None = None,
 ) -> DataReport:
     """Read the whole file and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
@@ -150,15 +148,14 @@ def check_training_file(
             try:
                 if read.bad is not None:
                     raise read.bad
-                assert read.made is not None
-                _add(report, read, tokens.of(read.made))
+                assert read.converted is not None
+                _add(report, read, tokens.of(read.converted))
                 if output:
-                    output.write(orjson.dumps(read.made) + b"\n")
+                    output.write(orjson.dumps(read.converted) + b"\n")
             except BadRecord as bad:
                 report.add_error(read.line, str(bad))
                 if isinstance(bad, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
                     break
-            after_each()
         _summarise(report)
         if output and chat_path and report.ok:
             output.flush()
@@ -224,7 +221,7 @@ def _summarise(report: DataReport) -> None:
         report.warnings.append(f"only {report.n_examples} examples; to learn from, at least {MIN_EXAMPLES} are wanted")
     if report.ok and report.shape == "unpaired":
         report.notes.append("the answers are marked good or bad (label): only the method kto learns from such a file")
-    elif report.ok and report.shape not in ("chat", "preference", "prompt"):
+    elif report.ok and report.shape not in ("chat", "preference", "prompt", TEXT):
         report.notes.append(f"converted {report.n_examples} examples from the {report.shape} shape to chat")
     if report.ok and report.left_out:
         keys = ", ".join(f"{name} ({count})" for name, count in sorted(report.left_out.items()))

@@ -260,9 +260,9 @@ def _write_block(
 def _raise_if_bad(path: Path, kept: Path, count: int) -> None:
     listed: list[tuple[int, str]] = []
     total = before = 0
-    for n_lines, told in zip(_parts(kept, count, "n_lines"), _parts(kept, count, "errors"), strict=True):
-        found, errors = orjson.loads(told.tobytes())
-        total += found
+    for n_lines, written in zip(_parts(kept, count, "n_lines"), _parts(kept, count, "errors"), strict=True):
+        n_errors, errors = orjson.loads(written.tobytes())
+        total += n_errors
         listed += [(before + line, reason) for line, reason in errors]
         before += int(n_lines)
     if total:

@@ -69,15 +69,15 @@ class Check:
             self.shape = read.shape or self.shape
             if read.bad is not None:
                 self._flag_bad(read.bad)
-            elif read.made is not None:
+            elif read.converted is not None:
                 count_left_out(self._keys_left_out, read.record, read.shape)
-                self._look_at(read.made)
+                self._look_at(read.converted)
 
     def texts(self, path: Path) -> Iterable[tuple[int, str]]:
         """(line, text) of each usable example. Raises OSError."""
         for read in read_examples(path, self._convert, self._refuses):
-            if read.made is not None:
-                yield read.line, _texts_of(read.made)[0]
+            if read.converted is not None:
+                yield read.line, _texts_of(read.converted)[0]
 
     def report(self, name: str) -> dict[str, Any]:
         """The report as plain JSON values. `usable`: whether a job would take the file, as far as a check knows.
@@ -109,7 +109,7 @@ class Check:
             self._flag_bad(bad)
             return
         self._lengths.append(sum(lengths))
-        if self._max_tokens is not None and max(lengths) > self._max_tokens:
+        if self._max_tokens is not None and max(lengths) > self._max_tokens and "text" not in made:
             self._flag("too_long", tokens=max(lengths))
         index = len(self._lines) - 1
         digest = hashlib.blake2b(orjson.dumps(made, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()

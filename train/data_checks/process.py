@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import signal
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from runtime.processes.bounds import Bounds
+from runtime.processes.ended import heard_out
 from train.data.check import COUNTED_EXAMPLES, Count, DataReport, check_training_file
 from train.data.formats import Record
 from train.methods import methods
@@ -70,19 +69,20 @@ def answer_of(status: int, out: bytes, err: bytes) -> dict[str, Any]:
     raise (BadOption if answer["bad_option"] else CheckFailed)(answer["error"])
 
 
-def check_apart(path: Path, **how: Any) -> DataReport:
-    """`checked`, in a process. A file that takes more than the limits is a bad one. Raises OSError."""
+async def check_apart(path: Path, **how: Any) -> DataReport:
+    """`checked`, in a process that ends when this is cancelled. A file that takes more than the limits is a bad one.
+    Raises OSError."""
     job = {"path": path, **how}
     request = {"job": {name: str(value) if isinstance(value, Path) else value for name, value in job.items()}}
-    done = subprocess.run(command_of(request), stdin=subprocess.DEVNULL, capture_output=True)
+    status, out, _ = await heard_out(*command_of(request))
     try:
-        found = json.loads(done.stdout)
+        found = json.loads(out)
         return DataReport(**{**found, "errors": [(line, reason) for line, reason in found["errors"]]})
     except (ValueError, TypeError, KeyError):
         if not path.exists():
             raise FileNotFoundError(f"{path} was deleted while it was checked") from None
         report = DataReport()
-        report.add_error(1, f"the file could not be checked with {BOUNDS.how_it_ended(done.returncode)}")
+        report.add_error(1, f"the file could not be checked with {BOUNDS.how_it_ended(status)}")
         return report
 
 
@@ -91,7 +91,9 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     try:
         if "job" in request:
-            answer = asdict(checked(**request["job"], after_each=_lower_priority_later))
+            signal.signal(signal.SIGPROF, lambda *_: os.setpriority(os.PRIO_PROCESS, 0, max(_NICENESS, os.nice(0))))
+            signal.setitimer(signal.ITIMER_PROF, NICE_AFTER_S)
+            answer = asdict(checked(**request["job"]))
         else:
             os.nice(request.get("niceness", _NICENESS))
             answer = carried_out(request)
@@ -101,19 +103,12 @@ def main() -> None:
     print(json.dumps(answer, ensure_ascii=False))
 
 
-def _lower_priority_later() -> None:
-    """Lower this process's priority when its check takes long."""
-    if time.process_time() >= NICE_AFTER_S:
-        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
-
-
 def checked(
     path: str | Path,
     chat_path: str | Path | None = None,
     method: str | None = None,
     tokenizer: str | Path | None = None,
     cut_at: int | None = None,
-    after_each: Callable[[], None] = lambda: None,
 ) -> DataReport:
     """`check_training_file` with the method's conversion, or that of all methods, and counting tokens as the ranks will
     if there is a tokenizer (the directory of a model). With `cut_at` those of every example; ones of which the method
@@ -126,7 +121,6 @@ def checked(
         convert=how.convert if method else methods.convert,
         count=_counter(how, encoder, cut_at) if encoder else None,
         counted=COUNTED_EXAMPLES if cut_at is None else sys.maxsize,
-        after_each=after_each,
         refuses=how.refuses if method else None,
     )
     if encoder and encoder.n_without_tools:

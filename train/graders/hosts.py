@@ -30,7 +30,7 @@ TIME_S = 120
 """Seconds for each python grader, as in OpenAI's API, like the memory."""
 OWN_TIME_S = 60
 """Seconds for grading without code."""
-MOST_TIMEOUTS = 3
+MOST_BROKEN = 3
 """If this many calls of code end without a result before any returns, the request makes no more of them: otherwise a
 job's devices would wait two minutes for each of its answers."""
 START_S = 60.0
@@ -100,8 +100,8 @@ class GraderHosts:
                 with suppress(ForkBroke):  # by one of them: then each has a process of its own
                     return await self._graded(grader, rows, calls, waited_for)
             for row in rows:
-                if broken >= MOST_TIMEOUTS and not returned:
-                    why = f"it was not run: the first {MOST_TIMEOUTS} calls all ended without a result"
+                if broken >= MOST_BROKEN and not returned:
+                    why = f"it was not run: the first {MOST_BROKEN} calls all ended without a result"
                     graded.append(_broken(why, code=False))
                     continue
                 try:
@@ -114,15 +114,15 @@ class GraderHosts:
 
     async def unusable(self, owner: str, sources: Mapping[str, str]) -> list[tuple[str, str]]:
         """(path, why) of the code, by its path, that cannot grade. Raises WorkerBroke."""
-        found = []
+        reasons = []
         async with self._turn(owner, "check"):
             for path, source in sources.items():
                 try:
                     why = json.loads(await self._ask({"kind": "code", "source": source}, [], CHECK))
                 except ForkBroke as error:
                     why = str(error)
-                found.append((path, str(why)))
-        return [(path, why) for path, why in found if why]
+                reasons.append((path, str(why)))
+        return [(path, why) for path, why in reasons if why]
 
     async def refused_items(
         self, owner: str, schema: Any, items: Sequence[Any], bounds: Bounds = SCHEMA
@@ -137,8 +137,8 @@ class GraderHosts:
     async def refused_schema(self, owner: str, schema: Mapping[str, Any]) -> str:
         """Why it is not a JSON schema, "" if it is one. Raises WorkerBroke."""
         # The empty object may lack what the schema requires: only the verdict on the schema counts here.
-        found = await self.refused_items(owner, dict(schema), [{}])
-        return next((why for place, why in found if place < 0), "")
+        refused = await self.refused_items(owner, dict(schema), [{}])
+        return next((why for place, why in refused if place < 0), "")
 
     async def stop(self) -> None:
         if self._control is not None:
@@ -162,8 +162,8 @@ class GraderHosts:
             nice=0 if waited_for else NICENESS,
         )
         with suppress(ValidationError):
-            if len(found := _GRADED.validate_json(answered)) == len(rows):
-                return found
+            if len(graded := _GRADED.validate_json(answered)) == len(rows):
+                return graded
         raise ForkBroke("its process ended without a result: it wrote something else")  # users' code can
 
     async def _ask(
@@ -189,7 +189,8 @@ class GraderHosts:
     async def _answered(
         self, mine: socket.socket, head: dict[str, Any], samples: Sequence[Any], bounds: Bounds
     ) -> bytes:
-        most_bytes = _RESULT_BYTES * (1 + len(samples))
+        most_bytes, worker = _RESULT_BYTES * (1 + len(samples)), self._process  # another may take its place meanwhile
+        assert worker is not None
         reader, writer = await asyncio.open_unix_connection(sock=mine, limit=most_bytes)
         child = None
         try:
@@ -207,7 +208,7 @@ class GraderHosts:
         except asyncio.LimitOverrunError:
             raise ForkBroke(f"its result is larger than {most_bytes >> 10} KiB") from None
         except (OSError, ValueError, asyncio.IncompleteReadError) as error:
-            if child is None or await self._has_ended():
+            if child is None or await _has_ended(worker):
                 raise WorkerBroke(f"the process that grades ended: {error}") from None
             limits = f"it may use {bounds.memory_bytes >> 30} GiB of memory and {bounds.cpu_s:g} s of CPU"
             raise ForkBroke(f"its process ended without a result; {limits}") from None
@@ -217,12 +218,6 @@ class GraderHosts:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(child, signal.SIGKILL)
                 os.close(child)
-
-    async def _has_ended(self) -> bool:
-        assert self._process is not None
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), _REAPED_S)
-        return self._process.returncode is not None
 
     async def _child(self, message: bytes) -> socket.socket:
         """The socket of a new child. Raises WorkerBroke."""
@@ -257,6 +252,12 @@ class GraderHosts:
                         env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
                     )
             return self._control
+
+
+async def _has_ended(worker: asyncio.subprocess.Process) -> bool:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(worker.wait(), _REAPED_S)
+    return worker.returncode is not None
 
 
 def _broken(why: str, *, code: bool) -> Graded:

@@ -61,9 +61,9 @@ def loads_of(grader: Grader) -> list[str]:
     """The packages of LOADED that the grader needs or may import."""
     each = leaves(grader).values()
     code = [leaf.source for leaf in each if isinstance(leaf, Python)]
-    found = {name for name in LOADED if any(name in source for source in code)}
+    imported = {name for name in LOADED if any(name in source for source in code)}
     metrics = {leaf.evaluation_metric for leaf in each if isinstance(leaf, TextSimilarity)}
-    return sorted(found | ({"nltk"} if metrics & {"bleu", "gleu", "meteor"} else set()))
+    return sorted(imported | ({"nltk"} if metrics & {"bleu", "gleu", "meteor"} else set()))
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def prepare() -> None:
-    """Imports what most graders use, and makes what a child needs to confine itself: no fork has to."""
+    """Import what most graders use, and make what a child needs to confine itself: no fork has to."""
     import random  # noqa: F401
     import re  # noqa: F401
     import statistics  # noqa: F401
@@ -112,7 +112,7 @@ def _load(names: Iterable[str]) -> None:
 
 
 def serve(client: int, nice: int, memory_bytes: int, cpu_s: int) -> NoReturn:
-    """Answers the request that comes through the socket `client`, and ends this process, a fork."""
+    """Answer the request that comes through the socket `client`, and end this process, a fork."""
     try:
         die_with_parent()
         os.nice(nice)
@@ -140,7 +140,7 @@ def _only_these_files(client: int) -> None:
 
 
 def _confine(memory_bytes: int, cpu_s: int) -> str:
-    """Confines this process; returns why it could not, "" if it did. Its limits hold in any case."""
+    """Confine this process; return why it could not, "" if it did. Its limits hold in any case."""
     try:
         if not (unconfined := refusal()):
             confine(_readable(), memory_bytes, cpu_s)
@@ -193,8 +193,8 @@ def refused_items(schema: Any, items: list[Any]) -> list[tuple[int, str]]:
         # Without a registry it opens whatever `$ref` names: files of the box, and addresses that only the box can
         # reach.
         validator = jsonschema.Draft202012Validator(schema, registry=Registry())
-        found = ((place, next(validator.iter_errors(item), None)) for place, item in enumerate(items))
-        refused = ((place, error) for place, error in found if error is not None)
+        errors = ((place, next(validator.iter_errors(item), None)) for place, item in enumerate(items))
+        refused = ((place, error) for place, error in errors if error is not None)
         return [
             (place, f"item{''.join(f'.{step}' for step in error.absolute_path)}: {error.message[:500]}")
             for place, error in islice(refused, _ITEMS_SHOWN)

@@ -111,8 +111,8 @@ class Dpo(Compared, Pairs):
 
         rewards = options["beta"] * (log_probs - batch["reference"]).view(-1, 2)
         margins = rewards[:, 0] - rewards[:, 1]
-        told = [*rewards.unbind(1), (margins > 0).float(), margins, *log_probs.view(-1, 2).unbind(1)]
-        return -logsigmoid(margins).sum(), told
+        metrics = [*rewards.unbind(1), (margins > 0).float(), margins, *log_probs.view(-1, 2).unbind(1)]
+        return -logsigmoid(margins).sum(), metrics
 
 
 METHOD = Dpo()

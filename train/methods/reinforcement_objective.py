@@ -54,8 +54,8 @@ class ReinforcementObjective(PackedObjective):
         surrogate = ratio.clamp(max=WEIGHT_CAP) * (log_probs - log_probs.detach()).exp() * advantages
         with torch.no_grad():
             # The unbiased estimate of KL(sampler, trainer) that is never negative (Schulman, 2020).
-            told = [(ratio - 1 - moved).sum(), moved.abs().sum(), (ratio > WEIGHT_CAP).float().sum()]
-            self.report(told, batch["scale"], [moved.abs().max()])
+            metrics = [(ratio - 1 - moved).sum(), moved.abs().sum(), (ratio > WEIGHT_CAP).float().sum()]
+            self.report(metrics, batch["scale"], [moved.abs().max()])
         return -surrogate.sum() * batch["scale"]
 
 

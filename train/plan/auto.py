@@ -69,7 +69,7 @@ def steps(dataset: DatasetStats, fields: Mapping[str, Any]) -> int:
 def _sequences(dataset: DatasetStats, fields: Mapping[str, Any]) -> float:
     """The sequences of one epoch."""
     if dataset.documents:
-        return max(1.0, dataset.n_tokens / fields["max_length"])
+        return max(dataset.n_tokens / fields["max_length"], 1.0 if fields["packing"] else float(dataset.n_examples))
     if not fields["packing"]:
         return float(dataset.n_examples)
     if not dataset.lengths:

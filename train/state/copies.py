@@ -33,7 +33,7 @@ def write(draft: Any, pieces: Iterable[Piece]) -> None:
                 files.columns(placed, runs).copy_(ours.to(dtype).view(runs.count, runs.run))
                 continue
             for at, part in _parts(runs, ours, dtype):
-                put = partial(_all, os.pwrite, files.fd(placed.file), placed.start + at * dtype.itemsize)
+                put = partial(_repeat, os.pwrite, files.fd(placed.file), placed.start + at * dtype.itemsize)
                 if in_host_memory(part.device):
                     put(part.to(dtype))
                 else:
@@ -48,7 +48,7 @@ def read(lease: Any, pieces: Iterable[Piece]) -> None:
                 ours.view(runs.count, runs.run).copy_(files.columns(placed, runs))
                 continue
             for at, part in _parts(runs, ours, dtype):
-                get = partial(_all, _pread, files.fd(placed.file), placed.start + at * dtype.itemsize)
+                get = partial(_repeat, _pread, files.fd(placed.file), placed.start + at * dtype.itemsize)
                 if not in_host_memory(part.device):
                     files.ring(part.device).to_device(part, get, dtype)
                 elif part.dtype == dtype:
@@ -106,7 +106,7 @@ def _pread(fd: int, into: memoryview, at: int) -> int:
     return os.preadv(fd, [into], at)
 
 
-def _all(call: Callable[[int, memoryview, int], int], fd: int, at: int, memory: torch.Tensor) -> None:
+def _repeat(call: Callable[[int, memoryview, int], int], fd: int, at: int, memory: torch.Tensor) -> None:
     """Repeat `call` until it has copied all of `memory`, which is on the host."""
     rest = memoryview(memory.detach().view(torch.uint8).numpy())
     while rest:

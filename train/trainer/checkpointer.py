@@ -41,7 +41,7 @@ class Checkpointer:
 
     def due(self) -> bool:
         """Whether it is time for the next snapshot, on the rank that decides."""
-        fixed_s = self._spec.snapshot_every_s  # 0: none but those that are requested
+        fixed_s = self._spec.snapshot_every_s  # 0: none but that of a suspension
         if fixed_s is None:
             fixed_s = every_s(self._cost_s or self._layout.nbytes / self._grid.world_size / _GUESSED_BYTES_S)
         return fixed_s > 0 and time.monotonic() - self._last_s >= fixed_s

@@ -44,8 +44,8 @@ class Metrics:
         """A context around the forward pass of each micro-batch."""
         return self._forward_time.measured()
 
-    def end_step(self, step: int, loss: torch.Tensor, feed: DataFeed | Rollouts, **told: Any) -> None:
-        """Collective: report that `step` steps are done. loss: this rank's part. told: more for the event. Raises
+    def end_step(self, step: int, loss: torch.Tensor, feed: DataFeed | Rollouts, **fields: Any) -> None:
+        """Collective: report that `step` steps are done. loss: this rank's part. fields: more for the event. Raises
         TrainingDiverged, on every rank."""
         # The other ranks of a tensor-parallel group have the same values.
         own = torch.zeros(self._size, dtype=torch.float32, device=self._engine.device)
@@ -74,7 +74,7 @@ class Metrics:
         metrics = {
             "loss": total,
             "grad_norm": grad_norm,
-            "learning_rate": told["learning_rate"],
+            "learning_rate": fields["learning_rate"],
             "tokens_per_s": tokens / full_s,
             **named,
             **feed.step_metrics(),
@@ -87,7 +87,7 @@ class Metrics:
             step=step,
             devices=self._grid.world_size,
             tokens=tokens,
-            **(told | metrics),
+            **(fields | metrics),
             rank_seconds=[round(one, 4) for one in found[self._size - 1 :]],
             **timing,
         )
@@ -110,7 +110,7 @@ class Metrics:
         loss, *found = sums.tolist()
         return {"loss": loss, **self._named(found)}
 
-    def tell_validation(self, step: int, total_steps: int, found: dict[str, float]) -> None:
+    def report_validation(self, step: int, total_steps: int, found: dict[str, float]) -> None:
         if self._curves is not None:
             self._curves.write("validation", step, found)
         self._emit("validation", step=step, total_steps=total_steps, **found)

@@ -50,10 +50,10 @@ class Reference:
     ):
         self._method, self._engine, self._emit, self._progress = method, engine, emit, progress
         self._grid = fragments.grid(engine)
-        read = sets if method.needs_reference else {}
+        needed = sets if method.needs_reference else {}
         self._values = {
             name: _Values(Path(spec.run_dir) / "reference" / f"{_key(spec, tokens)}.npz", tokens)
-            for name, tokens in read.items()
+            for name, tokens in needed.items()
             if tokens is not None
         }
         self._began_s = self._saved_s = time.monotonic()
@@ -91,13 +91,13 @@ class Reference:
         for name, values in self._values.items():
             if values.complete:
                 continue
-            found = snapshot.read_kept(store, path, f"{_PREFIX}{name}")
-            if found is None or found.shape != values.values.shape:
+            stored = snapshot.read_kept(store, path, f"{_PREFIX}{name}")
+            if stored is None or stored.shape != values.values.shape:
                 raise SnapshotMismatch(
-                    f"the snapshot {path} has {None if found is None else tuple(found.shape)} as reference of the data "
-                    f"{name!r}, expected {values.values.shape}; it was made with other data or by another method"
+                    f"the snapshot {path} has {None if stored is None else tuple(stored.shape)} as reference of the "
+                    f"data {name!r}, expected {values.values.shape}; it was made with other data or by another method"
                 )
-            values.set(found.numpy(), len(values.tokens.packs))
+            values.set(stored.numpy(), len(values.tokens.packs))
         self.save()
 
     def _one_round(self, values: _Values) -> None:
@@ -108,17 +108,17 @@ class Reference:
         row = tokens.row(np.array([min(mine, packs[-1])]))
         self._engine.eval()
         with torch.no_grad():
-            found = self._engine(self._method.batch(row, 1.0, self._engine.device) | {"as_reference": True})
+            log_probs = self._engine(self._method.batch(row, 1.0, self._engine.device) | {"as_reference": True})
         self._engine.train()
         members = [tokens.packs[pack] for pack in packs]
-        heard = torch.zeros(sum(map(len, members)), tokens.sequences, dtype=torch.float32, device=self._engine.device)
+        totals = torch.zeros(sum(map(len, members)), tokens.sequences, dtype=torch.float32, device=self._engine.device)
         if mine in packs and grid.tensor_rank == 0:
             start = sum(map(len, members[: grid.data_rank]))
-            heard[start : start + len(members[grid.data_rank])] = found.view(-1, tokens.sequences)
-        comm.all_reduce(heard)
-        if not heard.isfinite().all():
-            raise TrainingDiverged(0, heard.sum().item(), 0.0)
-        values.values[np.concatenate(members)] = heard.cpu().numpy()
+            totals[start : start + len(members[grid.data_rank])] = log_probs.view(-1, tokens.sequences)
+        comm.all_reduce(totals)
+        if not totals.isfinite().all():
+            raise TrainingDiverged(0, totals.sum().item(), 0.0)
+        values.values[np.concatenate(members)] = totals.cpu().numpy()
         values.set(values.values, values.done + len(packs))
 
 

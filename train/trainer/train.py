@@ -1,8 +1,8 @@
 """Trains: data, step, save, publish, stop. `Run.run` is the whole loop, `Run.train_step` one step of it.
 
 Every rank runs this. Before each step and each micro-batch the ranks agree over the host whether any of them was
-signalled (train.control.rank_messages), so they suspend, cancel or snapshot together without any other coordination. A
-step is a pure function of the seed and its number: one that was left is done again, and only time is lost.
+signalled (train.control.rank_messages), so they suspend together without any other coordination. A step is a pure
+function of the seed and its number: one that was left is done again, and only time is lost.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Run:
             self.validations.read(self.spec.run_dir, self.step)
         if self.step == 0:
             self._validate()
-            self._tell_how_often_it_validates()
+            self._warn_of_fewer_validations()
         elif self.rollouts is not None and self._validates():  # its answers may be there by now
             self._validate()
         self._publish()  # an earlier world may have been about to finish or to publish
@@ -145,11 +145,11 @@ class Run:
         scaled = ((row, scale * row.weight) for _, row in rows)
         shared = self._divergence("step", scaled, lambda _: self._left_of_step_s(), spec.step_patience_s)
         if shared is None:
-            return self._left_step()
+            return self._abort_step()
         for number, row in rows:
             self.progress.enter("step", step)
             if self._leaves(self._left_of_step_s(), spec.step_patience_s):
-                return self._left_step()
+                return self._abort_step()
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
             with self.profiling.reading_input():
@@ -241,7 +241,7 @@ class Run:
         # A step a little longer than the last is about to end.
         return max(0.0, self._took_s - spent_s) if spent_s < 1.25 * self._took_s else np.inf
 
-    def _left_step(self) -> bool:
+    def _abort_step(self) -> bool:
         self.profiling.drop()
         text = (
             f"step {self.step + 1} was left after {time.monotonic() - self._began_s:.1f} s because its devices are "
@@ -300,14 +300,11 @@ class Run:
         """Collective. It is left where the devices are wanted before its end: its curve lacks this point."""
         if self.valid is None:
             return
-        if self.rollouts is not None:
-            found = self.rollouts.validate(self.step)
-        else:
-            found = self._validation(self.valid)
-        if found is None:
-            return
-        self.validations.add(self.step, found)
-        self.metrics.tell_validation(self.step, self.plan.total_steps, found)
+        rollouts = self.rollouts
+        scores = rollouts.validate(self.step) if rollouts is not None else self._validation(self.valid)
+        if scores is not None:
+            self.validations.add(self.step, scores)
+            self.metrics.report_validation(self.step, self.plan.total_steps, scores)
 
     def _validation(self, valid: TokenSet) -> dict[str, float] | None:
         packs = np.arange(len(valid.packs))
@@ -341,7 +338,7 @@ class Run:
             self.engine.train()
         return self.metrics.end_validation(sums)
 
-    def _tell_how_often_it_validates(self) -> None:
+    def _warn_of_fewer_validations(self) -> None:
         wanted, most = self.spec.eval_interval, self.spec.most_validations
         apart = self.plan.apart(wanted, most)
         if apart > wanted:

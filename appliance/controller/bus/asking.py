@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import msgspec
 import orjson
 
 from appliance.controller.interfaces.errors import error_object
@@ -202,8 +203,8 @@ class Asking:
             why = f"The gateway is away: {type(error).__name__} {error}".strip()
             return EngineAnswer(503, error_object(why, "server_error", None, "gateway_away")), AWAY_RETRY_S
         try:
-            body = await asyncio.to_thread(orjson.loads, response.content)  # 2,048 vectors are 170 MB
-        except orjson.JSONDecodeError:
+            body = await asyncio.to_thread(_parsed, url, response.content)
+        except (orjson.JSONDecodeError, msgspec.DecodeError):
             message = "The engine's answer is not JSON."
             return EngineAnswer(502, error_object(message, "server_error", None, ENGINE_FAILED)), None
         answer = EngineAnswer(response.status_code, body)
@@ -221,6 +222,14 @@ class Asking:
             await asyncio.sleep(min(retry_s * self._limited[key_id] * random.uniform(0.5, 1.5), longest_s))  # noqa: S311
         finally:
             self._limited[key_id] -= 1
+
+
+def _parsed(url: str, content: bytes) -> Any:
+    """The JSON of an answer, with vectors as they came: 2,048 are 170 MB, and all threads wait while those are read."""
+    if url != "/v1/embeddings":
+        return orjson.loads(content)
+    fields = {name: bytes(raw) for name, raw in msgspec.json.decode(content, type=dict[str, msgspec.Raw]).items()}
+    return {name: orjson.Fragment(raw) if name == "data" else orjson.loads(raw) for name, raw in fields.items()}
 
 
 def _places(row: Mapping[str, Any]) -> int:

@@ -67,7 +67,7 @@ class DeviceWatch:
         }
 
     def died(self, device_ids: tuple[str, ...], holder: str, reason: str) -> None:
-        """A rank or engine of this job or model died on these devices without being stopped."""
+        """Count a rank or engine of this job or model that died on these devices without being stopped."""
         now_s = self._clock()
         self._deaths.extend(Death(device_id, holder, now_s, reason) for device_id in device_ids)
         try:
@@ -79,29 +79,29 @@ class DeviceWatch:
         """A node with these devices joined or left."""
         if what == "joined":
             if cordons.joined(self._db, node, [asdict(device) for device in devices]):
-                self._tell("node.joined", node)
-            self.found(devices)
+                self._record("node.joined", node)
+            self.check(devices)
             return
         for device_id in [name for name in self._readings if name.startswith(f"{node}/")]:
             del self._readings[device_id]
         if what == "left":
             cordons.left(self._db, node)
-            self._tell("node.left", node)
+            self._record("node.left", node)
         else:
             self._lost(node, "its node does not answer any more")
 
     def began(self, present: Collection[str]) -> None:
-        """These nodes were present when the controller started: mark other expected nodes as lost."""
+        """Mark expected nodes as lost that were not among these when the controller started."""
         for node in cordons.missed(self._db, present):
             self._lost(node, "its node was not there when the box's controller began")
 
     def _lost(self, node: str, reason: str) -> None:
         cordons.lost(self._db, node, reason, self._clock())
-        self._tell("node.lost", node, reason)
+        self._record("node.lost", node, reason)
 
-    def found(self, devices: Collection[Device]) -> None:
-        """These devices are there, as their nodes found them: cordons follow them by UUID, and those that cannot be
-        used are cordoned before anything is placed on them."""
+    def check(self, devices: Collection[Device]) -> None:
+        """Have the cordons follow these devices, which are present, by UUID, and cordon those that cannot be used
+        before anything is placed on them."""
         for node in {device.node for device in devices}:
             if present := {d.id: d.uuid for d in devices if d.node == node and (d.uuid or d.unfit)}:
                 cordons.follow(self._db, node, present)
@@ -122,16 +122,16 @@ class DeviceWatch:
                 self._forget(device_id)
             readings = {device_id: tuple(kept) for device_id, kept in self._readings.items()}
             rows, lifted = dict(before), list[str]()
-            found = failing(readings, self._deaths, now_s, self._config)
-            for device_id, fault in found.items():
+            faults = failing(readings, self._deaths, now_s, self._config)
+            for device_id, fault in faults.items():
                 if device_id not in rows:
                     retry_s = now_s + self._config.device_retry_s if fault.may_pass else None
                     rows[device_id] = cordons.Cordon(drain=None, fault=fault.reason, retry_s=retry_s)
-                    self._tell("device.cordon", device_id, fault.reason)
+                    self._record("device.cordon", device_id, fault.reason)
             for device_id, row in before.items():
                 due = row["retry_s"] is not None and now_s >= row["retry_s"] and not row["drain"]
-                if due and device_id not in found and "/" in device_id:  # an absent one is kept by its UUID
-                    self._tell("device.try_again", device_id, f"it was cordoned: {row['fault']}")
+                if due and device_id not in faults and "/" in device_id:  # an absent one is kept by its UUID
+                    self._record("device.try_again", device_id, f"it was cordoned: {row['fault']}")
                     del rows[device_id]
                     lifted.append(device_id)
             if rows != before:
@@ -147,7 +147,7 @@ class DeviceWatch:
         self._readings.pop(device_id, None)
         self._deaths = deque((d for d in self._deaths if d.device_id != device_id), maxlen=self._deaths.maxlen)
 
-    def _tell(self, action: str, target: str, reason: str = "") -> None:
+    def _record(self, action: str, target: str, reason: str = "") -> None:
         level = logging.INFO if action in ("node.joined", "node.left", "device.try_again") else logging.ERROR
         log.log(level, "%s %s", action, reason, extra={"device": target})
         detail = {"reason": reason} if reason else {}

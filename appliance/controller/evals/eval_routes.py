@@ -26,7 +26,7 @@ from appliance.controller.evals.shapes import (
     fields_of,
 )
 from appliance.controller.files.storage import FILES
-from appliance.controller.grading.given import check_code, check_completion, check_form, check_schema, grader_of
+from appliance.controller.grading.checks import check_code, check_completion, check_form, check_schema, grader_of
 from appliance.controller.http.paging import list_object, part
 from appliance.controller.http.resource import Resource
 from appliance.controller.http.routers import make_router

@@ -26,9 +26,9 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed, finished
 from appliance.controller.evals import shapes
 from appliance.controller.evals.shapes import Entry, FileContent, FileId, Jsonl, Sampled, sample_object, sample_of
-from appliance.controller.grading.given import MAX_DEPTH
+from appliance.controller.grading.checks import MAX_DEPTH
 from appliance.controller.grading.grading import Grading, Judged
-from appliance.controller.http.strict_body import meant
+from appliance.controller.http.strict_body import first_error
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.ids import new_id
@@ -38,7 +38,7 @@ from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, TaskRow, colu
 from train.graders.errors import GradingFailed, InvalidGrader
 from train.graders.graders import Grader, parse, sources
 from train.graders.grading import Graded, ModelAnswer
-from train.graders.hosts import MOST_TIMEOUTS, ForkBroke, WorkerBroke
+from train.graders.hosts import MOST_BROKEN, ForkBroke, WorkerBroke
 from train.graders.templates import Sample
 from train.shapes.foreign_files import MARK
 from weights.format.foreign_json import is_deeper
@@ -132,11 +132,14 @@ class EvalRunner:
             async with asyncio.timeout(row.created_s + WINDOW_S - time.time()):
                 if row.status == "queued":
                     await self._check_data(row, of, source)
-                async with aclosing(finished(self._left(row, source, graders), AT_ONCE)) as groups:
+                # Code may take minutes for a sample: jobs grade in between, and no call gives up the rest of it.
+                together = MOST_BROKEN if any(map(sources, graders)) else AT_ONCE
+                async with aclosing(finished(self._unjudged(row, source, graders), AT_ONCE)) as groups:
                     async for answered in groups:
-                        judged = await self._graded(row, graders, answered)
-                        row = _counted(row, judged)
-                        await to_thread.run_sync(self._store, row, judged)
+                        for first in range(0, len(answered), together):
+                            judged = await self._graded(row, graders, answered[first : first + together])
+                            row = _counted(row, judged)
+                            await to_thread.run_sync(self._store, row, judged)
         except InvalidGrader as error:  # the box may have become stricter since the eval was made
             raise TaskFailed("invalid_grader", f"A criterion of the eval is refused: {error}.") from None
         except TimeoutError:
@@ -203,18 +206,18 @@ class EvalRunner:
 
     # --- judging
 
-    def _left(
+    def _unjudged(
         self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader]
     ) -> Iterator[Coroutine[Any, Any, Answered]]:
-        """Asks models about each item that has no row. Raises TaskFailed."""
+        """Make the sample of each item that has no row, with the answers of judges. Raises TaskFailed."""
         have = evals.passed(self._db, row.id)
         for place, (entry, _) in enumerate(self._entries(row, source.source)):
             if place % AT_ONCE == 0:
                 self._check_bytes(row)
             if place not in have:
-                yield self._answered(row, source, graders, place, entry)
+                yield self._sampled(row, source, graders, place, entry)
 
-    async def _answered(
+    async def _sampled(
         self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader], place: int, entry: Entry
     ) -> Answered:
         item = entry.item
@@ -238,17 +241,14 @@ class EvalRunner:
 
     async def _graded(self, row: EvalRunRow, graders: list[Grader], items: list[Answered]) -> list[Judgement]:
         results = [list[dict[str, Any]]() for _ in items]
-        with_sample = [(of, one) for of, one in zip(results, items, strict=True) if not one.error]
-        for number, grader in enumerate(graders):
-            # Code may take minutes for a sample: jobs grade in between, and no call gives up the rest of it.
-            each = MOST_TIMEOUTS if sources(grader) else AT_ONCE
-            for together in (with_sample[first : first + each] for first in range(0, len(with_sample), each)):
-                samples = [(one.sample, one.item) for _, one in together]
-                judged = [one.judged[number] for _, one in together]
-                graded = await self._grading.grade(row.key_id, grader, samples, judged)
-                for (of, _), result, answers in zip(together, graded, judged, strict=True):
-                    of.append(_result(grader, result, list(answers.values())))
-        return [_judgement(row, one, of) for one, of in zip(items, results, strict=True)]
+        sampled = [place for place, item in enumerate(items) if not item.error]
+        for number, grader in enumerate(graders if sampled else ()):
+            samples = [(items[place].sample, items[place].item) for place in sampled]
+            judged = [items[place].judged[number] for place in sampled]
+            graded = await self._grading.grade(row.key_id, grader, samples, judged)
+            for place, reward, answers in zip(sampled, graded, judged, strict=True):
+                results[place].append(_result(grader, reward, list(answers.values())))
+        return [_judgement(row, *judged_item) for judged_item in zip(items, results, strict=True)]
 
     def _store(self, row: EvalRunRow, judged: list[Judgement]) -> None:
         """Store judged items together with the run's counters, unless it was cancelled meanwhile."""
@@ -324,7 +324,7 @@ def _entry(number: int, line: bytes) -> Entry:
     except orjson.JSONDecodeError as error:
         raise TaskFailed("invalid_data", f"Line {number} is not JSON: {error}.") from None
     except ValidationError as error:
-        first = meant(error.errors(include_url=False, include_input=False))
+        first = first_error(error.errors(include_url=False, include_input=False))
         where = ".".join(map(str, first["loc"])) or "the line"
         why = f'is not {{"item": {{...}}, "sample": {{...}}}}: {where}: {first["msg"]}'
         raise TaskFailed("invalid_data", f"Line {number} {why}.") from None

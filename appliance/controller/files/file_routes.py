@@ -85,7 +85,7 @@ async def _received(context: ControllerContext, request: Request, caller: Princi
         context.quotas.check(caller, announced)  # before all of it has arrived
     with storage.growing(context.files_dir, file_id) as (incoming,):
         upload = await form.receive(request, incoming, context.config.upload_bytes)
-        said = _said(upload.fields)
+        fields = _form_of(upload.fields)
         row = await storage.described(
             context,
             file_id,
@@ -93,8 +93,8 @@ async def _received(context: ControllerContext, request: Request, caller: Princi
             filename=upload.filename,
             sha256=upload.sha256,
             caller=caller,
-            purpose=said.purpose,
-            keep_s=said.expires_after.seconds if said.expires_after else None,
+            purpose=fields.purpose,
+            keep_s=fields.expires_after.seconds if fields.expires_after else None,
         )
 
         def make() -> FileRow:
@@ -106,7 +106,7 @@ async def _received(context: ControllerContext, request: Request, caller: Princi
         return attempt.once(make)
 
 
-def _said(fields: dict[str, str]) -> _Form:
+def _form_of(fields: dict[str, str]) -> _Form:
     """Raises RequestValidationError."""
     names = {name: f"expires_after[{name}]" for name in storage.ExpiresAfter.model_fields}
     expiry = {name: fields[field] for name, field in names.items() if field in fields}

@@ -160,10 +160,12 @@ async def checked(
         tokenizer: the directory of a model whose tokens are counted.
         cut_at: the number of tokens within which the method must have something left of an example.
     """
-    check = check_apart if tokenizer is not None or path.stat().st_size >= APART_FROM_BYTES else check_here
     name = method.name if method else None
-    work = partial(check, path, chat_path=chat_path, method=name, tokenizer=tokenizer, cut_at=cut_at)
-    return await to_thread.run_sync(work, limiter=context.file_threads)
+    how = {"chat_path": chat_path, "method": name, "tokenizer": tokenizer, "cut_at": cut_at}
+    if tokenizer is None and path.stat().st_size < APART_FROM_BYTES:
+        return await to_thread.run_sync(partial(check_here, path, **how), limiter=context.file_threads)
+    async with context.file_threads:
+        return await check_apart(path, **how)
 
 
 async def described(

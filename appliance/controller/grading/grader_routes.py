@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.grading.given import MAX_DEPTH, check_code, grader_of
+from appliance.controller.grading.checks import MAX_DEPTH, check_code, grader_of
 from appliance.controller.grading.grading import Grading
 from appliance.controller.http.reading import while_present
 from appliance.controller.http.routers import make_router

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from appliance.controller.http.strict_body import is_branch, meant, place_in, said_of
+from appliance.controller.http.strict_body import first_error, is_branch, message_of, place_in
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, BadRequest, NotFound, shown
 from appliance.store.errors import UnknownCursor
 
@@ -57,13 +57,13 @@ def _shaped(request: Request, error: Exception) -> ApiError:
             message = f"Not allowed: {where}; this URL takes {headers.get('allow') or headers.get('Allow', '')}."
         return ApiError(error.status_code, message, code=code, headers=headers)
     if isinstance(error, RequestValidationError):
-        first = meant(error.errors())
+        first = first_error(error.errors())
         place = _place(first["loc"], error.body)
         if not place:
             message = "The body must be a JSON object, sent with content-type application/json."
             return BadRequest(message, code="invalid_body")
         param = ".".join(place)
-        message, code = said_of(param, first)
+        message, code = message_of(param, first)
         return BadRequest(message, param=param or None, code=code)
     if isinstance(error, UnknownCursor):
         return BadRequest(f"{error}.", param="after", code="invalid_cursor")

@@ -4,7 +4,7 @@ The `openai` client retries POSTs without an Idempotency-Key but marks them in `
 an Idempotency-Key decides if there is one; otherwise a retry finds the newest resource that the same key made from the
 same body within a time window, and a first attempt always makes a new one.
 
-Every POST that makes something goes through `once`.
+Every POST of /v1 that makes something goes through `once`.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class Attempt(Generic[Row]):
         self._key_id = caller.key_id or _BOX_ITSELF
 
     def earlier(self) -> Row | None:
-        """What an earlier attempt made. Ask before what the request names is looked at: it may be gone by now. Raises
-        Conflict if the idempotency key was used with another body."""
-        made, where = "SELECT * FROM idempotency WHERE key_id = ? AND route = ?", [self._key_id, self._route]
+        """The row that an earlier attempt made. Call it before the objects that the request names are looked up: they
+        may be gone by now. Raises Conflict if the idempotency key was used with another body."""
+        select, parameters = "SELECT * FROM idempotency WHERE key_id = ? AND route = ?", [self._key_id, self._route]
         row: IdempotencyRow | None = None
         if self._key is not None:
-            row = self._db.one(IdempotencyRow, f"{made} AND idempotency_key = ?", [*where, self._key])
+            row = self._db.one(IdempotencyRow, f"{select} AND idempotency_key = ?", [*parameters, self._key])
             if row is not None and row.body_sha256 != self._body_sha256:
                 raise Conflict(
                     f"The Idempotency-Key {shown(self._key, 60)} was used with another body; use a new key for a new "
@@ -72,12 +72,12 @@ class Attempt(Generic[Row]):
                     code="idempotency_key_reused",
                 )
         elif self._is_retry:
-            newest = f"{made} AND body_sha256 = ? AND created_s >= ? ORDER BY seq DESC LIMIT 1"
-            row = self._db.one(IdempotencyRow, newest, [*where, self._body_sha256, self._since_s])
+            newest = f"{select} AND body_sha256 = ? AND created_s >= ? ORDER BY seq DESC LIMIT 1"
+            row = self._db.one(IdempotencyRow, newest, [*parameters, self._body_sha256, self._since_s])
         return None if row is None else self._known(row.resource_id)
 
     def once(self, make: Callable[[], Row]) -> Row:
-        """What the request makes, or an earlier attempt has made. make: checks bounds and inserts the row.
+        """The row that the request makes, or that an earlier attempt made. make: checks bounds and inserts the row.
 
         One transaction without an await: of two copies of a request one makes it and the other finds it. Raises
         Conflict for a key that was used with another body, and KeyRevoked for an API key that has ended since.
@@ -90,8 +90,8 @@ class Attempt(Generic[Row]):
             row = make()
             # In the same transaction: a crash between the two would duplicate the resource. A second use of an
             # idempotency key replaces the first, whose resource is gone by then.
-            made = "key_id = ? AND route = ? AND idempotency_key = ?"
-            self._db.execute(f"DELETE FROM idempotency WHERE {made}", [self._key_id, self._route, self._key])
+            same = "key_id = ? AND route = ? AND idempotency_key = ?"
+            self._db.execute(f"DELETE FROM idempotency WHERE {same}", [self._key_id, self._route, self._key])
             now_s = time.time()
             IDEMPOTENCY.insert(
                 self._db, IdempotencyRow(self._key_id, self._route, self._key, self._body_sha256, row.id, now_s)

@@ -22,23 +22,23 @@ T = TypeVar("T")
 
 
 async def answer(work: Callable[[], Any]) -> Response:
-    """What `work` finds, as JSON."""
+    """The result of `work`, done on a thread, as JSON."""
     return await asyncio.to_thread(lambda: as_json(work()))
 
 
 def on_a_thread(endpoint: Callable[..., Any]) -> Callable[..., Response]:
-    """An endpoint for FastAPI's threads."""
+    """Make an endpoint that FastAPI runs on a thread."""
 
     @wraps(endpoint)
-    def answered(**values: Any) -> Response:
+    def on_thread(**values: Any) -> Response:
         return as_json(endpoint(**values))
 
-    return answered
+    return on_thread
 
 
-def as_json(found: Any) -> Response:
-    """By orjson: FastAPI's own encoder takes ten times as long."""
-    return found if isinstance(found, Response) else Response(orjson.dumps(found), media_type="application/json")
+def as_json(result: Any) -> Response:
+    """Encode by orjson: FastAPI's own encoder takes ten times as long."""
+    return result if isinstance(result, Response) else Response(orjson.dumps(result), media_type="application/json")
 
 
 async def _readings(request: Request) -> Mapping[str, Reading]:
@@ -56,7 +56,7 @@ Readings = Annotated[Mapping[str, Reading], Depends(_readings)]
 
 
 async def while_present(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What the work returns or raises. Starlette lets a handler run on once its client has left, or was cut off: call
+    """The result of the work. Starlette lets a handler run on once its client has left, or was cut off: call
     this where it computes for minutes, and when the request's body is read. Raises ClientDisconnect."""
     doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
     try:

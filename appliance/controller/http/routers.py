@@ -50,30 +50,27 @@ def make_router(
     )
 
 
-def needs(*scopes: str) -> Callable[[Endpoint], Endpoint]:
-    """The scopes of one route, in place of its router's."""
-
+def _declares(**attributes: Any) -> Callable[[Endpoint], Endpoint]:
     def declare(endpoint: Endpoint) -> Endpoint:
-        endpoint.scopes = scopes  # type: ignore[attr-defined]
+        vars(endpoint).update(attributes)
         return endpoint
 
     return declare
+
+
+def needs(*scopes: str) -> Callable[[Endpoint], Endpoint]:
+    """The scopes of one route, in place of its router's."""
+    return _declares(scopes=scopes)
 
 
 def unaudited(endpoint: Endpoint) -> Endpoint:
     """A route that leaves no audit row. Say why."""
-    endpoint.unaudited = True  # type: ignore[attr-defined]
-    return endpoint
+    return _declares(unaudited=True)(endpoint)
 
 
 def takes(max_bytes: Callable[[ControllerConfig], int]) -> Callable[[Endpoint], Endpoint]:
     """The most that a body of this route may have, in place of MAX_BYTES."""
-
-    def declare(endpoint: Endpoint) -> Endpoint:
-        endpoint.max_bytes = max_bytes  # type: ignore[attr-defined]
-        return endpoint
-
-    return declare
+    return _declares(max_bytes=max_bytes)
 
 
 class StrictRequest(Request):

@@ -44,7 +44,7 @@ def is_branch(part: str | int) -> bool:
 _BRANCHES = {"bool", "int", "float", "str", "none"}
 
 
-def meant(found: Sequence[Any]) -> dict[str, Any]:
+def first_error(found: Sequence[Any]) -> dict[str, Any]:
     """The first error. Where it is one branch of a union, that of its branches into which the value got furthest: of a
     wrong object in place of true or false, what is wrong in the object. Where a field is missing, one beside it that
     is unknown: a name that is spelt wrong is both, and looks right to whoever is told of the missing one alone."""
@@ -58,7 +58,7 @@ def meant(found: Sequence[Any]) -> dict[str, Any]:
     return max((one for one in found if one["loc"][: len(union)] == union), key=lambda one: len(one["loc"]))
 
 
-def said_of(param: str, first: dict[str, Any]) -> tuple[str, str]:
+def message_of(param: str, first: dict[str, Any]) -> tuple[str, str]:
     """Message and code of this mistake: the gateway has the same codes."""
     kind = first["type"]
     if kind == "extra_forbidden":

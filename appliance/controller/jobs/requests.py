@@ -27,7 +27,7 @@ _JUDGES = {
 
 
 class MethodChoice(StrictBody):
-    """The name of a method of `train.methods.methods`, and the blocks of methods by their names (`asked`)."""
+    """The name of a method of `train.methods.methods`, and the blocks of methods by their names (`training_of`)."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -88,21 +88,21 @@ class JobCreate(StrictBody):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a request says of the training. where: the path of the hyperparameters, for errors. beside: the fields of
-    the method's block that are no hyperparameters (`Method.takes`)."""
+class Training:
+    """The training that a request describes. where: the path of the hyperparameters, for errors. block: the fields of
+    the method's block apart from its hyperparameters (`Method.takes`)."""
 
     method: Method
     hyperparameters: dict[str, Any]
     where: str
-    beside: dict[str, Any]
+    block: dict[str, Any]
 
     def path(self, name: str) -> str:
-        """Where the request has a field of `beside`."""
+        """Where the request has a field of `block`."""
         return f"method.{self.method.name}.{name}"
 
 
-def asked(request: JobCreate) -> Asked:
+def training_of(request: JobCreate) -> Training:
     """The deprecated top-level hyperparameters and those of the method may both be present; where they disagree, the
     intent is unknown. Raises BadRequest."""
     method = METHODS.get(request.method.type) if request.method else DEFAULT
@@ -125,22 +125,22 @@ def asked(request: JobCreate) -> Asked:
                 f"hyperparameters.{name} is {shown(old[name])} and {where}.{name} is {shown(new[name])}; give it once.",
                 f"hyperparameters.{name}",
             )
-    found = Asked(method, old | new, where if request.method else "hyperparameters", block)
+    training = Training(method, old | new, where if request.method else "hyperparameters", block)
     # The scheduler reads the job's row in each of its rounds.
-    if (size := len(orjson.dumps(found.hyperparameters, default=str))) > MOST_BYTES:
+    if (size := len(orjson.dumps(training.hyperparameters, default=str))) > MOST_BYTES:
         raise BadRequest(
             f"The hyperparameters are {size} bytes long, at most {MOST_BYTES} are allowed.",
-            param=found.where,
+            param=training.where,
             code="invalid_hyperparameters",
         )
     if method.judged_by and method.judged_by not in block:
-        param = found.path(method.judged_by)
+        param = training.path(method.judged_by)
         raise BadRequest(
             f"Missing required parameter: '{param}', {_JUDGES[method.judged_by]}.",
             param=param,
             code="missing_required_parameter",
         )
-    return found
+    return training
 
 
 def _block(given: MethodChoice | None, method: Method) -> dict[str, Any]:

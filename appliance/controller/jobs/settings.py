@@ -271,7 +271,7 @@ def warnings(
     resolved: dict[str, Any],
 ) -> list[str]:
     """Of a learning rate far above the automatic one (`auto` refuses still higher ones), and of examples of a counted
-    dataset that max_length cuts; prompts are never cut."""
+    dataset that max_length cuts; prompts and documents are never cut."""
     found, rate = list[str](), resolved["learning_rate"]
     others = {name: value for name, value in given.items() if name not in auto.RATES}
     usual = choose(context, base, method, others, dataset, Wish()).resolved["learning_rate"]
@@ -281,7 +281,7 @@ def warnings(
             "it knows. Lower it if the loss jumps or the answers get worse."
         )
     longest, most = dataset.longest_example_tokens, resolved["max_length"]
-    if longest > most and not method.rolls_out:
+    if longest > most and not method.rolls_out and not dataset.documents:
         found.append(
             f"The longest example has {longest:,} tokens and max_length is {most:,}: what is beyond is cut off, and an "
             "example with nothing left to learn is left out, or refused by the method."

@@ -32,7 +32,6 @@ from train.plan.errors import InvalidHyperparameter
 
 VALIDATIONS = "validations"
 _COPIES = {"training_file": "train.jsonl", "validation_file": "valid.jsonl"}
-
 MOST_ROWS = 1_000_000
 """Rows of a file that are compared, the first ones: their hashes take some 100 MB."""
 SHARED_SHARE = 0.1
@@ -57,7 +56,8 @@ def lines_of(events: Iterable[JobEventRow]) -> tuple[list[tuple[int, str]], int]
 def remove_copies(context: ControllerContext, job_id: str) -> None:
     """Delete the data of a job that has ended: nothing reads it any more."""
     for name in _COPIES.values():
-        (context.jobs_dir / job_id / name).unlink(missing_ok=True)
+        for half in ("", ".partial"):  # of a check that was killed
+            (context.jobs_dir / job_id / f"{name}{half}").unlink(missing_ok=True)
 
 
 class JobValidation:

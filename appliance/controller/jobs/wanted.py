@@ -36,7 +36,7 @@ MODEL_WITHDRAWN = (
     "Its API key may not use the model that it trains any more: the sharing has ended, or the key's list of models was "
     "cut. Once it may again, its owner or an operator can resume it (`appliance job resume`)."
 )
-_SAID = {
+_MESSAGES = {
     "cancel": "Fine-tuning job cancelled by request.",
     "pause": "Fine-tuning job paused by request; its status stays 'queued' until it is resumed.",
     "run": "Fine-tuning job resumed by request.",
@@ -57,7 +57,7 @@ def ask(context: ControllerContext, job_id: str, wanted: JobWanted, caller: Prin
             if wanted == "cancel" and not row.finished and row.phase != "running":
                 jobs.set_phase(db, job_id, "cancelled", reason="cancelled by request")
             if after.wanted != row.wanted:
-                add_message(db, job_id, _SAID[wanted])
+                add_message(db, job_id, _MESSAGES[wanted])
             after = jobs.get(db, job_id)
     except IllegalTransition as error:
         raise Conflict(

@@ -20,7 +20,7 @@ from appliance.controller.http.paging import MOST, list_object, listed, metadata
 from appliance.controller.http.routers import make_router, needs
 from appliance.controller.interfaces.errors import InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
-from appliance.controller.jobs.requests import JobCreate, asked
+from appliance.controller.jobs.requests import JobCreate, training_of
 from appliance.controller.jobs.validation import VALIDATIONS, lines_of
 from appliance.controller.jobs.wanted import JOBS, ask
 from appliance.controller.openai.new_job import check_judges, insert_job
@@ -80,7 +80,7 @@ def routes(context: ControllerContext) -> APIRouter:
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
         attempt = JOBS.attempt(request, caller, body.model_dump(mode="json"))
         if (row := attempt.earlier()) is None:
-            training = asked(body)
+            training = training_of(body)
             await check_judges(context.graders, training, caller)
 
             def make() -> JobRow:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from appliance.controller.http import views
 from appliance.controller.http.reading import Status
 from appliance.controller.http.routers import make_router, needs
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidden, InvalidValue, shown
+from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, Forbidden, InvalidValue, shown
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
 from appliance.controller.interfaces.records import ModelStates
 from appliance.controller.jobs.wanted import pause_jobs_without_model
@@ -29,8 +30,11 @@ from appliance.store.objects import models
 from appliance.store.records import keys
 from appliance.store.rows import ModelRow, columns
 from appliance.tiers.tiers import name_of
+from weights.format.errors import WeightsError
 from weights.memory.lease import take_lease
 from weights.tiers.archive import Archive
+
+log = logging.getLogger("appliance.controller")
 
 
 def routes(context: ControllerContext) -> APIRouter:
@@ -58,12 +62,17 @@ def routes(context: ControllerContext) -> APIRouter:
             found = usable_model(db, caller, f"{adapter['base']}@{adapter['base_version']}")
         if found.model.kind != "base":
             _refuse_unless_own(found.model, caller, "download")
-        asked = request.headers.get("range"), request.headers.get("if-range")
-        folder = found.version.disk_path
-        if folder is not None and Path(folder).is_dir():
-            return archive.answer(Archive.of(Path(folder)), name, *asked)
-        lease = take_lease(context.tiers.bring_in(name_of(found.version)))
-        return archive.answer(Archive.of(lease.path, lease), name, *asked)
+        try:
+            folder, lease = Path(found.version.disk_path or ""), None
+            if not found.version.disk_path or not folder.is_dir():
+                lease = take_lease(context.tiers.bring_in(name_of(found.version)))
+                folder = lease.path
+            wanted = request.headers.get("range"), request.headers.get("if-range")
+            return archive.answer(Archive.of(folder, lease), name, *wanted)
+        except (LookupError, WeightsError, OSError) as error:  # its text may name paths of the box
+            log.warning("%s cannot be downloaded: %s", name, error)
+            text = f"The files of {shown(name)} cannot be read now; ask again later."
+            raise Conflict(text, param="model", code="model_not_ready") from error
 
     @router.get("/{name:path}")
     @needs(INFERENCE, FINE_TUNING, READ)

@@ -10,7 +10,7 @@ from appliance.controller.access import naming
 from appliance.controller.access.model_access import usable_model
 from appliance.controller.access.naming import Resolved, resolve, root_base
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.grading.given import check_code, check_form, form_of, grader_of, teacher_of
+from appliance.controller.grading.checks import check_code, check_form, form_of, grader_of, teacher_of
 from appliance.controller.interfaces.errors import (
     ApiError,
     BadRequest,
@@ -23,7 +23,7 @@ from appliance.controller.interfaces.errors import (
 from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.controller.jobs import requests, settings
 from appliance.controller.jobs.events import add_message
-from appliance.controller.jobs.requests import Asked, Gate, JobCreate
+from appliance.controller.jobs.requests import Gate, JobCreate, Training
 from appliance.controller.jobs.wanted import max_priority
 from appliance.store.ids import new_id
 from appliance.store.objects import evals, files, job_records, jobs, models
@@ -45,20 +45,20 @@ _WANDB = {
 }
 
 
-async def check_judges(hosts: GraderHosts, asked: Asked, caller: Principal) -> None:
+async def check_judges(hosts: GraderHosts, training: Training, caller: Principal) -> None:
     """Reads the code of python graders, and a schema; `insert_job` checks all else. Raises ApiError."""
     try:
-        grader = parse(asked.beside.get("grader"))
+        grader = parse(training.block.get("grader"))
     except InvalidGrader:
         return
-    await check_code(hosts, grader, caller, asked.path("grader"))
-    await check_form(hosts, asked.beside.get("response_format"), caller, asked.path("response_format"))
+    await check_code(hosts, grader, caller, training.path("grader"))
+    await check_form(hosts, training.block.get("response_format"), caller, training.path("response_format"))
 
 
-def insert_job(context: ControllerContext, body: JobCreate, asked: Asked, caller: Principal) -> JobRow:
+def insert_job(context: ControllerContext, body: JobCreate, training: Training, caller: Principal) -> JobRow:
     """With what belongs to it, in a transaction of the caller's; its validation has still to be started. Raises
     ApiError."""
-    db, method = context.db, asked.method
+    db, method = context.db, training.method
     context.quotas.check(caller, begins=True, makes_model=True)
     _check_claims(context, body, caller)
     base = _base(context, body.model, caller)
@@ -66,14 +66,15 @@ def insert_job(context: ControllerContext, body: JobCreate, asked: Asked, caller
     if body.validation_file is not None:
         data["validation_file"] = _data_file(context, body.validation_file, "validation_file", caller)
     wish, nodes = settings.Wish(body.min_devices, body.max_devices), settings.nodes_of(context)
+    wish.check(None, nodes)  # before the batch size that follows from it
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
         seen = _seen(data["training_file"])
-        resolved = settings.choose(context, base, method, asked.hyperparameters, seen, wish).resolved
+        resolved = settings.choose(context, base, method, training.hyperparameters, seen, wish).resolved
         if body.validation_file is None:
             settings.refuse_without_validation(resolved)
     except InvalidHyperparameter as error:
-        raise requests.refused(error, asked.where) from error
+        raise requests.refused(error, training.where) from error
     wish.check(resolved, nodes)
     row = JobRow(
         id=new_id("ftjob-"),
@@ -83,7 +84,7 @@ def insert_job(context: ControllerContext, body: JobCreate, asked: Asked, caller
         **columns(body, "priority min_devices max_devices deadline_s"),
         seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
         integrations=[item.model_dump(exclude_none=True) for item in body.integrations or []] or None,
-        hyperparameters=asked.hyperparameters,
+        hyperparameters=training.hyperparameters,
         preemptible=int(body.preemptible),
         held=int(body.held),
         owner=caller.owner,
@@ -94,7 +95,7 @@ def insert_job(context: ControllerContext, body: JobCreate, asked: Asked, caller
         created_s=time.time(),
         reason="the training file is being validated",
     )
-    judge = _judge(context, asked, base, resolved, caller) if method.judged_by else None
+    judge = _judge(context, training, base, resolved, caller) if method.judged_by else None
     for param, file in data.items():
         # By what its upload has found. The validation reports bad lines, each by its number.
         found = file.report or {}
@@ -219,18 +220,18 @@ def _gate(context: ControllerContext, given: Gate, caller: Principal) -> dict[st
 
 
 def _judge(
-    context: ControllerContext, asked: Asked, student: Resolved, resolved: dict[str, Any], caller: Principal
+    context: ControllerContext, training: Training, student: Resolved, resolved: dict[str, Any], caller: Principal
 ) -> dict[str, Any]:
     """Who judges the answers of a method that learns from the model's own. Raises ApiError."""
-    kind = asked.method.judged_by
-    given, param = asked.beside[kind], asked.path(kind)
+    kind = training.method.judged_by
+    given, param = training.block[kind], training.path(kind)
     if kind == "teacher":
         return {"teacher": teacher_of(context, given, student, resolved["max_length"], caller, param)}
     grader = grader_of(context, given, caller, param).as_given()
     if not caller.may(INFERENCE):  # its key asks the engine
         raise Forbidden(INFERENCE)
-    form_at = asked.path("response_format")
-    form = form_of(asked.beside.get("response_format"), form_at)
+    form_at = training.path("response_format")
+    form = form_of(training.block.get("response_format"), form_at)
     return {"grader": grader, **({"response_format": form} if form else {})}
 
 

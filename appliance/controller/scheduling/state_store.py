@@ -156,7 +156,7 @@ class SqliteStateStore:
         which = f"{len(devices)} device{'s' * (len(devices) > 1)} ({', '.join(devices)})"
         after = f" once the engines on {answering} of them have finished their requests" if answering else ""
         reason = f"The job gets {which}: its ranks start{after}."
-        self._tell(row, reason, reason)
+        self._add_event(row, reason, reason)
         jobs.update(self._db, job_id, reason=reason)
 
     def job_waiting(self, job_id: str, reason: str) -> None:
@@ -166,7 +166,7 @@ class SqliteStateStore:
             return
         reason = pause_reason(self._db, row) or reason
         if row.wanted == "run":
-            self._tell(row, reason, f"The job waits: {reason}")
+            self._add_event(row, reason, f"The job waits: {reason}")
         if row.snapshot is None:
             jobs.set_phase(self._db, job_id, "queued", reason=reason)
         elif row.phase == "running":
@@ -174,9 +174,9 @@ class SqliteStateStore:
         else:
             jobs.set_phase(self._db, job_id, "suspended", reason=reason)
 
-    def _tell(self, row: JobRow, reason: str, text: str) -> None:
-        """An event of a job that has not begun, once its reason is another one, whatever numbers in it change: clients
-        of OpenAI's see no reason elsewhere, and a suspended job has said why."""
+    def _add_event(self, row: JobRow, reason: str, text: str) -> None:
+        """Add an event to a job that has not begun, where its reason differs in more than numbers: OpenAI's clients see
+        the reason nowhere else, and a suspended job has an event of its own."""
         if row.phase == "queued" and _DIGITS.sub("", reason) != _DIGITS.sub("", row.reason or ""):
             add_message(self._db, row.id, text)
 

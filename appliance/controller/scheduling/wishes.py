@@ -47,13 +47,13 @@ class Wishes:
         """Return, for one round of the scheduler, the demand of each model: what gateways report, and this work where
         it is in nobody's way: asleep, one more request; awake, the model counts as just used, which keeps it from
         idling to sleep but claims nothing. free_devices: how many nobody holds."""
-        routing, lines = self._routing, dict[str, str]()
+        routing, queued = self._routing, dict[str, str]()
         for name in self._asking.models:
-            lines.setdefault(routing.host(name), name)
+            queued.setdefault(routing.host(name), name)
         running = [policy_name(row.id) for row in jobs.list_in_phase(self._db, "running")]
         policies = [name for name in routing.policies if name in running or name in self._asking.models]
         sampled = {routing.host(name) for name in [*policies, *job_records.teachers_of_running(self._db)]}
-        asked = {name for name, row in self._bus.load().models.items() if row.inflight or row.held}
+        requested = {name for name, row in self._bus.load().models.items() if row.inflight or row.held}
 
         @cache
         def in_force() -> tuple[Policy, bool]:
@@ -61,11 +61,11 @@ class Wishes:
             return policy, jobs.any_wants_devices(self._db)
 
         def demand(host: str) -> Demand:
-            reported, name = routing.demand(host), lines.get(host)
+            reported, name = routing.demand(host), queued.get(host)
             if (name is None and host not in sampled) or reported.requests:
                 return reported
             policy, jobs_want = in_force()
-            now = {"others_have_requests": bool(asked - {host, name or host}), "free_devices": free_devices}
+            now = {"others_have_requests": bool(requested - {host, name or host}), "free_devices": free_devices}
             row = self._bus.models.get(name or host, {})
             awake = any(replica["state"] == OPEN for replica in row.get("replicas", ()))
             for_samples = host in sampled and (awake or name is not None)

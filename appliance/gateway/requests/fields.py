@@ -201,11 +201,11 @@ _PROMPTS: Final = {int: _TOKENS, str: _array(str, 2048), list: _array(_TOKENS, 2
 
 def check_fields(route: str, data: dict[str, Any]) -> None:
     """Raises HttpError 400 naming the first field that is unknown, refused, of another type or out of bounds."""
-    if found := REFUSED.keys() & data.keys():
-        for name in found:
+    if refusable := REFUSED.keys() & data.keys():
+        for name in refusable:
             if data[name] is not False and data[name] != 0:
                 raise refused(name, REFUSED[name])
-        data = {name: value for name, value in data.items() if name not in found}
+        data = {name: value for name, value in data.items() if name not in refusable}
     try:
         convert(data, _STRUCTS[route])
     except ValidationError as error:

@@ -145,19 +145,23 @@ def _enforced(route: str, tool: Object) -> Object:
     if isinstance(tool.get("function"), dict):
         return {**tool, "function": {**tool["function"], "strict": True}}
     if tool.get("type") == "namespace":
-        return {**tool, "tools": [_enforced(route, inner) for inner in _objects(tool.get("tools"))]}
+        return {**tool, "tools": [_enforced(route, inner) for inner in tool["tools"]]}
     return tool if route == "responses" and tool.get("type") == "custom" else {**tool, "strict": True}
 
 
-def _runnable(route: str, tools: list[Object], ignored: dict[str, Any]) -> list[Object]:
-    """The tools that an engine gets. ignored: gets the others."""
+def _runnable(route: str, tools: list[Object], ignored: dict[str, Any], space: str = "") -> list[Object]:
+    """The tools that an engine gets. ignored: gets the others. space: the namespace that they are in."""
+    own = ("function",) if space else _OWN.get(route, (None, "function"))
     kept: list[Object] = []
     for tool in tools:
         kind = tool.get("type")
         has_grammar = _object(tool.get("format")).get("type", "text") != "text"
-        if kind not in _OWN.get(route, (None, "function")) or has_grammar:
-            ignored[_label(tool)] = _own_name(tool)
-        elif route == "responses" and kind != "function":
+        if kind not in own or has_grammar:
+            ignored[space + _label(tool)] = None if space else _own_name(tool)
+        elif kind == "namespace":
+            if functions := _runnable(route, _objects(tool.get("tools")), ignored, f"{tool.get('name')}."):
+                kept.append({**tool, "tools": functions})
+        elif route == "responses" and kind == "custom":
             kept.append(tool)
         elif route != "responses" and isinstance(tool.get("function"), dict):
             kept.append({**tool, "function": _with_parameters("parameters", tool["function"])})

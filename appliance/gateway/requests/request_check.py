@@ -107,7 +107,7 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
     fields = {name: value for name, value in given.items() if value is not None}
     check_fields(route.name, fields)
     data, ignored = normalize(route.name, fields)
-    if _FORMS & data.keys():
+    if _FORMS & data.keys() or route.engine_path.startswith(b"/v1/messages"):  # whose messages may define tools
         check_structure(data, limits.json_depth)
     prompts = [data.get(name) for name in ("messages", "input", "prompt")]
     prompt = next(filter(None, prompts), "")
@@ -126,7 +126,7 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
         transcript = of_response(given, stores=route.name == RESPONSES)
     elif route.name == CHAT and given.get("store"):
         transcript = of_completion(given)
-    stream = data.get("stream", False)
+    stream = route.task != "embed" and data.get("stream", False)  # no engine streams embeddings
     limit = next((data[n] for n in ("max_completion_tokens", "max_tokens", "max_output_tokens") if data.get(n)), 0)
     several = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
     text_length = max(map(len, prompt)) if several else body_bytes - media_chars
@@ -206,14 +206,14 @@ def with_fields(body: bytes, **fields: Any) -> bytes:
 
 def check_depth(root: Any, most: int, param: str | None = None) -> None:
     """Raises HttpError 400. Without recursion, because a client chooses the depth."""
-    stack, found = [(root, 1)], 0
+    stack, containers = [(root, 1)], 0
     while stack:
         node, depth = stack.pop()
-        found += 1
+        containers += 1
         if depth > most:
             text = f"The request body is nested deeper than {most} levels."
             raise errors.bad_request(text, param=param, code="invalid_json")
-        if found > _MOST_NESTED:
+        if containers > _MOST_NESTED:
             text = f"The request body holds more than {_MOST_NESTED} lists and objects. Send several smaller requests."
             raise errors.bad_request(text, param=param, code="too_many_values")
         values = node.values() if isinstance(node, dict) else node
@@ -232,11 +232,11 @@ def check_structure(data: dict[str, Any], json_depth: int) -> None:
                 code="unsupported_schema_keyword",
             )
     forms = [*schemas, *_enforced_tools(data)]
-    for what, measure, most in _MOST:
+    for unit, measure, most in _MOST:
         sizes = [measure(form) for _, form in forms]
         if sum(sizes) > most:
             raise errors.bad_request(
-                f"The request has {sum(sizes)} {what} that an engine compiles, at most {most} are allowed. "
+                f"The request has {sum(sizes)} {unit} that an engine compiles, at most {most} are allowed. "
                 "Ask for a simpler form.",
                 param=forms[sizes.index(max(sizes))][0].partition(".")[0],
                 code="structure_too_complex",
@@ -276,13 +276,19 @@ def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, 
 
 def _enforced_tools(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Schemas of strict tools, those of namespaces too; a tool whose call is demanded is strict (normalize.py)."""
-    for place, tool in enumerate(data.get("tools", ())):
-        inner = tool.get("tools") if tool.get("type") == "namespace" else ()
+    tools = [(f"tools[{place}]", tool) for place, tool in enumerate(data.get("tools", ()))]
+    for place, message in enumerate(data.get("messages", ())):  # Anthropic's blocks `tool_addition`
+        blocks = message.get("content")
+        added = [block.get("tool") for block in blocks if isinstance(block, dict)] if isinstance(blocks, list) else []
+        tools += [(f"messages[{place}]", tool.get("definition")) for tool in added if isinstance(tool, dict)]
+    for where, tool in tools:
+        tool = tool if isinstance(tool, dict) else {}
+        inner = tool["tools"] if tool.get("type") == "namespace" else ()
         # In `function` (chat), or in the tool itself (Responses, Anthropic): an engine may read either.
-        for holder in (tool, tool.get("function"), *(inner if isinstance(inner, list) else ())):
+        for holder in (tool, tool.get("function"), *inner):
             if isinstance(holder, dict) and holder.get("strict"):
                 for name in ("parameters", "input_schema"):
-                    yield f"tools[{place}].{name}", holder.get(name)
+                    yield f"{where}.{name}", holder.get(name)
 
 
 # -- images and sounds

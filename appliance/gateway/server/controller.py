@@ -107,11 +107,11 @@ class Controller:
         state = self._state
         session = state.engines.of(state.config.controller_socket, lasting=False)
         url = URL(f"{_HOST}{target.decode('ascii', 'replace')}", encoded=True)
-        more: Any = {"headers": headers, "data": data, "allow_redirects": False}
+        options: Any = {"headers": headers, "data": data, "allow_redirects": False}
         until_s, answered = time.monotonic() + wait_s, False
         while True:
             try:
-                async with session.request(method.decode(), url, **more) as response:
+                async with session.request(method.decode(), url, **options) as response:
                     answered = True
                     yield response
                     return

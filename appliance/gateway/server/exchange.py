@@ -339,7 +339,7 @@ class Connection(HttpToolsProtocol):
         self._task.add_done_callback(self.tasks.discard)
 
     def write_whole(self, data: bytes) -> None:
-        """Write a whole response past uvicorn, which has to be told only of its end."""
+        """Write a whole response past uvicorn, whose cycle then takes only an empty last piece of the body."""
         running = self.running
         if not running.disconnected:
             running.response_started, running.waiting_for_100_continue, running.chunked_encoding = True, False, False

@@ -238,7 +238,7 @@ class Inference:
             "x-vllm-priority": str(choice.priority),
         }
         # A whole long answer of a model in training comes at once, and whoever asks gives up by itself.
-        more: Any = {} if policy_of(self.model) is None else {"timeout": _PATIENT}
+        options: Any = {} if policy_of(self.model) is None else {"timeout": _PATIENT}
         exchange.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
             state.metrics.added.observe(exchange.sent_s - exchange.received_s)
@@ -247,7 +247,7 @@ class Inference:
                 headers["traceparent"] = trace.decode()
             session, url = state.engines.of(replica.socket), engine_url(replica.socket, self.path)
             try:
-                async with session.post(url, data=body, headers=headers, **more) as response:
+                async with session.post(url, data=body, headers=headers, **options) as response:
                     await self._relay(response, choice, model)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 raise AttemptFailed(EngineFailure.UNREACHED) from error
@@ -262,12 +262,12 @@ class Inference:
         """model: by whose row it was placed."""
         state, exchange, replica, status = self.state, self.exchange, choice.replica, response.status
         # The engine knows the version of its first token; the table may lag behind a swap.
-        named = response.headers.get("x-appliance-model-version")
+        engine_version = response.headers.get("x-appliance-model-version")
         pinned = model is not None and choice.model == f"{model.pins}@{replica.version}"
-        if pinned and named not in (None, replica.version):
+        if pinned and engine_version not in (None, replica.version):
             raise self._moved(f"`{choice.model}` is served no more.")
-        if named is not None and not self._may_be_adapter():
-            exchange.model_version = named
+        if engine_version is not None and not self._may_be_adapter():
+            exchange.model_version = engine_version
         if status >= 400:  # nothing of it is relayed
             body = await read_up_to(response.content, _ERROR_BYTES)
             error = errors.from_upstream(status, body, PROMPT_FIELDS.get(exchange.route.name, "input"))
@@ -349,6 +349,8 @@ class Inference:
         most = _TOKEN_IDS_BYTES if counts else most
         body = await read_up_to(response.content, most + 1)
         self._begun(choice)
+        if exchange.head_sent:
+            raise errors.engine_failed()  # comments have opened a stream, and the engine gave a plain answer
         kind = response.headers.get("content-type", "application/json").encode("latin-1")
         headers = [(VERSION, exchange.model_version.encode("latin-1"))]
         if len(body) <= most:

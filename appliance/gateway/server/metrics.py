@@ -61,21 +61,20 @@ class Metrics:
         text = "Streams: mean time from one token to the next."
         self.token = times("time_per_output_token_seconds", text, _SECONDS)
 
-    def finished(self, exchange: Exchange, now_s: float, asked: Checked | None) -> None:
-        """Count a finished response, whichever side ended it. asked: what engines were asked for it."""
+    def finished(self, exchange: Exchange, now_s: float, inferred: Checked | None) -> None:
+        """Count a finished response, whichever side ended it. inferred: the request, if it was for an engine."""
         self.requests(exchange.route.name, exchange.status).inc()
-        if asked is None:
+        if inferred is None:
             return
         key, tokens = self.series_of(exchange), exchange.tokens
         self.model_requests(*key, exchange.status).inc()
         self.request(*key).observe(now_s - exchange.received_s)
         self.tokens(*key, "input").inc(tokens.prompt)
         self.tokens(*key, "output").inc(tokens.completion)
-        if tokens.cached:
-            self.cached(*key).inc(tokens.cached)
+        self.cached(*key).inc(tokens.cached)
         load = self.loads[exchange.routed_model]
-        if tokens.prompt and asked.prompt_tokens:
-            load.computed(asked.prompt_tokens, max(tokens.prompt - tokens.cached, 0))
+        if tokens.prompt and inferred.prompt_tokens:
+            load.computed(inferred.prompt_tokens, max(tokens.prompt - tokens.cached, 0))
         # One event may carry several tokens: use their number if the engine reported it.
         written = tokens.completion or exchange.stream_events
         if exchange.stream_events and written > 1:

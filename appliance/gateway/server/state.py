@@ -45,11 +45,10 @@ _HEALTH_TIMEOUT: Final = aiohttp.ClientTimeout(total=2)
 
 
 class State:
-    """State of one process. report_due: whether a load report is, within its interval;
-    report_now sends one at once. generation: of the current
-    table, -1 before the first. buffered_bytes: of request bodies in memory. token: proves to the controller that a
-    request came through this gateway. sessions: logins of the page by their tokens' SHA-256. box_troubles: parts of the
-    box that fail, as the controller last reported."""
+    """State of one process. report_due: a load report is to go out within its interval; report_now: sends one at once.
+    generation: of the current table, -1 before the first. buffered_bytes: of request bodies in memory. token: proves to
+    the controller that a request came through this gateway. sessions: logins of the page by their tokens' SHA-256.
+    box_troubles: parts of the box that fail, as the controller last reported. access_lines: written by the sweep."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
@@ -65,7 +64,7 @@ class State:
         self.router = Router(max_inflight=config.limits.replica_inflight)
         self.holds = Holds(config.holds.requests)
         self.access_log: BinaryIO | None = None
-        self.access_lines: list[bytes] = []  # that wait for the next sweep
+        self.access_lines: list[bytes] = []
         if config.access_log and config.log_path is not None:
             self.access_log = open(config.log_path, "ab", buffering=0, opener=partial(os.open, mode=0o600))
         self.tracing: Tracing | None = None
@@ -176,18 +175,18 @@ class State:
         use.owner.body_bytes -= exchange.buffered_bytes
         if checked is not None:
             self.spending.closed(use, checked.tokens)
-        asked = checked if exchange.infers else None
-        if asked is not None and use.batch and status == 503:
-            self.spending.correct(use, -1, -asked.tokens)
-            asked = None  # it counts once, when it is answered
+        inferred = checked if exchange.infers else None
+        if inferred is not None and use.batch and status == 503:
+            self.spending.correct(use, -1, -inferred.tokens)
+            inferred = None  # it counts once, when it is answered
         if exchange.broke_off:
             self.metrics.events["broke_off"] += 1
-        self.metrics.finished(exchange, now_s, asked)  # before what no engine reported
-        if asked is not None:
+        self.metrics.finished(exchange, now_s, inferred)  # before what no engine reported
+        if inferred is not None:
             if not tokens.completion and exchange.sent_s and status in (200, 401, 499):
                 # No usage came: the client left, its key was revoked, or the engine died in mid-stream.
-                tokens.prompt, tokens.completion = tokens.prompt or asked.prompt_tokens, exchange.stream_events
-            self.spending.correct(use, 0, tokens.prompt + tokens.completion - asked.tokens)
+                tokens.prompt, tokens.completion = tokens.prompt or inferred.prompt_tokens, exchange.stream_events
+            self.spending.correct(use, 0, tokens.prompt + tokens.completion - inferred.tokens)
             counts = {"prompt_tokens": tokens.prompt, "completion_tokens": tokens.completion}
             counts |= {"requests": 1, "errors": int(status >= 500 or exchange.broke_off)}
             self.spending.count(exchange.caller.id, exchange.model, exchange.model_version, counts)

@@ -41,6 +41,7 @@ def joined(control: Control, node: str, count: int) -> list[dict[str, Any]]:
     ("fields", "param"),
     [
         ({"extra_body": {"min_devices": 20}}, "min_devices"),
+        ({"extra_body": {"min_devices": 5000}}, "min_devices"),
         ({"hyperparameters": {"batch_size": 10}, "extra_body": {"min_devices": 6, "max_devices": 10}}, "min_devices"),
     ],
 )

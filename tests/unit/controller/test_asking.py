@@ -184,3 +184,15 @@ async def test_request_of_which_two_engines_die_is_not_sent_again(db: Database, 
 
     gateway.answer = answer
     assert (await gateway.ask("hi")).status == 502 and len(gateway.said) == 2
+
+
+async def test_ask_for_embeddings_keeps_vectors_as_they_came(db: Database):
+    gateway, contents = Gateway(db), [b'{"data":[{"embedding":[1e-3]}],"usage":{"prompt_tokens":2}}', b'{"data":[}']
+
+    async def vectors(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=contents["ab".index(gateway.said[-1])])
+
+    gateway.answer = vectors
+    answer, bad = [await gateway.asking.ask("key_ann", "m", "/v1/embeddings", {"text": text}) for text in "ab"]
+    assert orjson.dumps(answer.body) == contents[0] and answer.body["usage"] == {"prompt_tokens": 2}
+    assert (bad.status, bad.code) == (502, asking.ENGINES_DIED), "after it was asked twice"

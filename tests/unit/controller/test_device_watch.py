@@ -159,17 +159,17 @@ def gpus(*uuids, unfit=()):
 
 
 def test_cordons_follow_a_gpu_whose_number_changes(db, watch):
-    watch.found(gpus("a", "b", "c", "d"))
+    watch.check(gpus("a", "b", "c", "d"))
     cordons.drain(db, "n0/3", "noisy", "ann", 1.0)
     cordons.drain(db, "n0/1", "hot", "ann", 1.0)
     for _ in range(2):
         watch.died(("n0/2",), "job a", "died")
-    watch.found(gpus("a", "c", "d"))  # b fell off the bus
+    watch.check(gpus("a", "c", "d"))  # b fell off the bus
     assert cordoned(db) == ["b", "n0/1", "n0/2"]
     seen = cordons.read(db)
     assert seen["n0/2"]["drain"]["reason"] == "noisy" and seen["b"]["drain"]["reason"] == "hot"
     assert list(faults(db)) == ["n0/1"]
-    watch.found(gpus("a", "b", "c", "d"))
+    watch.check(gpus("a", "b", "c", "d"))
     seen = cordons.read(db)
     assert cordoned(db) == ["n0/1", "n0/2", "n0/3"] and list(faults(db)) == ["n0/2"]
     reasons = {name: row["drain"]["reason"] for name, row in seen.items() if row["drain"]}
@@ -177,11 +177,11 @@ def test_cordons_follow_a_gpu_whose_number_changes(db, watch):
 
 
 def test_a_silent_gpu_is_taken_for_the_one_that_had_its_number(db, watch):
-    watch.found(gpus("a", "b", "c"))
+    watch.check(gpus("a", "b", "c"))
     cordons.drain(db, "n0/1", "hot", "ann", 1.0)
-    watch.found(gpus("a", "", "c", unfit=[1]))
+    watch.check(gpus("a", "", "c", unfit=[1]))
     assert cordoned(db) == ["n0/1"] and box.get(db, cordons.IDENTITIES)["n0/1"] == "b"
-    watch.found(gpus("a", "b", "c"))
+    watch.check(gpus("a", "b", "c"))
     assert cordoned(db) == ["n0/1"]
 
 

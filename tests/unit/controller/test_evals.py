@@ -262,7 +262,7 @@ async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
     assert (await control.sdk.evals.runs.delete(run.id, eval_id=eval_id)).deleted
 
 
-async def test_run_grades_few_items_with_code_in_one_call(control: Control, monkeypatch: pytest.MonkeyPatch):
+async def test_run_with_code_grades_and_stores_few_items_at_once(control: Control, monkeypatch: pytest.MonkeyPatch):
     counts = dict[str, list[int]]()
 
     async def grade(hosts: Any, owner: str, grader: Any, samples: list[Any], *rest: Any) -> list[Graded]:
@@ -278,8 +278,7 @@ async def test_run_grades_few_items_with_code_in_one_call(control: Control, monk
     code = {"type": "python", "name": "code", "source": "def grade(sample, item):\n    return 1.0"}
     run = await ended(control, await made(control, CHECK, code), given(*[("a", "a")] * 7))
     assert (run.status, run.result_counts.passed) == ("completed", 7)
-    assert counts["same"] == [7]
-    assert sum(counts["code"]) == 7 and max(counts["code"]) == 3
+    assert counts == {"same": [3, 3, 1], "code": [3, 3, 1]}
 
 
 async def test_run_after_kill_while_judging_judges_the_rest_once(control: Control, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -13,22 +14,35 @@ from train.data_checks.process import check_apart
 
 
 @pytest.mark.parametrize("data", [chat_lines(), b"{}\n" * 3, b""])
-def test_the_same_is_found_in_a_process_of_its_own(tmp_path: Path, data: bytes):
+async def test_the_same_is_found_in_a_process_of_its_own(tmp_path: Path, data: bytes):
     source, chat = tmp_path / "in", tmp_path / "chat"
     source.write_bytes(data)
-    apart = check_apart(source, chat_path=chat)
+    apart = await check_apart(source, chat_path=chat)
     assert (apart, chat.exists()) == (check_training_file(source), apart.ok)
     assert not chat.exists() or len(chat.read_text().splitlines()) == apart.n_examples
 
 
-def test_a_check_that_takes_too_much_is_killed_and_the_file_is_a_bad_one(tmp_path: Path, monkeypatch):
+async def test_a_check_that_takes_too_much_is_killed_and_the_file_is_a_bad_one(tmp_path: Path, monkeypatch):
     source, killed = tmp_path / "in", tmp_path / "python"
     source.write_bytes(chat_lines())
     killed.write_text("#!/bin/sh\nkill -KILL $$\n")
     killed.chmod(0o700)
     monkeypatch.setattr(process.sys, "executable", str(killed))
-    report = check_apart(source)
+    report = await check_apart(source)
     assert not report.ok and "ended with signal 9" in report.errors[0][1]
     source.unlink()
     with pytest.raises(FileNotFoundError):
-        check_apart(source)
+        await check_apart(source)
+
+
+async def test_check_apart_ends_its_process_when_cancelled(tmp_path: Path, monkeypatch):
+    pid, program = tmp_path / "pid", tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho $$ > {pid}.new && mv {pid}.new {pid}\nexec sleep 600\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(process.sys, "executable", str(program))
+    checking = asyncio.create_task(check_apart(tmp_path / "in"))
+    while not pid.exists():
+        await asyncio.sleep(0.01)
+    checking.cancel()
+    await asyncio.wait([checking])
+    assert checking.cancelled() and not Path(f"/proc/{pid.read_text().strip()}").exists()

@@ -57,6 +57,11 @@ async def test_unknown_names_are_not_found(control: Control, name: str):
     assert len(answer.json()["error"]["message"]) < 300
 
 
+async def test_download_of_a_version_in_no_tier_is_a_conflict(control: Control):
+    answer = await control.http.get("/v1/models/starter/archive")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "model_not_ready")
+
+
 async def test_deleting_a_tuned_model_takes_rows_then_replicas_then_bytes(control: Control):
     insert_tuned(control)
     deleted = await control.sdk.models.delete(TUNED)

@@ -27,13 +27,14 @@ async def test_held_until_a_replica_opens_in_order(start_box: Start) -> None:
     box.serve("m")
     assert load_report(box.state)["models"] == {}, "nothing of models that nobody has asked"
     wires = []
+    box.reports.clear()
     for i in range(5):
         wire = await box.send("POST", "/v1/chat/completions", chat(seed=i, stream=i % 2 == 0))
         await box.until(lambda i=i: box.state.holds.models()["m"] == i + 1)
         wires.append(wire)
     assert load_report(box.state)["models"]["m"]["held"] == 5
     assert load_report(box.state)["models"]["m"]["inflight"] == 0
-    assert box.reports, "the first held request must be reported at once: a sleeping model wakes on it"
+    assert [one["models"]["m"]["held"] for one in box.reports] == [1], "a sleeping model wakes on the first, at once"
     box.serve("m", "e0")
     responses = [await wire.response() for wire in wires]
     assert [response.status for response in responses] == [200] * 5
@@ -62,6 +63,26 @@ async def test_held_stream_gets_comments_then_its_answer_or_an_error_event(start
     else:
         assert b"\n\n".join(events) == b"".join(chat_events("hel", "lo"))
         assert b": version v1\n\n" in body
+
+
+@pytest.mark.parametrize(
+    ("task", "path", "body"),
+    [("generate", "/v1/chat/completions", chat(stream=True)), ("embed", "/v1/embeddings", {"input": "x"})],
+)
+async def test_hold_plain_answer_never_joins_a_stream(
+    start_box: Start, task: str, path: str, body: dict[str, object]
+) -> None:
+    box = await start_box(holds={"sse_grace_s": 0.0, "sse_interval_s": 0.01})
+    await box.engine("e0", gives({"object": "list"}))
+    box.serve("m", task=task)
+    wire = await box.send("POST", path, body | {"model": "m", "stream": True})
+    await box.until(lambda: box.state.holds.models()["m"] == 1)
+    await asyncio.sleep(0.05)
+    box.serve("m", "e0", task=task)
+    answer = await wire.response()
+    plain = task == "embed"
+    assert answer.status == 200 and (b"engine_failed" not in answer.body) is plain
+    assert answer.headers["content-type"].startswith("application/json" if plain else "text/event-stream")
 
 
 async def test_whoever_may_not_call_a_model_any_more_waits_for_it_no_longer(start_box: Start) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from .conftest import Box, Response, Start, chat, request_bytes
-from .upstreams import answer_chat, hangs
+from .upstreams import answer_chat, gives, hangs
 
 AUTH = b"Authorization: Bearer sk-test-all\r\n"
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n" + AUTH
@@ -197,6 +197,29 @@ async def test_pipelined_behind_a_stream_waits_and_body_parts_are_not_lost(box: 
     await wire.send(second[-20:])
     assert (await wire.response()).status == 200
     assert box.engines["e0"].requests[1].json["seed"] == 7
+
+
+async def test_whole_answers_follow_their_requests_and_http_1_0_ends_the_connection(box: Box) -> None:
+    wire = await box.connect()
+    await wire.send(SMUGGLED + request_bytes("HEAD", "/health") + SMUGGLED + SMUGGLED.replace(b"1.1", b"1.0"))
+    answers = [await wire.response()]
+    _, headers, _ = await wire.head()
+    answers += [await wire.response(), await wire.response()]
+    assert [answer.status for answer in answers] == [200] * 3 and len({answer.body for answer in answers}) == 1
+    assert int(headers["content-length"]) == len(answers[0].body)
+    assert [answer.headers.get("connection") for answer in answers] == [None, None, "close"]
+    assert await wire.eof() == b""
+
+
+async def test_whole_answer_that_its_client_does_not_read_ends_the_connection(start_box: Start) -> None:
+    limits = {"buffered_response_bytes": 64 << 20, "write_stall_s": 0.2}
+    box = await start_box(engine=gives({"text": "x" * (32 << 20)}), limits=limits)
+    wire = await box.send("POST", "/v1/chat/completions", chat())
+    await box.until(lambda: box.state.metrics.events["client_disconnected"] == 1)
+    await box.until(lambda: not box.state.connections)
+    assert not box.state.exchanges and box.state.buffered_bytes == 0
+    with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+        await wire.response()
 
 
 async def test_refused_requests_keep_the_connection_when_their_body_is_small(box: Box) -> None:

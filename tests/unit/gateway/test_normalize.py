@@ -84,13 +84,16 @@ def test_tools_choice_of_one_left_out_is_refused(api: str, tool: Body, choice: B
     assert (error.code, error.param) == ("unsupported_tool", "tool_choice")
 
 
-def test_tools_of_a_namespace_and_free_custom_tools_stay() -> None:
-    inner = {"type": "function", "name": "price", "parameters": SHELF}
-    space = {"type": "namespace", "name": "store", "tools": [inner]}
+def test_tools_functions_of_a_namespace_and_free_custom_tools_stay() -> None:
+    custom = {"type": "custom", "name": "x"}
+    space = {"type": "namespace", "name": "store", "tools": [{"type": "function", "name": "bell"}, custom]}
     free = {"type": "custom", "name": "note", "format": {"type": "text"}}
     found = checked("responses", tools=[space, free, {"type": "custom", "name": "memo"}])
     assert [tool["name"] for tool in found.data["tools"]] == ["store", "note", "memo"]
-    assert found.data["tools"][0]["tools"] == [inner] and not found.ignored
+    assert found.data["tools"][0]["tools"] == [{"type": "function", "name": "bell", "parameters": NOTHING}]
+    assert list(found.ignored) == [(IGNORED_TOOLS, b"store.custom:x")]
+    error = refused("responses", tools=[{**space, "tools": [custom]}])
+    assert (error.code, error.param) == ("unsupported_tool", "tools[0]")
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,19 @@ async def test_check_bad_bodies_spend_the_rate_and_are_unread_beyond_it(box: Box
         assert (await box.ask("POST", "/v1/chat/completions", body)).status == status
 
 
+@pytest.mark.parametrize("depth", [LIMITS.json_depth, LIMITS.json_depth + 1])
+def test_check_depth_is_bounded_in_the_body_and_in_a_schema_as_text(depth: int) -> None:
+    def fields(levels: int) -> tuple[dict[str, Any], ...]:
+        lists = "[" * levels + "]" * levels
+        return {"logit_bias": {"x": json.loads(lists[2:-2])}}, {"structured_outputs": {"json": lists[1:-1]}}
+
+    for more in fields(depth):
+        if depth <= LIMITS.json_depth:
+            check(CHAT, **more)
+        else:
+            assert refusal(CHAT, **more).code == "invalid_json"
+
+
 def test_check_many_arrays_are_refused_unparsed() -> None:
     with pytest.raises(HttpError) as caught:
         check_body(CHAT, b'{"model":"m","messages":[' + b"[]," * (1 << 17) + b"1]}", LIMITS)
@@ -336,3 +349,6 @@ def test_structure_that_ends_an_engine_is_refused(schema: dict[str, Any]) -> Non
         assert refusal(CHAT, **fields).code == "structure_too_complex"
     space = {"type": "namespace", "name": "s", "tools": [{"type": "function", "name": "f", "parameters": schema}]}
     assert refusal(RESPONSES, tools=[space], tool_choice="required").code == "structure_too_complex"
+    change = {"type": "tool_definition", "definition": {"name": "f", "strict": True, "input_schema": schema}}
+    added = [{"role": "system", "content": [{"type": "tool_addition", "tool": change}]}]
+    assert refusal(MESSAGES, messages=added).code == "structure_too_complex"

@@ -13,10 +13,13 @@ from benchmarks.simulator import virtual_time
 from benchmarks.simulator.journal import MemoryJournal
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
-from scheduler.core.workload import Build, DeploymentView, JobView, Policy
-from scheduler.handover.effects import Box
+from scheduler.core.inventory import Holder
+from scheduler.core.workload import Allocation, Build, DeploymentView, JobView, Policy, ReplicaView
+from scheduler.handover.effects import Box, GroupEnded, GroupView
+from scheduler.handover.moves import moves
+from scheduler.loop.cluster_state import ClusterState
 from scheduler.loop.loop import SchedulerLoop
-from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of, in_virtual_time
+from tests.unit.scheduler.fakes import FakeEffects, FakeReplica, FakeStore, World, box_of, in_virtual_time
 
 
 class Rig:
@@ -188,6 +191,66 @@ async def test_what_a_silent_supervisor_holds_stays_as_it_was_known() -> None:
         rig.effects.observe = silent
         await asyncio.sleep(3 * rig.config.observe_every_s)
         assert len(rig.world.verbs_done) == done and rig.states() == ["open"]
+
+
+@in_virtual_time
+async def test_observe_counts_the_death_of_a_moving_engine_once_its_move_has_ended() -> None:
+    world = World(box_of(1), {"r": FakeReplica("r", "m", "v1", "open", ("n0/0",))})
+    effects = FakeEffects(world)
+    state = ClusterState(effects, virtual_time.now_s, SchedulerConfig(), FakeStore())
+    await state.observe({})
+    before = state.box.replicas["r"]
+    effects.kill_replica("r")
+    await state.observe({Holder("replica", "r"): None})
+    assert state.box.replicas["r"] == before and not state.failures.models
+    await state.observe({})
+    assert state.box.replicas["r"].state == "dead" and state.failures.models["m"].count == 1
+
+
+@in_virtual_time
+async def test_job_that_finishes_while_it_is_suspended_and_observed_does_not_start_again() -> None:
+    async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
+        await rig.settle()
+        observe = rig.effects.observe
+
+        async def slow() -> Box:
+            seen = await observe()
+            await asyncio.sleep(1.0)
+            return seen
+
+        def finish(when: str, verb: str, target: str) -> None:
+            if (when, verb) == ("before", "suspend_group"):
+                rig.effects.end_group("j1", "succeeded")
+            if (when, verb) == ("after", "suspend_group"):
+                rig.store.policy = Policy("train")
+
+        rig.effects.observe, rig.effects.hook = slow, finish
+        rig.store.policy = Policy("serve")
+        await rig.settle()
+        assert rig.store.ended == {"j1": ("succeeded", "")} and rig.world.groups == {}
+        assert [verb for verb, _ in rig.world.verbs_done].count("start_group") == 1
+
+
+@in_virtual_time
+async def test_step_without_an_effect_is_repeated_at_the_pace_of_observations() -> None:
+    async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
+        await rig.settle()
+        observe = rig.effects.observe
+
+        async def never_open() -> Box:
+            box = await observe()
+            return replace(box, replicas={k: replace(r, state="ready") for k, r in box.replicas.items()})
+
+        rig.effects.observe = never_open
+        before = rig.journal.last_id()
+        await asyncio.sleep(10 * rig.config.observe_every_s)
+        assert 0 < rig.journal.last_id() - before <= 11
+
+
+def test_moves_start_an_engine_without_waiting_for_a_group_that_has_left_its_devices() -> None:
+    box = Box.of(box_of(1), (), [GroupView("j1", (), ended=GroupEnded("succeeded"))])
+    handover = moves(box, Allocation((ReplicaView("r", "m", "v1", "open", ("n0/0",)),)), 1)
+    assert [move.how for move in handover.moves] == ["end", "start"] and not handover.take[0].needs
 
 
 @in_virtual_time

@@ -116,7 +116,7 @@ async def test_one_that_has_not_begun_yet_is_waited_for(killed) -> None:
 
 async def test_who_looks_is_not_stopped_by_one_that_is() -> None:
     with pytest.raises(EffectFailed, match="has not answered") as failed:
-        await within(never(), 0.01)
+        await within(never(), "r", 0.01)
     assert failed.value.blame == "outside"
 
 

@@ -21,10 +21,13 @@ class Supervisor:
 
     def __init__(self, index: int):
         self.stopped, self.index, self.state = False, index, "ready"
+        self.dead: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
     def __getattr__(self, method: str) -> Any:
         async def remote(*_: Any) -> Any:
-            if self.stopped or method == "wait_dead":
+            if method == "wait_dead":
+                return await self.dead
+            if self.stopped:
                 await asyncio.Event().wait()
             if method == "life":
                 return {}
@@ -53,7 +56,8 @@ async def two(monkeypatch):
     monkeypatch.setattr(replicas, "find_actor", actors.get)
     monkeypatch.setattr(replicas, "LOOK_S", 0.02)
     monkeypatch.setattr(replicas, "ANSWER_S", 0.05)
-    nodes, routing = SimpleNamespace(config=lambda node: None), SimpleNamespace(version=lambda replica_id: "v1")
+    nodes = SimpleNamespace(config=lambda node: None)
+    routing = SimpleNamespace(version=lambda replica_id: "v1", close=lambda replica_id: None)
     found = Replicas(nodes, routing, None, EngineConfig(), lambda: None)
     yield found, list(actors.values())
     for engine in found._engines.values():
@@ -82,11 +86,23 @@ async def test_one_that_serves_another_version_than_gateways_know_is_told_to_the
     assert told == [("r0", "m", "v1", "/r")]
 
 
+async def test_observe_of_an_engine_that_just_died_waits_for_its_cause(two, monkeypatch):
+    monkeypatch.setattr(replicas, "LOOK_S", 5.0)
+    found, (died, _) = two
+    await found.observe_replicas()
+    died.state = "dead"
+    looking = asyncio.create_task(found.observe_replicas())
+    await asyncio.sleep(0.01)
+    died.dead.set_result({"exit": "the host's memory ran out", "starved": True})
+    dead = {replica.id: replica for replica in await looking}["r0"]
+    assert (dead.state, dead.failed, dead.blame) == ("dead", "the host's memory ran out", "memory")
+
+
 async def test_one_that_nobody_knows_yet_is_waited_for(two):
     """After a restart of the controller its devices would look free."""
     found, supervisors = two
     supervisors[0].stopped = True
-    with pytest.raises(EffectFailed, match="has not answered"):
+    with pytest.raises(EffectFailed, match="replica:r0 has not answered"):
         await found.observe_replicas()
 
 

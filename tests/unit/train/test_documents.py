@@ -9,16 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir
+from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
+from train.control.progress import ControlSignals, Progress
 from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
 from train.data.formats import TEXT, shape_of, to_chat
 from train.data.token_set import open_token_set, pieces
+from train.data_checks.check import Check
+from train.data_checks.process import CHECKS
 from train.methods.methods import convert, method_of
 from train.model.model import load_tokenizer
 from train.plan.auto import DatasetStats, steps
 from train.plan.errors import InvalidTrainingData
 from train.shapes.records import BadRecord
+from train.trainer.prepare import prepare
 
 
 @given(count=st.integers(1, 400), most=st.integers(2, 50))
@@ -86,8 +92,11 @@ def test_check_of_documents_counts_and_converts_them(tmp_path):
     data.write_text("".join(json.dumps({"text": "word " * n, "source": "web"}) + "\n" for n in range(1, 21)))
     report = check_training_file(data, chat_path=tmp_path / "out.jsonl", convert=convert)
     assert (report.ok, report.shape, report.n_examples) == (True, TEXT, 20)
-    assert report.left_out == {"source": 20}
+    assert report.left_out == {"source": 20} and not any("to chat" in note for note in report.notes)
     assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0]) == {"text": "word "}
+    check = Check(CHECKS, convert, max_tokens=8)
+    check.read(data)
+    assert not check.found["too_long"].count, "none is cut"
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto", "orpo", "reinforcement"])
@@ -99,3 +108,31 @@ def test_steps_of_one_long_document_are_counted_in_rows():
     fields = {"packing": True, "max_length": 100, "n_epochs": 2, "batch_size": 4, "data_order": "shuffled"}
     stats = DatasetStats(1, 10_000, 10_000, (10_000,), documents=True)
     assert steps(stats, fields) == 50
+    assert steps(DatasetStats(40, 400, 10, documents=True), fields | {"packing": False}) == 20
+
+
+def test_run_on_two_long_documents_lowers_the_loss(base, tmp_path):
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps({"text": f"{word} jumps over the dog " * 60}) + "\n" for word in ("fox", "cat")))
+    losses = []
+
+    def emit(event, **fields):
+        if event == "metrics":
+            losses.append(fields["loss"])
+
+    spec = host_spec(
+        base,
+        train_path=str(data),
+        run_dir=str(tmp_path / "run"),
+        shm_root=str(tmp_path / "store"),
+        n_epochs=2,
+        batch_size=2,
+        max_length=64,
+        learning_rate=1e-2,
+        precision="fp32",
+    )
+    run = prepare(spec, emit, ControlSignals(), Progress())
+    assert run.train.n_examples > 10 and run.train.n_truncated == 0
+    assert run.run()["outcome"] == "succeeded"
+    run.close()
+    assert losses[-1] < 0.5 * losses[0]

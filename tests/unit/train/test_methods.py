@@ -43,23 +43,25 @@ def body(**changes):
 
 
 def test_a_request_names_the_method_and_its_hyperparameters(echo):
-    asked = requests.asked(body(method={"type": "echo", "echo": {"hyperparameters": {"strength": 3, "n_epochs": 2}}}))
-    assert asked.method is echo and asked.where == "method.echo.hyperparameters"
-    fields = echo.resolve(asked.hyperparameters, DATASET, MODEL, 2)
+    training = requests.training_of(
+        body(method={"type": "echo", "echo": {"hyperparameters": {"strength": 3, "n_epochs": 2}}})
+    )
+    assert training.method is echo and training.where == "method.echo.hyperparameters"
+    fields = echo.resolve(training.hyperparameters, DATASET, MODEL, 2)
     assert (fields["options"], fields["n_epochs"]) == ({"strength": 3.0}, 2)
     with pytest.raises(InvalidHyperparameter, match="strength"):
         echo.resolve({"strength": 11}, DATASET, MODEL, 2)
     with pytest.raises(InvalidHyperparameter, match="strength"):
         DEFAULT.resolve({"strength": 3}, DATASET, MODEL, 2)
     with pytest.raises(BadRequest, match="method.echo"):
-        requests.asked(body(method={"type": "echo", "echo": {"beta": 1}}))
+        requests.training_of(body(method={"type": "echo", "echo": {"beta": 1}}))
 
 
 def test_a_method_is_refused_until_it_is_a_row():
     with pytest.raises(BadRequest, match="echo"):
-        requests.asked(body(method={"type": "echo"}))
+        requests.training_of(body(method={"type": "echo"}))
     with pytest.raises(BadRequest, match="method.echo"):
-        requests.asked(body(method={"type": "dpo", "echo": {}}))
+        requests.training_of(body(method={"type": "dpo", "echo": {}}))
     with pytest.raises(InvalidSpec, match="'echo'"):
         method_of("echo")
 

@@ -107,6 +107,16 @@ async def test_what_a_dead_rank_said_last_is_heard_before_another_is_blamed(monk
     assert (error["rank"], error["code"]) == (1, "StoreFull")
 
 
+async def test_group_ends_when_its_rank_is_done(monkeypatch, tmp_path):
+    one, (child,) = await started(monkeypatch, tmp_path)
+    group = Group(limits=PingLimits(ping_every_s=60))
+    await group.adopt("j", [one])
+    child.say("done", outcome="succeeded", step=3)
+    async with asyncio.timeout(10):
+        ended = await group.wait()
+    assert (ended.outcome, ended.step, child.alive) == ("succeeded", 3, False)
+
+
 async def test_a_world_meets_at_a_file_of_the_boxes_user_and_talks_over_loopback(monkeypatch, tmp_path):
     ranks = [host(monkeypatch, tmp_path) for _ in range(2)]
     for number, (one, _) in enumerate(ranks):

@@ -139,7 +139,6 @@ def model_view(
             {
                 **columns(v, "version created_s bytes source"),
                 "kind": "adapter" if v.meta.get("adapter") else "version",
-                "teacher": v.meta.get("teacher"),
                 "pinned": bool(v.pinned),
                 "held_back": bool(v.held_back),
                 "tiers": context.tiers.tiers_of_version(row.id, v.version),

@@ -206,17 +206,17 @@ def _oidc_routes(context: ControllerContext) -> APIRouter:
         with _refusals():
             claims = await _claims(provider(), settings, redirect_uri, body.code, nonce, verifier)
 
-        def tell(key_id: str, outcome: Any, **detail: Any) -> None:
+        def audit(key_id: str, outcome: Any, **detail: Any) -> None:
             who = replace(caller, key_id=key_id or GATEWAY)
             record(context, who, "session.create", key_id, outcome=outcome, provider=settings.issuer, **detail)
 
         try:
             key = key_of(context, settings, claims)
         except ApiError as error:
-            tell("", "refused", subject=_subject_of(settings, claims)[:SHOWN_CHARACTERS], why=error.message)
+            audit("", "refused", subject=_subject_of(settings, claims)[:SHOWN_CHARACTERS], why=error.message)
             raise
         shown = _begin(context, key.id, request, response, secure=body.secure)
-        tell(key.id, "done", key=key.name, scopes=key.scopes)
+        audit(key.id, "done", key=key.name, scopes=key.scopes)
         return shown
 
     return router
@@ -230,7 +230,7 @@ def refused(why: str) -> ApiError:
     return ApiError(403, f"The login was not accepted: {why}.", code="login_refused")
 
 
-def away(why: str) -> ApiError:
+def unavailable(why: str) -> ApiError:
     return ApiError(
         502, f"The login provider cannot be asked now: {why}. Please retry.", kind="server_error", code="provider_away"
     )
@@ -245,7 +245,7 @@ class _Client(StarletteOAuth2App):  # type: ignore[misc]
         issuer = self.name
         if found.get("issuer") != issuer:
             self.server_metadata = {}
-            raise away(f"it calls itself {found.get('issuer')!r}, the settings {issuer!r}")
+            raise unavailable(f"it calls itself {found.get('issuer')!r}, the settings {issuer!r}")
         found["id_token_signing_alg_values_supported"] = ALGORITHMS
         if "client_secret_post" in found.get("token_endpoint_auth_methods_supported", ()) and self.client_secret:
             found["token_endpoint_auth_method"] = "client_secret_post"
@@ -300,9 +300,9 @@ def _refusals() -> Iterator[None]:
     except OAuthError as error:
         raise refused(f"the provider does not take this code ({error.error})") from error
     except httpx2.HTTPStatusError as error:
-        raise away(f"{error.request.url.path} answered {error.response.status_code}") from error
+        raise unavailable(f"{error.request.url.path} answered {error.response.status_code}") from error
     except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
-        raise away(type(error).__name__) from error
+        raise unavailable(type(error).__name__) from error
     except (JoseError, ValueError, TypeError, KeyError) as error:
         raise refused(f"its token is not good ({type(error).__name__})") from error
 
@@ -316,12 +316,12 @@ def key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[s
     they have asked for goes on without a scope."""
     db, subject, claim = context.db, _subject_of(settings, claims), claims.get(settings.groups_claim)
     groups = [claim] if isinstance(claim, str) else claim if isinstance(claim, list) else []
-    given = {scope for group in groups if isinstance(group, str) for scope in settings.groups.get(group, ())}
-    scopes = [scope for scope in keys.SCOPES if scope in given]
+    granted = {scope for group in groups if isinstance(group, str) for scope in settings.groups.get(group, ())}
+    scopes = [scope for scope in keys.SCOPES if scope in granted]
     if not scopes:
-        left = keys.of_subject(db, subject)
-        if left is not None and page_sessions.end_of_key(db, left.id) + len(left.scopes):
-            keys.update(db, left.id, scopes=[])
+        row = keys.of_subject(db, subject)
+        if row is not None and page_sessions.end_of_key(db, row.id) + len(row.scopes):
+            keys.update(db, row.id, scopes=[])
             context.spending.publish_keys()
         raise refused("none of your groups may do anything on this box")
     with db.transaction():

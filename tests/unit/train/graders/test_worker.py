@@ -75,6 +75,12 @@ def test_it_computes(body: str, reward: float) -> None:
     assert grade(body, {"n": 2}) == Graded(reward, reward > 0.5)
 
 
+def test_serve_code_may_start_few_threads() -> None:
+    threads = int(Path("/proc/loadavg").read_text().rpartition("/")[2].split()[0])
+    limit = grade("import resource\nreturn resource.getrlimit(resource.RLIMIT_NPROC)[1]").reward
+    assert threads - 1000 < limit < threads + 1000
+
+
 CLASSES = {
     "a dataclass": "from dataclasses import dataclass\n@dataclass\nclass A:\n    b: float\n{}return A(1).b",
     "a model in a model": "from pydantic import BaseModel\nclass A(BaseModel):\n    b: float\n"

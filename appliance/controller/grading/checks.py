@@ -1,4 +1,4 @@
-"""Checks graders, teachers and forms of answers of requests for the caller."""
+"""Checks of the graders, teachers and response formats that requests have."""
 
 from __future__ import annotations
 
