@@ -98,6 +98,8 @@ def test_check_runs_in_a_process_of_its_own(tmp_path):
 
 
 def test_tokenizer_that_names_other_files_is_not_opened(tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"vocab": "/box/first-key"}))
+    data, model = write(tmp_path / "f.jsonl", chat("a", "b")), tmp_path / "model"
+    model.mkdir()
+    (model / "tokenizer_config.json").write_text(json.dumps({"vocab": str(data)}))
     with pytest.raises(BadOption):
-        checked(write(tmp_path / "f.jsonl", chat("a", "b")), model=tmp_path)
+        checked(data, model=model)
