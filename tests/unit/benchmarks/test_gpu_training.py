@@ -16,7 +16,7 @@ def test_a_snapshot_is_written_and_read_back(tmp_path, monkeypatch):
     found = training.snapshots(HOST, 40_004, str(tmp_path))
     assert found["right"] and all(found[name] > 0 for name in ("out", "back", "link_out", "link_back"))
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(copies, "_all", lambda call, fd, at, memory: None)
+    monkeypatch.setattr(copies, "_repeat", lambda call, fd, at, memory: None)
     assert not training.snapshots(HOST, 40_004, str(tmp_path))["right"], "a copy that copies nothing"
 
 

@@ -33,7 +33,7 @@ class Process:
         self.alive = False
         self.killed.set()
 
-    def how_it_ended(self):
+    async def how_it_ended(self):
         return "was ended by SIGSEGV"
 
     def log_end(self):
