@@ -6,6 +6,7 @@ The tests share one box and build on each other from top to bottom, as a person'
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -604,6 +605,11 @@ def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_b
         guest.models.list()
     asked = client.responses.create(model=unbroken.fine_tuned_model, input="Hello.", max_output_tokens=4)
 
+    def is_stored():  # the gateway sends it to the controller once the answer is out
+        with contextlib.suppress(openai.NotFoundError):
+            return client.responses.retrieve(asked.id)
+
+    wait_for(is_stored, "the response to be stored", 20)
     reached = max(box.losses(job_id))
     main = box.main_pid()
     os.kill(main, signal.SIGKILL)

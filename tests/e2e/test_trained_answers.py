@@ -60,7 +60,7 @@ def rows(with_calls: bool) -> bytes:
 
 
 def checkpoint(family: str, directory: Path) -> None:
-    words = encoder_of(family).tokenizer
+    words = encoder_of(family, own_tokens=True).tokenizer
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=len(words),
