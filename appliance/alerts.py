@@ -135,7 +135,7 @@ def _mail(settings: AlertSettings, message: Message, box: str) -> None:
 
 def main() -> int:
     config = BoxConfig.model_validate_json(sys.stdin.read())
-    box = config.box.public_url or f"{config.scheme}://{config.box.host}:{config.box.port}"
+    box = config.box.public_url or config.url
     failed = []
     for channel in channels(config.alerts):
         try:

@@ -231,6 +231,11 @@ class BoxConfig(_Section):
         """The scheme of the endpoint's URLs. A client that used the other one would send its key in clear."""
         return "https" if self.gateway.tls_cert_path else "http"
 
+    @property
+    def url(self) -> str:
+        """URL of the endpoint, by the address that it listens on."""
+        return f"{self.scheme}://{self.box.host}:{self.box.port}"
+
 
 Table = dict[str, Any]
 

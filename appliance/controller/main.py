@@ -223,7 +223,6 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     # What the routes need of all this.
     scheduler = Scheduler(loop, effects, journal, routing, db, bus, nodes, weights, memory, floor, config.scheduler)
     doctor = [sys.executable, "-P", "-m", "appliance.boot.doctor", "--runs", "--config", str(paths.config_file)]
-    url = f"{config.scheme}://{config.box.host}:{config.box.port}"
     context = ControllerContext(
         db=db,
         tasks=Tasks(db),
@@ -235,8 +234,8 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         box={
             "id": paths.box_id,
             "version": importlib.metadata.version("appliance"),
-            "url": f"{url}/v1",
-            "public_url": config.box.public_url or url,
+            "url": f"{config.url}/v1",
+            "public_url": config.box.public_url or config.url,
             "data_dir": str(paths.data_dir),
         },
         background=background,

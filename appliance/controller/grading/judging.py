@@ -49,7 +49,7 @@ class CannotGoOn(Exception):
 class Judging:
     def __init__(self, db: Database, asking: Asking, grading: Grading):
         self._db, self._asking, self._grading = db, asking, grading
-        self._said: dict[tuple[str, str], float] = {}  # when a job last said something, by the job and what it was
+        self._event_s: dict[tuple[str, str], float] = {}  # of a job's newest event, by the job and the event's kind
 
     async def verdict(self, row: JobRow, prompt: Prompt, answers: Sequence[Sampled]) -> Verdict:
         """On the answers to one prompt, in order: "errors", and "rewards" of a grader or "log_probs" of a teacher.
@@ -125,12 +125,12 @@ class Judging:
             timer.cancel()
 
     def _say(self, row: JobRow, text: str, flags: dict[str, Any] | None = None) -> None:
-        """flags: what it is, where it is told in many words."""
+        """Add an event, unless the job had one of its kind lately. flags: of an error whose text varies, its kind."""
         kind = text if flags is None else str([name for name, value in flags.items() if value is True])
-        what, now_s = (row.id, kind), time.monotonic()
-        self._said = {one: at_s for one, at_s in self._said.items() if now_s - at_s < SAY_AGAIN_S}
-        if what not in self._said:
-            self._said[what] = now_s
+        event, now_s = (row.id, kind), time.monotonic()
+        self._event_s = {key: at_s for key, at_s in self._event_s.items() if now_s - at_s < SAY_AGAIN_S}
+        if event not in self._event_s:
+            self._event_s[event] = now_s
             add_message(self._db, row.id, text, level="warn")
 
 
