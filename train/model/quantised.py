@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 _SHAPE = "weight_shape"
+_FOUR_BITS = {"weight": ("weight_packed", torch.int32), "weight_scale": ("weight_scale", None)}
 
 
 class QuantisedLinear(torch.nn.Linear):
@@ -29,28 +30,39 @@ class QuantisedLinear(torch.nn.Linear):
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self._scheme = scheme
-        self._stored: dict[str, tuple[str, torch.dtype]] = {}  # by parameter: its name in the checkpoint, its dtype
-        self.register_parameter("bias", None)
+        self._stored: dict[str, tuple[str, torch.dtype | None]] = {}  # by parameter: its name there, its dtype as bits
+        self.bias = layer.bias
         for stored_name, tensor in get_direct_state_dict(layer).items():
-            if stored_name == _SHAPE or tensor is None:
+            if stored_name in (_SHAPE, "bias"):
                 continue
             name = stored_name.removesuffix("_packed")  # peft wants a `weight`
-            self._stored[name] = (stored_name, tensor.dtype)
-            if tensor.dtype not in (torch.bfloat16, torch.float32):
-                tensor = tensor.contiguous().view(torch.uint8)
+            is_number = tensor.dtype in (torch.bfloat16, torch.float32)
+            self._stored[name] = (stored_name, None if is_number else tensor.dtype)
+            tensor = tensor if is_number else tensor.contiguous().view(torch.uint8)
             self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
 
     def decoded(self) -> torch.Tensor:
         """The weight (out, in) in the dtype of its scales."""
+        if self._stored == _FOUR_BITS and self._scheme.weights.num_bits == 4:
+            return _four_bits(self.weight, self.weight_scale, self.in_features)
         stored: dict[str, torch.Tensor | torch.Size] = {_SHAPE: torch.Size((self.out_features, self.in_features))}
         for name, (stored_name, dtype) in self._stored.items():
             tensor = self._parameters[name].detach()
-            stored[stored_name] = tensor.view(dtype) if tensor.dtype == torch.uint8 else tensor
+            stored[stored_name] = tensor if dtype is None else tensor.view(dtype)
         compressor = BaseCompressor.get_value_from_registry(self._scheme.format.value)
         return compressor.decompress(stored, self._scheme)["weight"]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return _Product.apply(inputs, self)
+
+
+def _four_bits(packed: torch.Tensor, scales: torch.Tensor, width: int) -> torch.Tensor:
+    """What compressed-tensors decodes of symmetric 4 bits, in a fifth of its passes over memory.
+
+    packed: (out, width / 2), two weights in a byte, the lower bits first. scales: (out, groups of a row)."""
+    pairs = packed.detach()[:, : -(-width // 2)]
+    weights = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, :width]
+    return ((weights.to(scales.dtype) - 8).unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(-1)).flatten(1)
 
 
 class _Product(torch.autograd.Function):
