@@ -26,10 +26,17 @@ async def moved(shop, spec, sizes):
     return losses | last.losses()
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if not method_of(name).rolls_out])
-async def test_a_shared_model_keeps_the_loss_curve_and_moves_between_sizes(shop, method):
-    whole = (await shop.run(shop.spec("whole", n_epochs=1, method=method), 2)).losses()
-    spec = shop.spec("shared", n_epochs=1, tensor_parallel=2, method=method)
+ADAPTER = {"full": False, "lora_rank": 4, "learning_rate": 1e-2}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [*({"method": name} for name in METHODS if not method_of(name).rolls_out), ADAPTER],
+    ids=lambda fields: fields.get("method", "adapter"),
+)
+async def test_a_shared_model_keeps_the_loss_curve_and_moves_between_sizes(shop, fields):
+    whole = (await shop.run(shop.spec("whole", n_epochs=1, **fields), 2)).losses()
+    spec = shop.spec("shared", n_epochs=1, tensor_parallel=2, **fields)
     losses = await moved(shop, spec, (4, 2))
     assert losses.keys() == whole.keys() and len(losses) > 4 and losses[max(losses)] < losses[1]
     print(f"worst difference of a step's loss, shared by two against whole: {worst(losses, whole):.1e}")
@@ -54,6 +61,8 @@ async def test_ranks_that_share_a_model_sample_the_same_answers(shop, method):
     [
         # Biases behind columns, tied embeddings, half as many key-value heads as heads.
         {"zero_stage": 1, "model": {"family": "qwen2", "tied": True}},
+        {"zero_stage": 2, "model": {"family": "qwen2"}, **ADAPTER, "lora_publish": "adapter"},
+        {"zero_stage": 1, "model": {"family": "qwen2"}, **ADAPTER},
         pytest.param({"zero_stage": 2, "model": {"family": "llama"}}, marks=pytest.mark.soak),
         pytest.param({"zero_stage": 1, "model": {"family": "mistral"}, "weight_decay": 0.1}, marks=pytest.mark.soak),
         pytest.param({"zero_stage": 2, "model": {"family": "qwen3", "tied": True}}, marks=pytest.mark.soak),
@@ -62,7 +71,7 @@ async def test_ranks_that_share_a_model_sample_the_same_answers(shop, method):
             {"zero_stage": 1, "model": {"num_key_value_heads": 4}, "tensor_parallel": 4}, marks=pytest.mark.soak
         ),
     ],
-    ids=["qwen2-tied", "llama", "mistral", "qwen3-tied", "llama-bf16", "llama-4"],
+    ids=["qwen2-tied", "adapter", "merged", "llama", "mistral", "qwen3-tied", "llama-bf16", "llama-4"],
 )
 async def test_publish_by_slices_equals_a_gathered_model(shop, fields):
     told = await shop.compare_publish(shop.spec(**({"tensor_parallel": 2} | fields)), 4)

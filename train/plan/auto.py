@@ -159,7 +159,7 @@ def _tensor_parallel(given: Given, model: ModelStats, max_devices: int) -> int:
 
 def _refuse_beside_tensor_parallel(fields: dict) -> None:
     shards = fields["tensor_parallel"]
-    for name, fitting in (("full", (True,)), ("zero_stage", (0, 1, 2)), ("offload", ("none",))):
+    for name, fitting in (("lora_dropout", (0.0,)), ("zero_stage", (0, 1, 2)), ("offload", ("none",))):
         if shards > 1 and fields[name] not in fitting:
             expected = " or ".join(map(repr, fitting)).lower()
             raise InvalidHyperparameter(name, fields[name], f"{expected} with tensor_parallel {shards}")
@@ -178,9 +178,9 @@ def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, tenso
 
 def _full(given: Given, model: ModelStats, fields: dict) -> bool:
     # LoRA above a size where the optimizer's 12 bytes per parameter hurt; asking for anything that adapters alone have
-    # asks for LoRA, and asking for tensor parallelism for every weight.
+    # asks for LoRA.
     of_lora = [name for name in OF_LORA if given.is_set(name)]
-    small = model.n_parameters < LORA_FROM_PARAMETERS or fields["tensor_parallel"] > 1
+    small = model.n_parameters < LORA_FROM_PARAMETERS
     full = given.flag("full", auto=not of_lora and small and not model.quantised)
     if full and model.quantised:
         expected = "false: the model's weights are quantised, and adapters alone are trained on them"
