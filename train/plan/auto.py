@@ -98,12 +98,13 @@ def resolve(
     fields["lora_rank"] = _lora_rank(given, model)
     fields["lora_alpha"] = given.number("lora_alpha", 0.001, 1e6, auto=2.0 * fields["lora_rank"])
     fields["lora_dropout"] = given.number("lora_dropout", 0, 0.9, auto=0.0)
+    if fields["lora_dropout"] and fields["tensor_parallel"] > 1:  # ranks of a group would drop other inputs than one
+        raise InvalidHyperparameter("lora_dropout", fields["lora_dropout"], "0 with tensor_parallel above 1")
     fields["lora_targets"] = tuple(given.names("lora_targets"))
     fields["lora_publish"] = _lora_publish(given, model, fields)
     fields["precision"] = given.choice("precision", ("bf16", "fp32"), auto="bf16" if model.computes_bf16 else "fp32")
     fields["offload"] = given.choice("offload", ("none", "optimizer", "parameters"), auto="none")
     fields["zero_stage"] = _zero_stage(given, model, fields)
-    _refuse_beside_tensor_parallel(fields)
     fields["activation_checkpointing"] = given.flag(
         "activation_checkpointing", auto=model.n_parameters >= LORA_FROM_PARAMETERS
     )
@@ -155,14 +156,6 @@ def _tensor_parallel(given: Given, model: ModelStats, max_devices: int) -> int:
             "attention heads, key-value heads and MLP columns can be cut evenly",
         )
     return size
-
-
-def _refuse_beside_tensor_parallel(fields: dict) -> None:
-    shards = fields["tensor_parallel"]
-    for name, fitting in (("lora_dropout", (0.0,)), ("zero_stage", (0, 1, 2)), ("offload", ("none",))):
-        if shards > 1 and fields[name] not in fitting:
-            expected = " or ".join(map(repr, fitting)).lower()
-            raise InvalidHyperparameter(name, fields[name], f"{expected} with tensor_parallel {shards}")
 
 
 def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, tensor_parallel: int = 1) -> list[int]:
