@@ -17,7 +17,7 @@ from train.state.fragments import Grid
 class DataFeed:
     """All methods but `ready` are about the step of its last call."""
 
-    def __init__(self, method: Method, plan: StepPlan, tokens: TokenSet, grid: Grid, sequence_parallel: int):
+    def __init__(self, method: Method, plan: StepPlan, tokens: TokenSet, grid: Grid, sequence_parallel: int = 1):
         """sequence_parallel: neighbouring ranks that share each row, a part of its tokens each."""
         self._method, self._plan, self._tokens, self._grid = method, plan, tokens, grid
         self._parts = sequence_parallel
