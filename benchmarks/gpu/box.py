@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import openai
+from benchmarks._models import SIZES
 
 from appliance.demo.load_generator import Load
 from appliance.demo.main import REAL, DemoBox
-from benchmarks._models import SIZES
 from runtime.devices.kinds import present
 
 MB = 1e6
