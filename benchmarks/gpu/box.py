@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import openai
-from benchmarks._models import SIZES
 
 from appliance.demo.load_generator import Load
 from appliance.demo.main import REAL, DemoBox
@@ -30,7 +29,7 @@ from runtime.devices.kinds import present
 
 MB = 1e6
 DEMO_DATA = Path(__file__).resolve().parents[2] / "appliance" / "demo_data"
-PARTS = ("modes", "full", "swap", "kill", "owners", "methods", "quantised", "energy", "doctor")
+PARTS = ("modes", "full", "swap", "kill", "methods")
 FULL = {"full": True, "batch_size": 8, "learning_rate_multiplier": 1, "publish": "epoch"}
 
 
@@ -40,9 +39,6 @@ def main() -> int:
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"in this order, of {', '.join(PARTS)} (default: all)")
-    parser.add_argument(
-        "--tokenizer", type=Path, help="of the models with random, quantised weights; none: no such part"
-    )
     options = parser.parse_args()
     run = Run(DemoBox(options.data_dir))
     parts = {
@@ -50,11 +46,7 @@ def main() -> int:
         "full": run.full,
         "swap": lambda: run.swap(run.full_model),
         "kill": lambda: run.kill(REAL.model),
-        "owners": lambda: run.owners(REAL.model),
         "methods": lambda: run.methods(REAL.model),
-        "quantised": lambda: options.tokenizer and run.quantised(options.tokenizer, options.data_dir.parent),
-        "energy": run.energy,
-        "doctor": run.doctor,
     }
     failed = []
     try:
@@ -194,21 +186,6 @@ class Run:
         self.timed("an answer after kill -9 of every engine", lambda: self._capital(model))
         self.holders("after the kill")
 
-    def owners(self, model: str) -> None:
-        """First tokens of an owner who asks one short question after another, alone and beside one with 64 streams."""
-        self._capital(model)
-        alone = self.box.admin("key", "create", "--name", "asks-little", "--scope", "inference")["key"]
-        greedy = self.box.admin("key", "create", "--name", "asks-much", "--scope", "inference")["key"]
-        self.say("first token alone, s, median and worst of 20", _ends(_first_tokens(self.box.url, alone, model, 20)))
-        with Load(self.box.url, greedy, model, workers=64, max_tokens=1024) as load:
-            _wait(lambda: load.finished >= 64)
-            began_s, written = time.monotonic(), load.finished
-            beside = _first_tokens(self.box.url, alone, model, 20)
-            spent_s = time.monotonic() - began_s
-            self.say("of the other owner meanwhile, answers/s", (load.finished - written) / spent_s)
-        self.say("first token beside 64 streams of another owner, s, median and worst of 20", _ends(beside))
-        self._report("the other owner's", load)
-
     def methods(self, model: str) -> None:
         """A short job of each other method."""
         lines = [
@@ -253,36 +230,6 @@ class Run:
         self.say(f"{name}: whole, s", time.monotonic() - began_s)
         self.say(f"{name}: steps", [event.data for event in reversed(_metrics(client, job.id, 100))])
 
-    def quantised(self, tokenizer: Path, folder: Path) -> None:
-        for form in ("w4a16", "fp8", "w8a8"):
-            self._quantised(form, [_quantised(folder / f"{form}-{seed}", tokenizer, form, seed) for seed in (1, 2)])
-
-    def _quantised(self, form: str, versions: list[Path]) -> None:
-        """Two versions of one model: asked, changed in the engine and changed back, then it answers as before."""
-        name = f"random-{form}"
-        self.box.admin("model", "import", str(versions[0]), "--name", name)
-        self.box.admin("model", "deploy", name, "--max-num-seqs", "8", "--max-model-len", "1024")
-        first = self.timed(f"{form}: first answer", lambda: self._capital(name))
-        self.timed(
-            f"{form}: a second version", lambda: self.box.admin("model", "import", str(versions[1]), "--name", name)
-        )
-        other = self._capital(name)
-        self.timed(f"{form}: back", lambda: self.box.admin("model", "rollback", name))
-        again = self._capital(name)
-        self.say(f"{form}: another answer, the first again", [other != first, again == first])
-        self.say(f"{form}: said of it", self.box.admin("model", "show", name))
-        self.holders(f"with {form}")
-
-    def energy(self) -> None:
-        """Energy of jobs."""
-        for job in self.box.admin("job", "list")["data"]:
-            self.say(f"energy of {job['id']}", self.box.admin("job", "get", job["id"])["energy"])
-        self.say("energy by job", self.box.admin("power", "--since", "1h"))
-
-    def doctor(self) -> None:
-        told = self.box.appliance("doctor", "--all", check=False, capture=True)
-        self.say("doctor", told)
-
     def steps(self) -> list[dict[str, Any]]:
         told = self.box.admin("mode", "history", "--limit", "1000")["data"]
         names = ("verb", "target", "state", "started_s", "ended_s", "detail")
@@ -295,35 +242,6 @@ class Run:
         told = load.report()
         counts = {"answered": told.requests, "dropped": told.dropped, "truncated": told.truncated}
         self.say(name, {**counts, "duplicated": told.duplicated, "longest_s": round(told.longest_s, 2)})
-
-
-def _first_tokens(url: str, key: str, model: str, asked: int) -> list[float]:
-    load = Load(url, key, model, workers=1, max_tokens=8)
-    with load:
-        _wait(lambda: sum(one.streamed for one in load.outcomes) >= asked)
-    return [one.first_token_s for one in load.outcomes if one.first_token_s is not None]
-
-
-def _ends(seconds: list[float]) -> list[float]:
-    return [round(statistics.median(seconds), 4), round(max(seconds), 4)]
-
-
-def _quantised(folder: Path, tokenizer: Path, form: str, seed: int) -> Path:
-    """A Llama with random weights of `seed` in the quantised form `form`, below `folder`."""
-    import torch
-    import transformers
-
-    from tests.e2e import quantised
-
-    folder.mkdir(parents=True)
-    read = transformers.AutoTokenizer.from_pretrained(tokenizer)
-    shape = SIZES["200M"] | {"num_hidden_layers": 4, "vocab_size": len(read), "eos_token_id": read.eos_token_id}
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(**shape, max_position_embeddings=2048, tie_word_embeddings=False)
-    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder / "plain")
-    read.save_pretrained(folder / "plain")
-    quantised.write(folder / "plain", form, folder / form, folder / "means")
-    return folder / form
 
 
 def _metrics(client: openai.OpenAI, job_id: str, limit: int) -> list[Any]:
