@@ -206,9 +206,9 @@ class TrackingSettings(_Section):
     )
 
     @property
-    def is_on(self) -> bool:
-        """Whether the box has an exporter at all."""
-        return self.mlflow_uri is not None or self.wandb_mode is not None
+    def trackers(self) -> tuple[Literal["mlflow", "wandb"], ...]:
+        """Those that hear of jobs."""
+        return (("mlflow",) if self.mlflow_uri else ()) + (("wandb",) if self.wandb_mode else ())
 
 
 class BoxConfig(_Section):

@@ -26,9 +26,9 @@ from pathlib import Path
 import httpx
 
 from appliance.boot import endpoint, ray_head
-from appliance.boot.box_state import BoxState, read_troubles
+from appliance.boot.box_state import BoxState
 from appliance.boot.supervised_process import LOOK_EVERY_S, Probe, Supervised, clear_leftovers, locked, own_files_only
-from appliance.boot.tracking import run_exporter, status_file
+from appliance.boot.tracking import run_exporter
 from appliance.config import BoxConfig, load_resolved
 from appliance.invitation import InvitationError, prepare
 from appliance.paths import BoxPaths, UnsafeFolder, write_secret
@@ -187,9 +187,9 @@ class Box:
         for process in (self._controller, self._gateway):
             self._background.keep_every(f"pulse of the {process.name}", process.look, LOOK_EVERY_S)
         self._background.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
-        if self._config.tracking.is_on:
-            exporter = partial(run_exporter, self._config.tracking, self._paths, self._environment)
-            self._background.keep("tracking", exporter)
+        for tracker in self._config.tracking.trackers:
+            exporter = partial(run_exporter, tracker, self._config.tracking, self._paths, self._environment)
+            self._background.keep(f"tracking: {tracker}", exporter)
 
     async def end(self) -> str:
         """Stop everything in order and give shared memory back. Returns what went wrong, "" if nothing did."""
@@ -251,8 +251,7 @@ class Box:
             return await ray_head.start_process(arguments, output, self._environment)
 
     async def _tell_troubles(self) -> None:
-        of_tracking = read_troubles(status_file(self._paths)) if self._config.tracking.is_on else []
-        self._state.troubles([*self._background.degraded(), *of_tracking])
+        self._state.troubles(self._background.degraded())
         for process in (self._ray, self._controller, self._gateway):
             if process.failures >= HOPELESS:
                 self.hopeless = f"the box ended: {process.name} failed {HOPELESS} times without a steady run"
