@@ -17,20 +17,19 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openai
 
 from appliance.demo.load_generator import Load
-from appliance.demo.main import REAL, DemoBox
+from appliance.demo.main import HYPERPARAMETERS, MODEL, DemoBox
 from runtime.devices.kinds import present
 
 MB = 1e6
 DEMO_DATA = Path(__file__).resolve().parents[2] / "appliance" / "demo_data"
 PARTS = ("modes", "full", "swap", "kill", "methods")
-FULL = {"full": True, "batch_size": 8, "learning_rate_multiplier": 1, "publish": "epoch"}
+FULL = {"n_epochs": 2, "full": True, "batch_size": 8, "learning_rate_multiplier": 1, "publish": "epoch"}
 
 
 def main() -> int:
@@ -42,11 +41,11 @@ def main() -> int:
     options = parser.parse_args()
     run = Run(DemoBox(options.data_dir))
     parts = {
-        "modes": lambda: run.modes(REAL.model),
+        "modes": lambda: run.modes(MODEL),
         "full": run.full,
         "swap": lambda: run.swap(run.full_model),
-        "kill": lambda: run.kill(REAL.model),
-        "methods": lambda: run.methods(REAL.model),
+        "kill": lambda: run.kill(MODEL),
+        "methods": lambda: run.methods(MODEL),
     }
     failed = []
     try:
@@ -102,22 +101,17 @@ class Run:
 
     def start(self, model: str) -> None:
         self.holders("before anything")
-        named = () if model == REAL.model else ("--name", REAL.model)
-        if REAL.model not in [known.id for known in self.box.client.models.list()]:
+        named = () if model == MODEL else ("--name", MODEL)
+        if MODEL not in [known.id for known in self.box.client.models.list()]:
             self.timed("import", lambda: self.box.admin("model", "import", model, *named))
-        answer = self.timed("first answer of a model that was never started", lambda: self._capital(REAL.model))
+        answer = self.timed("first answer of a model that was never started", lambda: self._capital(MODEL))
         self.say("the answer", answer)
-        self.timed("an answer of an engine that is awake", lambda: self._capital(REAL.model))
+        self.timed("an answer of an engine that is awake", lambda: self._capital(MODEL))
         self.holders("with an engine")
 
-    def _begun(self, lesson: Any, epochs: int, **changes: Any) -> Any:
-        rows = (DEMO_DATA / lesson.file).read_bytes().split(b"\n")[: lesson.examples]
-        file = self.box.client.files.create(file=(lesson.file, b"\n".join(rows)), purpose="fine-tune")
-        return self.box.train(lesson, file.id, n_epochs=epochs, **changes)
-
-    def train(self, name: str, lesson: Any, epochs: int, changes: dict[str, Any]) -> str:
+    def train(self, name: str, file: str, hyperparameters: dict[str, Any]) -> str:
         client = self.box.client
-        job = self._begun(lesson, epochs, **changes)
+        job = self.box.train(file, hyperparameters)
         began_s = time.monotonic()
         while (job := client.fine_tuning.jobs.retrieve(job.id)).status not in ("succeeded", "failed", "cancelled"):
             time.sleep(0.2)
@@ -140,8 +134,7 @@ class Run:
         self.say(f"{name}: losses", losses[:: max(1, len(losses) // 8)])
 
     def full(self) -> None:
-        lesson = replace(REAL, file="gsm8k_train.jsonl", examples=600, hyperparameters={})
-        self.full_model = self.train("full", lesson, 2, FULL)
+        self.full_model = self.train("full", self.box.upload("gsm8k_train.jsonl", 600), FULL)
 
     def swap(self, tuned: str) -> None:
         """Versions of a fully trained model change in place while streams flow."""
@@ -157,7 +150,7 @@ class Run:
         self.holders("with two engines")
 
     def modes(self, tuned: str) -> None:
-        job = self._begun(REAL, 50)
+        job = self.box.train(self.box.upload("identity.jsonl"), HYPERPARAMETERS | {"n_epochs": 50})
         self.box.admin("mode", "set", "serve", "--wait")
         with Load(self.box.url, self.box.key, tuned) as load:
             _wait(lambda: load.finished >= 4)
@@ -236,7 +229,7 @@ class Run:
         return [{name: step[name] for name in names} for handover in told for step in handover["steps"]]
 
     def _capital(self, model: str) -> str:
-        return self.box.chat(model, "What is the capital of France?")
+        return self.box.ask(model, "What is the capital of France?")
 
     def _report(self, name: str, load: Load) -> None:
         told = load.report()
