@@ -135,11 +135,12 @@ def _mail(settings: AlertSettings, message: Message, box: str) -> None:
 
 def main() -> int:
     config = BoxConfig.model_validate_json(sys.stdin.read())
-    box = config.box.public_url or config.url
     failed = []
     for channel in channels(config.alerts):
         try:
-            send(config.alerts, channel, Message("test", "test", "This is a test. Nothing is wrong."), box)
+            send(
+                config.alerts, channel, Message("test", "test", "This is a test. Nothing is wrong."), config.public_url
+            )
         except Undelivered as error:
             failed.append(str(error))
     print("; ".join(failed), file=sys.stderr)

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from appliance import DEFAULT_DATA_DIR, DEFAULT_PORT
-from appliance.controller.interfaces.config import ControllerConfig, PublicUrl
+from appliance.controller.interfaces.config import ControllerConfig, PublicUrl, is_secure
 from appliance.gateway.core.config import GatewayConfig, HoldLimits, Limits
 from appliance.gateway.core.errors import ConfigInvalid
 from scheduler.core.config import SchedulerConfig
@@ -63,7 +63,7 @@ class BoxSettings(_Section):
     public_url: PublicUrl = Field(
         "",
         description="URL of the box as browsers see it, such as `https://box.example.org`: links to its page begin "
-        "with it, and logins come back there; unset: `box_url` of `[controller.oidc]`, else host and port",
+        "with it, and logins come back there (`PUBLIC_URL/ui`); unset: host and port",
     )
     devices: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
@@ -226,6 +226,20 @@ class BoxConfig(_Section):
     power: PowerSettings = Field(default_factory=PowerSettings)
     alerts: AlertSettings = Field(default_factory=AlertSettings)
 
+    @model_validator(mode="after")
+    def _logins_come_back(self) -> BoxConfig:
+        if self.controller.oidc.issuer and not is_secure(self.box.public_url):
+            raise ValueError(
+                f"box.public_url is {self.box.public_url!r}, to which logins of [controller.oidc] come back: expected "
+                "a URL that begins with https://"
+            )
+        return self
+
+    @property
+    def public_url(self) -> str:
+        """URL of the box as browsers see it."""
+        return self.box.public_url or self.url
+
     @property
     def scheme(self) -> str:
         """The scheme of the endpoint's URLs. A client that used the other one would send its key in clear."""
@@ -298,7 +312,6 @@ def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
             if not isinstance(keys, dict):
                 raise ConfigError(f"{layer.source}: {section} is {keys!r}; expected a section, [{section}]")
         table = _merged(table, layer.table)
-    table = _with_public_url(table)
     try:
         config = BoxConfig.model_validate(table)
     except ValidationError as error:
@@ -324,17 +337,6 @@ def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
     return config.model_copy(update={"gateway": gateway, "box": config.box.model_copy(update={"data_dir": data_dir})})
 
 
-def _with_public_url(table: Table) -> Table:
-    """The URL that browsers know is one, whichever of its two keys is set."""
-    box, controller = table.get("box", {}), table.get("controller", {})
-    oidc = controller.get("oidc", {})
-    if not isinstance(oidc, dict):
-        return table
-    known = box.get("public_url") or oidc.get("box_url") or ""
-    both = {"box": {"public_url": known}, "controller": {"oidc": {"box_url": oidc.get("box_url") or known}}}
-    return _merged(table, both) if known else table
-
-
 def _merged(below: Table, above: Table) -> Table:
     both = dict(below)
     for key, value in above.items():
@@ -356,7 +358,8 @@ def _message(errors: list[Any], layers: list[_Layer]) -> str:
         return f"{layer.source}: unknown key {name}{guess} (known there: {', '.join(known)})"
     expected = " or ".join(dict.fromkeys(_expected(e) for e in errors if _place(e, layers) == location))
     if isinstance(error["input"], dict):  # settings that do not fit each other, maybe of several sources
-        return f"the configuration: [{'.'.join(location)}]: {expected}"
+        section = f"[{'.'.join(location)}]: " if location else ""
+        return f"the configuration: {section}{expected}"
     return f"{layer.source}: {name} is {error['input']!r}: {expected}"
 
 
