@@ -115,7 +115,9 @@ def _devices(config: BoxConfig, runs: bool) -> Iterator[Finding]:
     if kind.locks_pages:
         locked = _hard_limit(resource.RLIMIT_MEMLOCK)
         remedy = "LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1: copies to the devices are slower without"
-        yield _judged("locked memory", locked is None, gb(locked or 0), "unlimited", remedy)
+        yield _judged(
+            "locked memory", locked is None, "unlimited" if locked is None else gb(locked), "unlimited", remedy
+        )
     if not runs and watch is not None:
         foreign, remedy = "; ".join(foreign_use(devices)), "end them: engines and ranks will not find what they hold"
         yield _judged("others' programs", not foreign, foreign or "none on the devices", "none", remedy)
@@ -140,9 +142,7 @@ def _device(reading: Reading) -> Finding:
 def _memory() -> Iterator[Finding]:
     memory, shm = read_memory(), shutil.disk_usage(SHM_MOUNT)
     available = f"{gb(memory.available)} of {gb(memory.total)} ({memory.where})"
-    remedy = (
-        "`ps -eo pid,rss,comm --sort=-rss | head` names who has it: end what is not the box's, or give it less to do"
-    )
+    remedy = "`ps -eo pid,rss,comm --sort=-rss | head` names who has it: end what is not the box's"
     yield _judged("memory available", memory.available >= memory.total // 20, available, "a twentieth of it", remedy)
     remedy = "engines that are swapped out answer late: `swapoff -a`, with enough memory free"
     yield _judged("swap", memory.swap_used < 2**30, f"{gb(memory.swap_used)} in use", "less than 1 GB", remedy)
@@ -165,9 +165,7 @@ def _disk(folder: Path) -> Iterator[Finding]:
     mounts = [one for one in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(one.mountpoint)]
     kind = max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else ""
     is_local = not kind.startswith(REMOTE_FILE_SYSTEMS) if kind else None
-    remedy = (
-        "put the data directory, and its database, on a local disk; copy it away with `appliance backup make PLACE`"
-    )
+    remedy = "put the data directory on a local disk; copy it away with `appliance backup make PLACE`"
     yield _judged("file system", is_local, kind, "one of this machine", remedy, "fail")
     slow_s = _slow_sync_s(folder)
     found = "" if slow_s is None else f"{slow_s * 1e3:.1f} ms, the slowest but one of {SYNCS}"

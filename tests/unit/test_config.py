@@ -107,7 +107,7 @@ def test_the_hub_of_other_tools_counts_where_nothing_else_names_one(tmp_path):
             {},
             "box.toml: observability.otlp_endpoint is 'https://***@collector",
         ),
-        ("", {"HF_ENDPOINT": "https://me:secret@hub"}, "HUB_ENDPOINT is 'https://***@hub"),
+        ("", {"HF_ENDPOINT": "https://me:secret@hub"}, "HF_ENDPOINT is 'https://***@hub"),
         (
             "[weights.remote]\nurl = '/m'\nendpoint = 'https://k:s@minio'",
             {},
