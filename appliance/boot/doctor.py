@@ -207,10 +207,7 @@ def _machine(config: BoxConfig, runs: bool) -> Iterator[Finding]:
     cert, key = config.gateway.tls_cert_path, config.gateway.tls_key_path
     if cert is None or key is None:
         return
-    wanted, remedy = (
-        "a chain for more than 14 days",
-        "replace the files that [gateway] tls_cert_path and tls_key_path name",
-    )
+    wanted, remedy = "more than 14 days", "replace the files that [gateway] tls_cert_path and tls_key_path name"
     try:
         left_s = Certificate(cert, key).expires_s - time.time()
     except ConfigInvalid as error:

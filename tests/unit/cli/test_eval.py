@@ -52,6 +52,18 @@ def test_models_are_asked_a_suite_and_shown_side_by_side(box: ControlledBox, tmp
     assert "sums" in box.run("eval", "list").stdout
 
 
+def test_run_wait_follows_its_own_runs_whatever_else_the_evaluation_has(prepared, tmp_path: Path):
+    counts = {"total": 1, "passed": 0, "failed": 1, "errored": 0}
+    run = {"id": "r", "model": "m", "status": "failed", "error": {"message": "no engine"}, "result_counts": counts}
+    prepared.prepare("POST", "/v1/files", (200, {"id": "file-1"}))
+    prepared.prepare("POST", "/v1/evals", (200, {"id": "e"}))
+    prepared.prepare("POST", "/v1/evals/e/runs", (200, run))
+    prepared.prepare("GET", "/v1/evals/e/runs/r", (200, run))
+    prepared.prepare("GET", "/v1/evals/e/runs", (200, {"data": [], "has_more": False}))
+    done = prepared.run("eval", "run", "m", *written(tmp_path, "4"), "--wait")
+    assert done.exit_code == 1 and "r of m is failed: no engine" in done.stderr
+
+
 def test_what_a_run_waits_for_is_shown(box: ControlledBox, tmp_path: Path):
     box.context.asking.rows.places = 0
     made = box.json("eval", "run", "starter", *written(tmp_path, "4"))
