@@ -91,19 +91,6 @@ def test_bad_suites_and_graders_are_named(box: ControlledBox, tmp_path: Path):
     assert unknown.exit_code == 3 and "absent" in unknown.output
 
 
-def test_eval_run_fails_for_its_own_runs_alone(prepared, tmp_path: Path):
-    counts = {"total": 1, "passed": 1, "failed": 0, "errored": 0}
-    runs = [
-        {"id": run, "model": "m", "status": status, "result_counts": counts, "per_testing_criteria_results": []}
-        for run, status in (("evalrun_2", "completed"), ("evalrun_1", "failed"))
-    ]
-    prepared.prepare("POST", "/v1/files", (200, {"id": "file-1"}))
-    prepared.prepare("POST", "/v1/evals/eval_1/runs", (200, {"id": "evalrun_2"}))
-    prepared.prepare("GET", "/v1/evals/eval_1/runs", (200, {"data": runs}))
-    done = prepared.run("eval", "run", "m", *written(tmp_path, "4")[:2], "--eval", "eval_1", "--wait")
-    assert done.exit_code == 0, done.stderr
-
-
 @pytest.mark.parametrize(
     "passed, judged, low, high", [(0, 0, 0, 1), (0, 10, 0, 0.2775), (75, 100, 0.6569, 0.8246), (10, 10, 0.7225, 1)]
 )
