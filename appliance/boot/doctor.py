@@ -26,7 +26,8 @@ import psutil
 
 from appliance.backup import read_last
 from appliance.boot import endpoint
-from appliance.boot.box_state import read_end, read_troubles
+from appliance.boot.box_state import read_troubles
+from appliance.cli.locate import BoxFile
 from appliance.config import BoxConfig, load_resolved
 from appliance.gateway.core.errors import ConfigInvalid
 from appliance.gateway.server.certificates import SAID_BEFORE_S, Certificate
@@ -222,7 +223,7 @@ def _box(state_file: Path, runs: bool) -> Iterator[Finding]:
         troubles = "; ".join(f"{one['name']}: {one['why']}" for one in read_troubles(state_file))
         remedy = "`appliance status` says since when; the logs in `logs` of the data directory have the traceback"
         yield _judged("box", not troubles, troubles or "runs", "nothing degraded", remedy)
-    elif ended := read_end(state_file):
+    elif ended := BoxFile.read(state_file.parent).fault:
         remedy = "`appliance up --detach` goes on where it was; logs/main.log and logs/controller.log say what happened"
         yield Finding("box", "warn", f"does not run: {ended}", "runs, or ended in order", remedy)
     else:

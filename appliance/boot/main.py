@@ -182,8 +182,8 @@ class Box:
         self._say("starting the gateway")
         await self._gateway.begin()
         await self._wait_for(self._gateway)
-        self._state.update(state="ready", message="ready")
-        self._announce(has_first_key)
+        file = str(self._paths.first_key) if has_first_key else None
+        self._state.update(state="ready", message="ready", first_key_file=file)
         for process in (self._controller, self._gateway):
             self._background.keep_every(f"pulse of the {process.name}", process.look, LOOK_EVERY_S)
         self._background.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
@@ -279,11 +279,6 @@ class Box:
                 log_path = self._paths.logs / f"{process.name}.log"
                 raise BoxError(f"the {process.name} {why}; {log_path} ends with:\n{tail(log_path)}")
             await asyncio.sleep(0.05)
-
-    def _announce(self, has_first_key: bool) -> None:
-        file = str(self._paths.first_key) if has_first_key else None
-        ready = {"state": "ready", "url": f"{local_url(self._config)}/v1", "first_key_file": file}
-        print(json.dumps(ready), flush=True)
 
     def _say(self, message: str) -> None:
         self._state.update(message=message)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
 import stat
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from contextlib import nullcontext
 from functools import partial
@@ -65,7 +65,7 @@ def up(session: Session, args: Namespace) -> None:
     for one in () if args.detach else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(one, forward)
     try:
-        announced = _announced(process, folder, args.detach)
+        box = _started(process, folder, args.detach)
     except KeyboardInterrupt:
         process.terminate()
         process.wait()
@@ -74,10 +74,11 @@ def up(session: Session, args: Namespace) -> None:
         if came:
             raise Said(130) from error
         raise
-    file = announced["first_key_file"]
+    file = box.fields.get("first_key_file")
     # For a person at a terminal. Anything else that reads what we print may be a journal, which would keep the key.
     first_key = Path(file).read_text().strip() if file and sys.stdout.isatty() else None
-    answer = {"url": announced["url"], "data_dir": str(folder), "first_key": first_key, "first_key_file": file}
+    url = f"{box.fields['url']}/v1"
+    answer = {"url": url, "data_dir": str(folder), "first_key": first_key, "first_key_file": file}
     session.show(answer, lambda shown: _ready(shown, args.detach))
     if not args.detach and (code := process.wait()) != 0:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -121,7 +122,7 @@ def _start(config_json: str, data_dir: Path, detach: bool) -> subprocess.Popen[b
             python("appliance.boot.main", "up", "--config", str(paths.config_file)),
             cwd=data_dir,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=log,
             stderr=log,
             start_new_session=True,
             preexec_fn=None if detach else partial(die_with_parent, os.getpid(), signal.SIGTERM),
@@ -131,22 +132,17 @@ def _start(config_json: str, data_dir: Path, detach: bool) -> subprocess.Popen[b
             os.close(log)
 
 
-def _announced(process: subprocess.Popen[bytes], data_dir: Path, detach: bool) -> dict[str, Any]:
-    """What the process announces once it is ready: {"url", "first_key_file"}. Raises CommandFailed or Conflict if it
-    ends."""
-    assert process.stdout
+def _started(process: subprocess.Popen[bytes], data_dir: Path, detach: bool) -> BoxFile:
+    """The box once it is ready. Raises CommandFailed or Conflict if the process ends before."""
     with output.progress("starting the box") if detach else nullcontext(lambda _: None) as meter:
-        buffer = b""
-        while b"\n" not in buffer:
-            if select.select([process.stdout], [], [], _LOOK_EVERY_S)[0]:
-                piece = os.read(process.stdout.fileno(), 65536)
-                if not piece:
-                    raise _why_ended(process.wait(), data_dir, detach)
-                buffer += piece
-            state = BoxFile.read(data_dir)
-            if state.fields.get("pid") == process.pid:
-                meter(state.message or None)
-    return json.loads(buffer.partition(b"\n")[0])
+        while (code := process.poll()) is None:
+            box = BoxFile.read(data_dir)
+            if box.fields.get("pid") == process.pid:
+                if box.state == "ready":
+                    return box
+                meter(box.message or None)
+            time.sleep(_LOOK_EVERY_S)
+    raise _why_ended(code, data_dir, detach)
 
 
 def _why_ended(code: int, data_dir: Path, detach: bool) -> CommandFailed | Conflict:

@@ -6,7 +6,6 @@ A local file is checked here, in a process of its own, and needs no box; the box
 from __future__ import annotations
 
 import base64
-import io
 import re
 import subprocess
 import sys
@@ -122,12 +121,10 @@ def get(session: Session, args: Namespace) -> None:
 def _download(session: Session, file: dict[str, Any], out: BinaryIO) -> int:
     """Copies a file's content to `out`; returns how many bytes. A job's table, which OpenAI keeps in base64, becomes
     CSV again."""
-    where = f"{file_path(file['id'])}/content"
+    parts = session.client.parts(f"{file_path(file['id'])}/content")
     if file.get("purpose") != "fine-tune-results":
-        return session.client.download(where, out)
-    table = io.BytesIO()
-    session.client.download(where, table)
-    return out.write(base64.b64decode(table.getvalue()))
+        return sum(map(out.write, parts))
+    return out.write(base64.b64decode(b"".join(parts)))
 
 
 def _errors(answer: dict[str, Any]) -> str:

@@ -36,7 +36,6 @@ def export(session: Session, args: Namespace) -> None:
     """Download a model in the layout of Hugging Face, each file compared with its checksum.
 
     transformers, peft and vLLM load the directory as it is. `NAME@VERSION` and a checkpoint's name mean that version.
-    A connection that breaks is resumed.
 
     Examples:
       appliance model export ft:smollm2-135m:local:sums:a1b2c3d4 --to ./sums

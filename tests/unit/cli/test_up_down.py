@@ -19,7 +19,7 @@ from appliance.cli.commands import box as up
 from tests.unit.cli.conftest import run, write_box_file
 
 PYTHON = sys.executable  # before a fixture replaces it
-# Called as `python -m appliance.boot.main up --config FILE`, like the real one, whose announcement and box.json it
+# Called as `python -m appliance.boot.main up --config FILE`, like the real one, whose box.json it
 # writes. What it does is told by a file `script.json` in the data directory.
 STAND_IN = """\
 import json, os, signal, sys, time
@@ -39,8 +39,8 @@ print("12:00:00 starting Ray", file=sys.stderr, flush=True)
 if "exit" in script:
     sys.exit(script["exit"])
 url = f"http://127.0.0.1:{config['box']['port']}"
-write(state="ready", pid=os.getpid(), message="ready", url=url, cwd=os.getcwd(), config=config)
-print(json.dumps({"state": "ready", "url": url + "/v1", "first_key_file": script.get("key_file")}), flush=True)
+ready = {"state": "ready", "message": "ready", "url": url, "first_key_file": script.get("key_file")}
+write(**ready, pid=os.getpid(), cwd=os.getcwd(), config=config)
 time.sleep(60)
 """
 
