@@ -29,6 +29,9 @@ from appliance.boot import endpoint, ray_head
 from appliance.boot.box_state import BoxState
 from appliance.boot.supervised_process import LOOK_EVERY_S, Probe, Supervised, clear_leftovers, locked, own_files_only
 from appliance.boot.tracking import run_exporter
+from appliance.cli.command import Session
+from appliance.cli.commands.box import show_ready
+from appliance.cli.locate import BoxFile
 from appliance.config import BoxConfig, load_resolved
 from appliance.invitation import InvitationError, prepare
 from appliance.paths import BoxPaths, UnsafeFolder, write_secret
@@ -61,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="appliance.boot.main", description=__doc__)
     parser.add_argument("command", choices=["up"])
     parser.add_argument("--config", required=True, type=Path, help="the resolved configuration, JSON")
+    parser.add_argument("--show", choices=["table", "json"], help="print in this form where the ready box answers")
     options = parser.parse_args(argv)
     config = load_resolved(options.config)
     paths = BoxPaths.of(Path(config.box.data_dir))
@@ -70,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         paths.create()
         with locked(paths):
-            return asyncio.run(_run(config, paths, state))
+            return asyncio.run(_run(config, paths, state, options.show))
     except BlockingIOError:
         log.error("a box already runs on %s; `appliance down` stops it", paths.data_dir)
         return 5
@@ -80,10 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
+async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState, show: str | None) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, lambda: _ask_to_stop(stop, state))
 
     state.begin(pid=os.getpid(), url=local_url(config), controller_socket=str(paths.controller_socket))
@@ -95,6 +99,8 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
+            if show:
+                show_ready(Session(None, show == "json"), BoxFile.read(paths.data_dir), detached=False)
             await stopping
         else:
             starting.cancel()
