@@ -3,9 +3,8 @@ not."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.cli import output
 from appliance.cli.command import Session, command
 from appliance.cli.errors import CommandFailed, Said
-from appliance.cli.locate import BoxFile, python, resolved
+from appliance.cli.locate import BoxFile, resolved
 from appliance.cli.options import CONFIG, flag, number, opt
 from appliance.paths import BoxPaths
 
@@ -71,23 +70,27 @@ def doctor(session: Session, args: Namespace) -> None:
     if args.send_test:
         _send_test(session, settings)
         return
-    line = python("appliance.boot.doctor", "--config", "/dev/stdin", *(["--runs"] if runs else []))
-    done = subprocess.run(line, input=settings.model_dump_json(), capture_output=True, text=True)
-    if done.returncode != 0:
-        raise CommandFailed(f"the doctor did not end: {done.stderr.strip()[-300:]}")
-    answer = json.loads(done.stdout)
-    shown = [one for one in answer["data"] if args.all or one["state"] in ("warn", "fail")]
+    from appliance.boot.doctor import exit_code, findings
+
+    found = findings(settings, runs=runs)
+    code, rows = exit_code(found), [asdict(one) for one in found]
+    shown = [one for one in rows if args.all or one["state"] in ("warn", "fail")]
     columns = "state check found wanted do=remedy"
+    answer = {"exit_code": code, "at_s": time.time(), "data": rows}
     session.show(answer, lambda _: output.listing(columns, shown, empty="nothing is wrong"))
-    raise Said(answer["exit_code"])
+    raise Said(code)
 
 
 def _send_test(session: Session, settings: BoxConfig) -> None:
     if not settings.alerts.is_on:
         raise CommandFailed("[alerts] names no receiver: set webhook or email in appliance.toml (docs/operations.md)")
-    done = subprocess.run(python("appliance.alerts"), input=settings.model_dump_json(), capture_output=True, text=True)
-    if done.returncode:
-        raise CommandFailed(f"not delivered: {(done.stderr.strip() or 'no reason').splitlines()[-1]}")
+    from appliance.alerts import Message, Undelivered, channels, send
+
+    try:
+        for channel in channels(settings.alerts):
+            send(settings.alerts, channel, Message("test", "test", "This is a test."), settings.public_url)
+    except Undelivered as error:
+        raise CommandFailed(f"not delivered: {error}") from error
     receivers = [*filter(None, [settings.alerts.webhook]), *settings.alerts.email]
     session.show({"sent_to": receivers}, lambda _: f"sent to {', '.join(receivers)}")
 
