@@ -6,7 +6,6 @@ what clients saw, and what it means.
 
 from __future__ import annotations
 
-import argparse
 import importlib.resources
 import json
 import os
@@ -17,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
-from appliance.cli.locate import data_dir_option
 from appliance.demo.load_generator import Load
 
 MODEL, QUESTION = "smollm2-135m", "Which team developed you?"
@@ -42,24 +39,13 @@ STEPS = {
 console = Console(highlight=False)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
-    parser.add_argument("--data-dir", default=".demo", help="the demo box's data directory (default: .demo)")
-    parser.add_argument("--keep", action="store_true", help="leave the box running at the end")
-    options = parser.parse_args(argv)
+def main(data_dir: str = ".demo") -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the box outlives a demo that is ended
-    box, is_good = DemoBox(Path(options.data_dir).resolve()), False
+    box = DemoBox(Path(data_dir).resolve())
     try:
-        is_good = run(box)
-    except KeyboardInterrupt:
-        console.print("\nstopped by hand")
-        options.keep = False
+        return 0 if run(box) else 1
     finally:
-        if options.keep:
-            console.print(f"The box stays up at {box.url}; `appliance down{data_dir_option(box.data_dir)}` ends it.")
-        else:
-            box.appliance("down", check=False)
-    return 0 if is_good else 1
+        box.appliance("down", check=False)
 
 
 def run(box: DemoBox) -> bool:
@@ -190,4 +176,4 @@ def headline(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))
