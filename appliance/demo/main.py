@@ -134,10 +134,10 @@ class DemoBox:
         answer = self.client.chat.completions.create(model=model, messages=messages, max_tokens=64, temperature=0)
         return answer.choices[0].message.content or ""
 
-    def upload(self, name: str, examples: int | None = None) -> str:
-        """The id of a file of demo_data, with its first `examples`."""
-        rows = (importlib.resources.files("appliance") / "demo_data" / name).read_bytes().split(b"\n")[:examples]
-        return self.client.files.create(file=(name, b"\n".join(rows)), purpose="fine-tune").id
+    def upload(self, name: str) -> str:
+        """The id of a file of demo_data."""
+        content = (importlib.resources.files("appliance") / "demo_data" / name).read_bytes()
+        return self.client.files.create(file=(name, content), purpose="fine-tune").id
 
     def train(self, file: str, hyperparameters: dict[str, Any]) -> Any:
         method: Any = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}

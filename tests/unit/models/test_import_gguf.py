@@ -85,7 +85,7 @@ def test_the_scaled_rotary_embedding_of_llama_3_is_kept(tmp_path, capsys):
         convert._convert(other, tmp_path / "other")
 
 
-def test_a_file_and_a_directory_with_one_are_imported_and_what_is_beside_it_is_not_read(library, tmp_path):
+def test_import_of_gguf_reads_nothing_beside_the_file(library, tmp_path):
     """But how to sample. A tokenizer_config.json beside it made transformers ask whether to run its code."""
     folder = tmp_path / "some-model-GGUF"
     folder.mkdir()
