@@ -44,6 +44,8 @@ def main(data_dir: str = ".demo") -> int:
     box = DemoBox(Path(data_dir).resolve())
     try:
         return 0 if run(box) else 1
+    except KeyboardInterrupt:
+        return 130
     finally:
         box.appliance("down", check=False)
 
