@@ -3,8 +3,9 @@ not."""
 
 from __future__ import annotations
 
+import json
 import os
-import time
+import subprocess
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.cli import output
 from appliance.cli.command import Session, command
 from appliance.cli.errors import CommandFailed, Said
-from appliance.cli.locate import BoxFile, resolved
+from appliance.cli.locate import BoxFile, python, resolved
 from appliance.cli.options import CONFIG, flag, number, opt
 from appliance.paths import BoxPaths
 
@@ -70,15 +71,15 @@ def doctor(session: Session, args: Namespace) -> None:
     if args.send_test:
         _send_test(session, settings)
         return
-    from appliance.boot.doctor import exit_code, findings
-
-    found = findings(settings, runs=runs)
-    code, rows = exit_code(found), [asdict(one) for one in found]
-    shown = [one for one in rows if args.all or one["state"] in ("warn", "fail")]
+    line = python("appliance.boot.doctor", "--config", "/dev/stdin", *(["--runs"] if runs else []))
+    done = subprocess.run(line, input=settings.model_dump_json(), capture_output=True, text=True)
+    if done.returncode != 0:
+        raise CommandFailed(f"the doctor did not end: {done.stderr.strip()[-300:]}")
+    answer = json.loads(done.stdout)
+    shown = [one for one in answer["data"] if args.all or one["state"] in ("warn", "fail")]
     columns = "state check found wanted do=remedy"
-    answer = {"exit_code": code, "at_s": time.time(), "data": rows}
     session.show(answer, lambda _: output.listing(columns, shown, empty="nothing is wrong"))
-    raise Said(code)
+    raise Said(answer["exit_code"])
 
 
 def _send_test(session: Session, settings: BoxConfig) -> None:
