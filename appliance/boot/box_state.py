@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +21,10 @@ class BoxState:
         self._path = path
         self._fields: dict[str, Any] = {}
 
-    def begin(self, **fields: Any) -> None:
-        self._fields = {"state": "starting", "message": "", "started_s": time.time(), **fields}
-        self._write()
-
     def update(self, **fields: Any) -> None:
-        self._fields.update(fields)
-        self._write()
-
-    def end(self, message: str) -> None:
-        """`message` says what went wrong, "" if nothing did."""
-        self._fields = {"state": "stopped", "message": message, "pid": None}
-        self._write()
-
-    def troubles(self, found: list[dict[str, Any]]) -> None:
-        if found != self._fields.get("troubles", []):
-            self.update(troubles=found)
-
-    def _write(self) -> None:
+        if (changed := {**self._fields, **fields}) == self._fields:
+            return
+        self._fields = changed
         try:
             replace_file(self._path, json.dumps(self._fields).encode())
         except OSError as error:

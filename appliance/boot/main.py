@@ -90,7 +90,8 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState, show: str | 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, lambda: _ask_to_stop(stop, state))
 
-    state.begin(pid=os.getpid(), url=local_url(config), controller_socket=str(paths.controller_socket))
+    known = {"pid": os.getpid(), "url": local_url(config), "controller_socket": str(paths.controller_socket)}
+    state.update(state="starting", message="", started_s=time.time(), **known)
     box = Box(config, paths, state, stop.set)
     fault = ""
     try:
@@ -107,7 +108,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState, show: str | 
             await asyncio.gather(starting, return_exceptions=True)
     finally:
         fault = await box.end() or box.hopeless
-        state.end(fault)
+        state.update(state="stopped", message=fault, pid=None)
     return 1 if fault else 0
 
 
@@ -257,7 +258,7 @@ class Box:
             return await ray_head.start_process(arguments, output, self._environment)
 
     async def _tell_troubles(self) -> None:
-        self._state.troubles(self._background.degraded())
+        self._state.update(troubles=self._background.degraded())
         for process in (self._ray, self._controller, self._gateway):
             if process.failures >= HOPELESS:
                 self.hopeless = f"the box ended: {process.name} failed {HOPELESS} times without a steady run"
