@@ -252,7 +252,7 @@ class BoxConfig(_Section):
 
 
 Table = dict[str, Any]
-Location = tuple[str, ...]
+Key = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,8 +293,8 @@ def load_resolved(path: Path) -> BoxConfig:
     return _checked(_flat(json.loads(path.read_text()), str(path)), Path.cwd())
 
 
-def _flat(table: Table, source: str, at: Location = ()) -> dict[Location, _Given]:
-    found: dict[Location, _Given] = {}
+def _flat(table: Table, source: str, at: Key = ()) -> dict[Key, _Given]:
+    found: dict[Key, _Given] = {}
     for key, value in table.items():
         place = (*at, key)
         if value and isinstance(value, dict):
@@ -306,10 +306,10 @@ def _flat(table: Table, source: str, at: Location = ()) -> dict[Location, _Given
     return found
 
 
-def _nested(given: Mapping[Location, _Given]) -> Table:
+def _nested(given: Mapping[Key, _Given]) -> Table:
     table: Table = {}
-    for (*sections, key), one in given.items():
-        place = table
+    for keys, one in given.items():
+        (*sections, key), place = keys, table
         for section in sections:
             place = place.setdefault(section, {})
             if not isinstance(place, dict):
@@ -321,7 +321,7 @@ def _nested(given: Mapping[Location, _Given]) -> Table:
     return table
 
 
-def _checked(given: Mapping[Location, _Given], folder: Path) -> BoxConfig:
+def _checked(given: Mapping[Key, _Given], folder: Path) -> BoxConfig:
     """`folder`: relative paths of certificates are meant from there."""
     try:
         config = BoxConfig.model_validate(_nested(given))
@@ -348,10 +348,10 @@ def _checked(given: Mapping[Location, _Given], folder: Path) -> BoxConfig:
     return config.model_copy(update={"gateway": gateway, "box": config.box.model_copy(update={"data_dir": data_dir})})
 
 
-def _message(errors: list[Any], given: Mapping[Location, _Given]) -> str:
+def _message(errors: list[Any], given: Mapping[Key, _Given]) -> str:
     """What is wrong with the first key at fault, and where it comes from."""
 
-    def place(error: Any) -> Location:
+    def place(error: Any) -> Key:
         location = tuple(map(str, error["loc"]))
         # pydantic adds the branch of a union behind the key ("devices", "int"); no source has such a key.
         while not any(key[: len(location)] == location for key in given):
@@ -403,9 +403,9 @@ def _toml(path: Path) -> Table:
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
-def _environment(environ: Mapping[str, str]) -> dict[Location, _Given]:
+def _environment(environ: Mapping[str, str]) -> dict[Key, _Given]:
     """Settings among the variables, as text; pydantic makes numbers of them. Empty ones count as not set."""
-    found: dict[Location, _Given] = {}
+    found: dict[Key, _Given] = {}
     for variable, text in environ.items():
         name = variable.removeprefix(_PREFIX)
         if name == variable or name in _NO_SETTINGS or not text:
