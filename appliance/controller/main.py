@@ -235,7 +235,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
             "id": paths.box_id,
             "version": importlib.metadata.version("appliance"),
             "url": f"{config.url}/v1",
-            "public_url": config.box.public_url or config.url,
+            "public_url": config.public_url,
             "data_dir": str(paths.data_dir),
         },
         background=background,

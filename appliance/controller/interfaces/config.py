@@ -72,6 +72,11 @@ PublicUrl = Annotated[str, AfterValidator(_public)]
 """The URL of the box as browsers see it, without a slash at its end: paths are put behind it."""
 
 
+def is_secure(url: str) -> bool:
+    """Whether nobody on the way can read what is sent there: TLS, or this machine."""
+    return url.startswith(("https://", "http://127.0.0.1", "http://localhost"))
+
+
 class OidcSettings(BaseModel):
     """Logins of the page by an OpenID provider (docs/ui.md). Unset `issuer`: there are none."""
 
@@ -82,8 +87,6 @@ class OidcSettings(BaseModel):
     client_id: str = ""
     client_secret_path: str | None = None
     """A file with the secret, for a provider that gives this box one."""
-    box_url: PublicUrl = ""
-    """`public_url` of `[box]` unless it is set here; the provider has to allow the return to `BOX_URL/ui`."""
     name: str = "single sign-on"
     """What the page calls it."""
     scopes: list[str] = ["openid", "profile", "email"]
@@ -100,10 +103,8 @@ class OidcSettings(BaseModel):
     def _whole(self) -> OidcSettings:
         if not self.issuer:
             return self
-        for name, url in (("issuer", self.issuer), ("box_url", self.box_url)):
-            here = url.startswith(("http://127.0.0.1", "http://localhost"))
-            if not url.startswith("https://") and not here:
-                raise ValueError(f"{name}: {url!r} given, expected a URL that begins with https://")
+        if not is_secure(self.issuer):
+            raise ValueError(f"issuer: {self.issuer!r} given, expected a URL that begins with https://")
         if not self.client_id or not self.groups:
             raise ValueError("client_id and groups belong to an issuer")
         return self

@@ -175,7 +175,7 @@ class OidcFinish(StrictBody):
 def _oidc_routes(context: ControllerContext) -> APIRouter:
     """A browser without a key calls these. It keeps what its login began with (`binder`), so the box keeps nothing."""
     router, settings = make_router("/admin/v1/oidc", GATEWAY), context.config.oidc
-    redirect_uri = f"{settings.box_url}/ui"  # the page itself
+    redirect_uri = f"{context.box['public_url']}/ui"  # the page itself
 
     @cache
     def provider() -> _Client:
