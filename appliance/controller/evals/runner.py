@@ -21,14 +21,14 @@ import orjson
 from anyio import to_thread
 from pydantic import TypeAdapter, ValidationError
 
-from appliance.controller.access.model_access import caller_of, viewer_of
+from appliance.controller.access.model_access import caller_of
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed, finished
 from appliance.controller.evals import shapes
 from appliance.controller.evals.shapes import Entry, FileContent, FileId, Jsonl, Sampled, sample_object, sample_of
 from appliance.controller.grading.checks import MAX_DEPTH
 from appliance.controller.grading.grading import Grading, Judged
-from appliance.controller.http.strict_body import first_error
+from appliance.controller.http.error_handlers import first_error
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.ids import new_id
@@ -196,7 +196,7 @@ class EvalRunner:
         """Raises TaskFailed, also while they are read."""
         if isinstance(source, FileContent):
             return ((entry, len(entry.model_dump_json())) for entry in source.content)
-        file = file_rows.find(self._db, source.id, viewer=viewer_of(self._db, row.key_id))
+        file = file_rows.find(self._db, source.id, viewer=caller_of(self._db, row.key_id).viewer)
         if file is None:
             raise TaskFailed("file_not_found", f"The file {source.id} was deleted.")
         if file.bytes > shapes.MAX_DATA_BYTES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 from urllib.parse import quote
 
+import orjson
 from fastapi import APIRouter, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse
@@ -13,9 +14,7 @@ from pydantic import BaseModel, ValidationError
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import form, storage
 from appliance.controller.files.storage import FILES
-from appliance.controller.http import views
-from appliance.controller.http.idempotency import may_have_come
-from appliance.controller.http.paging import part
+from appliance.controller.http.resource import is_retry, part
 from appliance.controller.http.routers import FORM_BYTES, takes
 from appliance.controller.interfaces.errors import Conflict
 from appliance.controller.interfaces.principal import Caller, Principal
@@ -36,12 +35,12 @@ def _filters(purpose: Annotated[str | None, Query(max_length=64)] = None) -> dic
 
 
 def routes(context: ControllerContext) -> APIRouter:
-    router, db = FILES.serve(context, views.file_object, files.page, part(10_000), _filters), context.db
+    router, db = FILES.serve(context, storage.file_object, files.page, part(10_000), _filters), context.db
 
     @router.post("")
     @takes(lambda config: config.upload_bytes + FORM_BYTES)
     async def create(request: Request, caller: Caller) -> dict[str, Any]:
-        return views.file_object(await _received(context, request, caller))
+        return storage.file_object(await _received(context, request, caller))
 
     @router.get("/{file_id}/content")
     def content(file_id: str, caller: Caller) -> FileResponse:
@@ -64,12 +63,8 @@ def routes(context: ControllerContext) -> APIRouter:
         row = FILES.known(db, file_id, caller)
         if (batch := batches.using_file(db, row.id)) is not None:
             name = batch.id if caller.viewer in (None, batch.owner) else "an operator's batch"
-            raise Conflict(
-                f"The file {row.id} is the input of {name}, which is {batch.status}; wait for its "
-                "end or cancel it first.",
-                param="id",
-                code="file_in_use",
-            )
+            why = f"The file {row.id} is the input of {name}, which is {batch.status}"
+            raise Conflict(f"{why}; wait for its end or cancel it first.", "id", "file_in_use")
         storage.remove(context, row)
         return {"id": row.id, "object": "file", "deleted": True}
 
@@ -81,29 +76,22 @@ async def _received(context: ControllerContext, request: Request, caller: Princi
     refuse."""
     file_id, announced = new_id("file-"), max(0, int(request.headers.get("content-length", 0)) - FORM_BYTES)
     context.quotas.disk.check(announced)
-    if not may_have_come(request):
+    if not (is_retry(request) or "idempotency-key" in request.headers):
         context.quotas.check(caller, announced)  # before all of it has arrived
     with storage.growing(context.files_dir, file_id) as (incoming,):
         upload = await form.receive(request, incoming, context.config.upload_bytes)
         fields = _form_of(upload.fields)
-        row = await storage.described(
-            context,
-            file_id,
-            incoming,
-            filename=upload.filename,
-            sha256=upload.sha256,
-            caller=caller,
-            purpose=fields.purpose,
-            keep_s=fields.expires_after.seconds if fields.expires_after else None,
-        )
+        keep_s, by = fields.expires_after.seconds if fields.expires_after else None, (caller.owner, caller.key_id)
+        made = storage.row_of(incoming, upload.filename, fields.purpose, upload.sha256, *by, keep_s, file_id)
+        row = await storage.described(context, incoming, made)
 
         def make() -> FileRow:
             context.quotas.check(caller, row.bytes)
             storage.keep(context, row, incoming)
             return row
 
-        attempt = FILES.attempt(request, caller, [upload.sha256, upload.filename, row.purpose, upload.fields])
-        return attempt.once(make)
+        described = orjson.dumps([upload.sha256, upload.filename, upload.fields], option=orjson.OPT_SORT_KEYS)
+        return FILES.attempt(request, caller, described).once(make)
 
 
 def _form_of(fields: dict[str, str]) -> _Form:
@@ -111,8 +99,7 @@ def _form_of(fields: dict[str, str]) -> _Form:
     names = {name: f"expires_after[{name}]" for name in storage.ExpiresAfter.model_fields}
     expiry = {name: fields[field] for name, field in names.items() if field in fields}
     given: dict[str, Any] = {"purpose": fields["purpose"]} if "purpose" in fields else {}
-    if expiry:
-        given["expires_after"] = expiry
+    given |= {"expires_after": expiry} if expiry else {}
     try:
         return _Form.model_validate_strings(given)
     except ValidationError as error:

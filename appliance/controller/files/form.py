@@ -17,7 +17,7 @@ from anyio import to_thread
 from fastapi import Request
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from appliance.controller.access.disk import disk_may_be_full
+from appliance.controller.access.quotas import disk_may_be_full
 from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, shown
 
 INCOMING_PREFIX = ".incoming-"
@@ -77,10 +77,8 @@ async def receive(request: Request, target: Path, limit_bytes: int, part: str = 
     """
     given = request.headers.get("content-type", "")
     if not given.startswith("multipart/form-data"):
-        raise BadRequest(
-            f"Files are uploaded as multipart/form-data; the content-type {shown(given)} was given.",
-            code="invalid_content_type",
-        )
+        why = f"Files are uploaded as multipart/form-data; the content-type {shown(given)} was given."
+        raise BadRequest(why, code="invalid_content_type")
     parser = _Parser(request.headers, request.stream(), max_files=1, max_fields=_MAX_FIELDS, max_part_size=_FIELD_BYTES)
     try:
         with disk_may_be_full(), _Hashed(target, limit_bytes) as parser.target:
@@ -89,7 +87,7 @@ async def receive(request: Request, target: Path, limit_bytes: int, part: str = 
         fields = {name: value for name, value in form.multi_items() if isinstance(value, str)}
         files = {name: value for name, value in form.multi_items() if not isinstance(value, str)}
         if part not in files:
-            raise BadRequest(f"Missing required parameter: '{part}'.", param=part, code="missing_required_parameter")
+            raise BadRequest(f"Missing required parameter: '{part}'.", part, "missing_required_parameter")
         filename = checked_filename(files[part].filename or "", part)
         return Upload(filename, parser.target.size, parser.target.sha256.hexdigest(), fields)
     except BaseException as error:
@@ -103,9 +101,6 @@ def checked_filename(name: str, param: str = "file") -> str:
     """The name is shown and sent back, never used as a path; names that look like a path are still rejected."""
     too_long = len(name.encode("utf-8", "replace")) > MAX_FILENAME_BYTES
     if name in ("", ".", "..") or too_long or "/" in name or "\\" in name or not name.isprintable():
-        raise BadRequest(
-            f"The filename is {shown(name, 60)}; expected a bare name of 1 to {MAX_FILENAME_BYTES} printable bytes.",
-            param=param,
-            code="invalid_filename",
-        )
+        rule = f"a bare name of 1 to {MAX_FILENAME_BYTES} printable bytes"
+        raise BadRequest(f"The filename is {shown(name, 60)}; expected {rule}.", param, "invalid_filename")
     return name

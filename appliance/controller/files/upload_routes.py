@@ -11,7 +11,6 @@ import hashlib
 import os
 import shutil
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,11 +19,10 @@ from anyio import to_thread
 from fastapi import APIRouter, Request
 from pydantic import Field, StringConstraints
 
-from appliance.controller.access.disk import disk_may_be_full
+from appliance.controller.access.quotas import disk_may_be_full
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import form
 from appliance.controller.files import storage as files
-from appliance.controller.http import views
 from appliance.controller.http.resource import Resource
 from appliance.controller.http.routers import FORM_BYTES, takes, unaudited
 from appliance.controller.http.strict_body import StrictBody
@@ -66,11 +64,8 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.post("")
     async def create(body: UploadCreate, request: Request, caller: Caller) -> dict[str, Any]:
         if body.bytes > config.upload_total_bytes:
-            raise BadRequest(
-                f"An upload of {body.bytes} bytes is over the limit of {config.upload_total_bytes}.",
-                param="bytes",
-                code="upload_too_large",
-            )
+            why = f"An upload of {body.bytes} bytes is over the limit of {config.upload_total_bytes}."
+            raise BadRequest(why, "bytes", "upload_too_large")
 
         def make() -> UploadRow:
             context.quotas.check(caller, 2 * body.bytes, begins=True)  # its parts, and the file
@@ -90,7 +85,7 @@ def routes(context: ControllerContext) -> APIRouter:
             upload_rows.insert(db, row)
             return row
 
-        return _view(context, UPLOADS.attempt(request, caller, body.model_dump(mode="json")).once(make))
+        return _view(context, UPLOADS.attempt(request, caller, await request.body()).once(make))
 
     @router.post("/{upload_id}/parts")
     @takes(lambda config: config.upload_part_bytes + FORM_BYTES)
@@ -106,12 +101,8 @@ def routes(context: ControllerContext) -> APIRouter:
             with db.transaction():
                 row = _pending(context, row.id, caller)  # it may have ended while its bytes arrived
                 if (size := row.part_bytes + size) > 2 * row.bytes:
-                    raise BadRequest(
-                        f"The parts of {row.id} would hold more than twice the {row.bytes} bytes announced (a part may "
-                        "be sent a second time); create an upload with the file's size.",
-                        param="data",
-                        code="upload_too_large",
-                    )
+                    why = f"The parts of {row.id} would hold more than twice the {row.bytes} bytes announced"
+                    raise BadRequest(f"{why}; create an upload with the file's size.", "data", "upload_too_large")
                 upload_rows.update(db, row.id, part_bytes=size)
                 os.rename(incoming, incoming.with_name(part_id))
         finally:
@@ -147,23 +138,12 @@ async def _complete(context: ControllerContext, row: UploadRow, body: UploadComp
             _pending(context, row.id, caller)  # it has ended meanwhile, and its parts went
             raise
         if body.md5 is not None and body.md5.lower() != md5:
-            raise BadRequest(
-                f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected.",
-                param="md5",
-                code="checksum_mismatch",
-            )
-        made = await files.described(
-            context,
-            file_id,
-            incoming,
-            filename=row.filename,
-            sha256=sha256,
-            caller=caller,
-            purpose=row.purpose,
-            keep_s=row.file_keep_s,
-        )
+            why = f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected."
+            raise BadRequest(why, "md5", "checksum_mismatch")
         # An admin may complete another owner's upload; its owner stays the same.
-        made = replace(made, key_id=row.key_id, owner=row.owner)
+        by = row.owner, row.key_id
+        made = files.row_of(incoming, row.filename, row.purpose, sha256, *by, row.file_keep_s, file_id)
+        made = await files.described(context, incoming, made)
         with db.transaction():
             _pending(context, row.id, caller)  # still
             files.keep(context, made, incoming)
@@ -183,11 +163,8 @@ def _pending(context: ControllerContext, upload_id: str, caller: Principal) -> U
     row = UPLOADS.known(context.db, upload_id, caller)
     status = "expired" if row.status == "pending" and row.expires_s <= time.time() else row.status
     if status != "pending":
-        raise BadRequest(
-            f"The upload {row.id} is {status}; only a pending one can be changed. Create a new one.",
-            param="upload_id",
-            code="upload_not_pending",
-        )
+        why = f"The upload {row.id} is {status}; only a pending one can be changed. Create a new one."
+        raise BadRequest(why, "upload_id", "upload_not_pending")
     return row
 
 
@@ -195,10 +172,10 @@ def _join(row: UploadRow, folder: Path, part_ids: list[str], target: Path) -> tu
     """SHA-256 and MD5 in hex of the parts' bytes, which are synced at `target` on return. Raises BadRequest."""
     known = {part.name: part.stat().st_size for part in folder.glob("[!.]*")} if folder.is_dir() else {}
     if unknown := [part_id for part_id in part_ids if part_id not in known]:
-        raise BadRequest(f"{shown(unknown[0])} is not a part of {row.id}.", param="part_ids", code="part_not_found")
+        raise BadRequest(f"{shown(unknown[0])} is not a part of {row.id}.", "part_ids", "part_not_found")
     if (size := sum(map(known.__getitem__, part_ids))) != row.bytes:
         why = f"The parts named hold {size} bytes together; {row.bytes} were announced."
-        raise BadRequest(why, param="part_ids", code="upload_size_mismatch")
+        raise BadRequest(why, "part_ids", "upload_size_mismatch")
     sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
     handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with disk_may_be_full(), os.fdopen(handle, "wb", buffering=0) as out:
@@ -224,6 +201,6 @@ def _view(context: ControllerContext, row: UploadRow) -> dict[str, Any]:
         "created_at": int(row.created_s),
         "expires_at": int(row.expires_s),
         **columns(row, "bytes filename purpose status"),
-        "file": views.file_object(made) if made else None,
+        "file": files.file_object(made) if made else None,
         "owner": row.owner or None,
     }

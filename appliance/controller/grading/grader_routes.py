@@ -13,8 +13,7 @@ from pydantic import Field
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.checks import MAX_DEPTH, check_code, grader_of
 from appliance.controller.grading.grading import Grading
-from appliance.controller.http.reading import while_present
-from appliance.controller.http.routers import make_router
+from appliance.controller.http.routers import make_router, while_present
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, InvalidValue
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller

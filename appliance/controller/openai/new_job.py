@@ -101,7 +101,7 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
         found = file.report or {}
         if found.get("n_errors") == 0 and (why := method.refuses(found["shape"])) is not None:
             message = f"invalid {param}: {shown(file.id)} ({shown(file.filename)}) {why}."
-            raise BadRequest(message, param=param, code=f"invalid_{param}")
+            raise BadRequest(message, param, f"invalid_{param}")
     jobs.insert(db, row)
     if judge is not None:
         job_records.insert_judge(db, JobJudgeRow(row.id, judge))
@@ -141,7 +141,7 @@ def _base(context: ControllerContext, name: str, caller: Principal) -> Resolved:
             "publisher trained it (bf16 or fp16) and tune that, or import a GGUF file, which is dequantised."
         )
     if why:
-        raise BadRequest(why, param="model", code="model_not_supported")
+        raise BadRequest(why, "model", "model_not_supported")
     return base
 
 
@@ -207,7 +207,7 @@ def _gate(context: ControllerContext, given: Gate, caller: Principal) -> dict[st
         raise Forbidden(INFERENCE)
     if evals.find(context.db, given.eval_id, viewer=caller.viewer) is None:
         message = f"No eval found with id {shown(given.eval_id)}."
-        raise NotFound(message, param="gate.eval_id", code="eval_not_found")
+        raise NotFound(message, "gate.eval_id", "eval_not_found")
     if evals.newest_sampled(context.db, given.eval_id, viewer=caller.viewer) is None:
         raise BadRequest(
             f"{given.eval_id} has no run yet in which a model answered items of a file, whose data the gate could use: "

@@ -8,6 +8,8 @@ background exists before any engine has seen it. Shapes: https://platform.openai
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,6 +111,26 @@ def queued(response_id: str, request: Object, created_s: float) -> Object:
         "usage": None,
         **settings,
     }
+
+
+def queued_row(body: Object, key_id: str, owner: str) -> ResponseRow:
+    now_s, response_id = time.time(), f"resp_{secrets.token_hex(16)}"
+    given = orjson.dumps(items_of(body["input"])).decode()
+    request = orjson.dumps({name: value for name, value in body.items() if name != "input"}).decode()
+    made = orjson.dumps(queued(response_id, body, now_s)).decode()
+    return ResponseRow(
+        id=response_id,
+        key_id=key_id,
+        owner=owner,
+        status="queued",
+        created_s=now_s,
+        background=1,
+        request=request,
+        bytes=responses.bytes_of(given, request, made),
+        input=given,
+        response=made,
+        previous_id=body.get("previous_response_id"),
+    )
 
 
 def answered(before: Object, answer: Object) -> Object:

@@ -97,7 +97,7 @@ async def test_batch_answers_every_line_once(control: Control):
         ([line(0), "{nonsense"], "invalid_json_line", 2),
         ([line(0), line(0)], "duplicate_custom_id", 2),
         ([line(0), line(1, url="/v1/embeddings")], "mismatched_endpoint", 2),
-        ([line(0, custom_id=7)], "invalid_custom_id", 1),
+        ([line(0, custom_id=7)], "invalid_type", 1),
         ([line(0), line(1, body={"model": "other", "messages": []})], "mismatched_model", 2),
         ([line(0, body={"messages": []})], "missing_required_parameter", 1),
         ([line(0, body={"model": "starter", "stream": True})], "unsupported_parameter", 1),

@@ -17,7 +17,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from appliance.controller.admin.owners import forget, logins
+from appliance.controller.admin import forget, logins
 from appliance.controller.app import create_app
 from appliance.controller.bus.bus import Bus
 from appliance.controller.http.peers import Listener
@@ -33,7 +33,6 @@ OIDC = "/admin/v1/oidc"
 SETTINGS: dict[str, Any] = {
     "issuer": ISSUER,
     "client_id": "box",
-    "box_url": BOX,
     "groups": {"ml": ["inference", "fine_tuning"], "ops": ["read"], "root": ["admin"]},
 }
 
@@ -108,6 +107,7 @@ async def way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     provider = FakeProvider()
     with Database(tmp_path / "appliance.db") as db:
         context = simulated_context(tmp_path, db, oidc=SETTINGS)
+        context.box["public_url"] = BOX
         monkeypatch.setattr(logins, "TRANSPORT", httpx2.MockTransport(provider.answer))
         app = create_app(context)
         transport = httpx.ASGITransport(Listener(app), raise_app_exceptions=False)
@@ -259,9 +259,7 @@ async def test_begin_without_settings_is_not_found(control: Any) -> None:
     assert (await control.http.post(f"{OIDC}/begin", headers=GATEWAY)).status_code == 404
 
 
-@pytest.mark.parametrize(
-    "changes", [{"issuer": "http://login.example.org"}, {"box_url": ""}, {"client_id": ""}, {"groups": {}}]
-)
+@pytest.mark.parametrize("changes", [{"issuer": "http://login.example.org"}, {"client_id": ""}, {"groups": {}}])
 def test_oidc_settings_need_all_parts(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"https|belong"):
         OidcSettings(**{**SETTINGS, **changes})

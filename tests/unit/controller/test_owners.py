@@ -175,7 +175,7 @@ async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
     asked = await control.sdk.responses.create(model="starter", input="1+1?", background=True)
     objects["background response"] = asked.id
     objects |= await evaluated(control)
-    login, _ = page_sessions.create(control.db, laptop.id, agent="", now_s=1.0, until_s=1e12, most=16)
+    login = page_sessions.create(control.db, laptop.id, agent="", now_s=1.0, until_s=1e12)[0]
     objects["login"] = login.id
     made = await control.job(suffix="secret")
     told = JobEvents(control.db, control.context.files_dir, "local")

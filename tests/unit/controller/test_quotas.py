@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from appliance.controller.access import quotas
-from appliance.controller.access.disk import GIB, Disk, floor_of
+from appliance.controller.access.quotas import GIB, Disk, floor_of
 from appliance.controller.app import create_app
 from appliance.controller.http.peers import Listener
 from appliance.controller.interfaces.errors import ApiError

@@ -10,7 +10,7 @@ from unittest.mock import AsyncMock
 import openai
 import pytest
 
-from appliance.controller.admin.owners.key_ends import end_expired
+from appliance.controller.admin.keys import end_expired
 from appliance.controller.files import storage
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.jobs import wanted
