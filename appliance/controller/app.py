@@ -21,7 +21,6 @@ from appliance.controller.files import file_routes, storage, upload_routes
 from appliance.controller.grading import grader_routes
 from appliance.controller.grading.grading import Grading
 from appliance.controller.http import error_handlers
-from appliance.controller.http.peers import RequestIds
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import ADMIN, READ
 from appliance.controller.jobs import plan_route
@@ -65,7 +64,6 @@ def create_app(context: ControllerContext) -> FastAPI:
             await context.graders.stop()
 
     app = FastAPI(title="appliance", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(RequestIds)
     app.state.context = context
     app.state.responses = stored
     error_handlers.install(app)

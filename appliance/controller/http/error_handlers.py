@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, BadRequest, NotFound, shown
 from appliance.store.errors import UnknownCursor
+from runtime.logs import REQUEST_ID
 
 log = logging.getLogger("appliance.controller")
 
@@ -70,10 +71,9 @@ def _shaped(request: Request, error: Exception) -> ApiError:
         log.info("%s: the client left before its body was complete", where)
         return ApiError(499, "The client left before its request was complete.")
     # Starlette logs the traceback after this answer; the client learns only where to look.
-    request_id = request.scope.get("state", {}).get("request_id", "")
     log.error("%s failed: %s", where, type(error).__name__)
-    message = f"The server had an error while processing your request {request_id}; its log has the details."
-    return ApiError(500, message, kind="server_error", headers=NEVER_RETRY | {"x-request-id": request_id})
+    message = f"The server had an error while processing your request {REQUEST_ID.get()}; its log has the details."
+    return ApiError(500, message, kind="server_error", headers=NEVER_RETRY)
 
 
 def _place(loc: Sequence[str | int], given: Any) -> list[str]:

@@ -27,7 +27,7 @@ from appliance.controller.context import audit
 from appliance.controller.http.error_handlers import RESPONSES
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, Forbidden
-from appliance.controller.interfaces.principal import Principal, allow, identity_of, read_principal
+from appliance.controller.interfaces.principal import Principal, named, read_principal
 from appliance.controller.interfaces.records import SchedulerStatus
 from runtime.devices.kind import Reading
 from weights.format.foreign_json import is_deeper
@@ -154,7 +154,7 @@ class StrictRoute(APIRoute):
 
         async def answered(request: Request) -> Response:
             context = request.app.state.context
-            if not allow(identity_of(request).scopes, *self.scopes):
+            if not named(request).may(*self.scopes):
                 raise Forbidden(" or ".join(self.scopes))
             strict = StrictRequest(request.scope, request.receive, self.max_bytes(context.config))
             response = await handle(strict)
