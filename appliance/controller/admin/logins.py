@@ -294,10 +294,8 @@ def _refusals() -> Iterator[None]:
         yield
     except OAuthError as error:
         raise refused(f"the provider does not take this code ({error.error})") from error
-    except httpx2.HTTPStatusError as error:
-        raise unavailable(f"{error.request.url.path} answered {error.response.status_code}") from error
     except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
-        raise unavailable(type(error).__name__) from error
+        raise unavailable(f"{type(error).__name__} {error}") from error
     except (JoseError, ValueError, TypeError, KeyError) as error:
         raise refused(f"its token is not good ({type(error).__name__})") from error
 

@@ -31,7 +31,6 @@ from appliance.models.errors import TemplateRefused
 from appliance.models.trial import try_template
 from appliance.store.database import Database, Part
 from appliance.store.objects import adapters, models
-from appliance.store.objects.adapters import AdapterRow
 from appliance.store.records import canaries, deployments, model_settings
 from appliance.store.rows import DeploymentRow, ModelRow, VersionRow, columns
 from runtime.pydantic_words import words_of_check
@@ -140,8 +139,8 @@ def model_view(
     `message`: why its engines fail, None if they do not."""
     db = context.db
     found, running = deployments.find(db, row.id), canaries.find_running(db, row.id)
-    size = context.sizes.size(row, None)
-    set_up = model_settings.current(db, row.id)
+    size, active = context.sizes.size(row, None), models.active(db, row)
+    set_up, adapter = model_settings.current(db, row.id), active.meta.get("adapter") if active else None
     return {
         "id": row.id,
         "name": row.id,
@@ -152,7 +151,7 @@ def model_view(
         **columns(row, "source job_id created_s info"),
         "owner": row.owner or None,
         "shared_with": models.shared_with(db, row.id),
-        "adapter": _adapter(db, row),
+        "adapter": {**adapter, "host": states.host(row.id)} if adapter else None,
         "state": states.word(row.id),
         "message": states.message(row.id),
         "deployment": deployment_view(found, status) if found else None,
@@ -181,18 +180,6 @@ def deployment_view(row: DeploymentRow, status: SchedulerStatus) -> dict[str, An
         "pinned": bool(row.pinned),
         "failed_reason": failed,
     }
-
-
-def _adapter(db: Database, row: ModelRow) -> dict[str, Any] | None:
-    version = models.active(db, row)
-    known = version.meta.get("adapter") if version else None
-    if known is None:
-        return None
-    base = models.find(db, known["base"])
-    adapter = AdapterRow(
-        row.id, row.id, version.version, known["base"], known["base_version"], base.active_version if base else None
-    )
-    return {**known, "host": adapter.host}
 
 
 def _refuse_of_adapter(context: ControllerContext, name: str, given: Mapping[str, Any]) -> None:

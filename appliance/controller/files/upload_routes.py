@@ -131,12 +131,8 @@ async def _complete(context: ControllerContext, row: UploadRow, body: UploadComp
     db, file_id = context.db, new_id("file-")
     context.quotas.disk.check(row.bytes)
     with files.growing(context.files_dir, file_id) as (incoming,):
-        try:
-            join = partial(_join, row, context.uploads_dir / row.id, body.part_ids, incoming)
-            sha256, md5 = await to_thread.run_sync(join, limiter=context.file_threads)
-        except FileNotFoundError:
-            _pending(context, row.id, caller)  # it has ended meanwhile, and its parts went
-            raise
+        join = partial(_join, row, context.uploads_dir / row.id, body.part_ids, incoming)
+        sha256, md5 = await to_thread.run_sync(join, limiter=context.file_threads)
         if body.md5 is not None and body.md5.lower() != md5:
             why = f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected."
             raise BadRequest(why, "md5", "checksum_mismatch")

@@ -207,7 +207,7 @@ def _part(of: Object, part: Object) -> Iterator[tuple[str, Object]]:
 
 
 def completion_row(key_id: str, owner: str, request: Object, answer: Object) -> ResponseRow:
-    """The row for a gateway's copy. Raises KeyError, TypeError, ValueError for a malformed one."""
+    """The row for a gateway's copy."""
     messages, metadata = request["messages"], request.get("metadata") or None
     made = {name: answer.get(name) for name in _ANSWERED} | {name: request.get(name) for name in OPTIONS}
     made["choices"] = [{name: choice.get(name) for name in _CHOICE} for choice in answer["choices"]]

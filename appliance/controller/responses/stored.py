@@ -96,11 +96,7 @@ class StoredResponses:
 
     def _add(self, copy: Any) -> bool:
         """Whether it is new. One transaction each, for a copy may have megabytes."""
-        try:
-            row = _row(copy, keys.owner_of(self._db, copy["key"]))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            log.error("a gateway sent a response that cannot be stored: %s: %.200s", type(error).__name__, error)
-            return False
+        row = _row(copy, keys.owner_of(self._db, copy["key"]))
         with self._db.transaction():
             # A gateway keeps copies while the controller is away; they would bring back a person who was forgotten.
             return not keys.owner_has_left(self._db, row.key_id) and responses.insert(self._db, row)
@@ -230,7 +226,6 @@ def _cannot_continue(message: str, code: str) -> ApiError:
 
 
 def _row(copy: dict[str, Any], owner: str) -> ResponseRow:
-    """Raises KeyError, TypeError, AttributeError, ValueError for what is no copy."""
     response = copy["response"]
     if response.get("object") == COMPLETION:
         return objects.completion_row(copy["key"], owner, copy["input"], response)
