@@ -17,7 +17,7 @@ from appliance.controller.batches import batches
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import eval_routes
 from appliance.controller.evals.runner import EvalRunner
-from appliance.controller.files import file_routes, storage, upload_routes
+from appliance.controller.files import file_routes, storage
 from appliance.controller.grading import grader_routes
 from appliance.controller.grading.grading import Grading
 from appliance.controller.http import error_handlers
@@ -74,8 +74,8 @@ def create_app(context: ControllerContext) -> FastAPI:
     admin_models.routes(context, admin, canaries)
     for router in (
         logins.routes(context, admin),
-        file_routes.routes(context),
-        upload_routes.routes(context),
+        file_routes.file_routes(context),
+        file_routes.upload_routes(context),
         data_checks.routes(context, checks),
         batches.routes(context),
         *responses.routes(context, stored),
@@ -95,7 +95,7 @@ async def _keep_house(context: ControllerContext, stored: StoredResponses) -> No
     now_s = time.time()
     for what, work in (
         ("files", partial(retention.keep_house, context)),
-        ("uploads", partial(upload_routes.keep_house, context)),
+        ("uploads", partial(file_routes.end_uploads, context)),
         ("responses", stored.keep_house),
     ):
         with context.background.guard(f"housekeeping of {what}"):

@@ -18,7 +18,6 @@ from anyio import to_thread
 from pydantic import Field
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.files.form import INCOMING_PREFIX
 from appliance.controller.http.resource import Resource
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.principal import FINE_TUNING
@@ -33,6 +32,7 @@ from train.data_checks.process import checked as check_here
 from train.methods.method import Method
 
 Purpose = Literal["assistants", "batch", "evals", "fine-tune", "vision", "user_data"]
+INCOMING_PREFIX = ".incoming-"
 DATA_CHECKS = "data_checks"
 """Tasks that check what is in uploaded training data."""
 _BATCH_KEEP_S = 30 * 86400

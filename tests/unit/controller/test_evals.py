@@ -17,8 +17,6 @@ from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.objects import evals, models
 from appliance.store.records import model_settings
 from tests.unit.controller.conftest import ADMIN, Control
-from train.graders.grading import Graded
-from train.graders.hosts import GraderHosts
 
 CHECK: Any = {
     "type": "string_check",
@@ -260,25 +258,6 @@ async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
     assert not control.engines.models
     assert [one.id async for one in control.sdk.evals.runs.list(eval_id, status="canceled")] == [run.id]
     assert (await control.sdk.evals.runs.delete(run.id, eval_id=eval_id)).deleted
-
-
-async def test_run_with_code_grades_and_stores_few_items_at_once(control: Control, monkeypatch: pytest.MonkeyPatch):
-    counts = dict[str, list[int]]()
-
-    async def grade(hosts: Any, owner: str, grader: Any, samples: list[Any], *rest: Any) -> list[Graded]:
-        counts.setdefault(grader.name, []).append(len(samples))
-        await asyncio.sleep(0.01)
-        return [Graded(float(place), True) for place, _ in enumerate(samples)]
-
-    async def unusable(hosts: Any, owner: str, sources: Any) -> list[tuple[str, str]]:
-        return []
-
-    monkeypatch.setattr(GraderHosts, "grade", grade)
-    monkeypatch.setattr(GraderHosts, "unusable", unusable)
-    code = {"type": "python", "name": "code", "source": "def grade(sample, item):\n    return 1.0"}
-    run = await ended(control, await made(control, CHECK, code), given(*[("a", "a")] * 7))
-    assert (run.status, run.result_counts.passed) == ("completed", 7)
-    assert counts == {"same": [3, 3, 1], "code": [3, 3, 1]}
 
 
 async def test_run_after_kill_while_judging_judges_the_rest_once(control: Control, monkeypatch: pytest.MonkeyPatch):

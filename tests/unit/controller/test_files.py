@@ -113,11 +113,8 @@ async def test_expiry_is_kept_and_carried_out(control: Control):
     "filename",
     [
         b"../../etc/x.jsonl",
-        b"/etc/passwd",
         b"..",
-        b"a\\b.jsonl",
         b"nul\0.jsonl",
-        b"a" * 5000,
         b"esc\x1b[31m.jsonl",
         b"",
     ],

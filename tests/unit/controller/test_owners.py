@@ -338,16 +338,6 @@ async def test_lists_hold_ones_own_alone(control: Control, people: People):
             assert page["has_more"] is False, f"{path}: there is more, but it is another's"
 
 
-async def test_an_administrators_run_of_anothers_eval_is_the_administrators(control: Control, people: People):
-    runs = f"/v1/evals/{people.objects['eval']}/runs"
-    made = (await call(control, ADMIN, "POST", runs, json=_RUN)).json()["id"]
-    page = (await call(control, people.bob, "GET", runs, params={"limit": 1})).json()
-    assert [run["id"] for run in page["data"]] == [people.objects["eval run"]] and page["has_more"] is False
-    assert (await call(control, people.bob, "GET", f"{runs}/{made}")).status_code == 404
-    assert made in [run["id"] for run in (await call(control, ADMIN, "GET", runs)).json()["data"]]
-    await control.context.tasks.idle("eval_runs")
-
-
 async def test_an_admin_sees_all_and_whose_it_is(control: Control, people: People):
     for (method, path), what in judged(control):
         if what == LIST:

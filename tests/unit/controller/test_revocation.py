@@ -63,14 +63,6 @@ async def test_request_of_a_revoked_key_is_refused(control: Control):
     assert (await control.http.get(f"/v1/files/{training_file}")).status_code == 200
 
 
-async def test_revoke_by_the_key_itself_is_answered_and_audited(control: Control):
-    key_id = control.as_key("laptop", scopes=["admin"])
-    answer = await control.http.delete(f"/admin/v1/keys/{key_id}")
-    assert answer.status_code == 200 and answer.json()["revoked_s"] is not None
-    rows = (await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]
-    assert (rows[0]["action"], rows[0]["key_id"]) == ("key.revoke", key_id)
-
-
 async def test_upload_of_a_key_revoked_meanwhile_keeps_no_file(control: Control, monkeypatch):
     """What it had begun ends with it: the file would be there again of a person who was forgotten meanwhile."""
     key_id = control.as_key("uploader")
