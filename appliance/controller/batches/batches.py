@@ -29,7 +29,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed, finished
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES, ExpiresAfter
-from appliance.controller.http.resource import Resource, part
+from appliance.controller.http.resource import Resource, object_of, part
 from appliance.controller.http.strict_body import Metadata, StrictBody
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict
 from appliance.controller.interfaces.principal import INFERENCE, Caller
@@ -119,20 +119,17 @@ def _view(context: ControllerContext, row: BatchRow) -> dict[str, Any]:
         "input_tokens_details": {"cached_tokens": tokens.get("cached_tokens", 0)},
         "output_tokens_details": {"reasoning_tokens": tokens.get("reasoning_tokens", 0)},
     }
-    return {
-        "id": row.id,
-        "object": "batch",
-        **columns(row, "endpoint model input_file_id status output_file_id error_file_id metadata"),
-        "usage": None if row.usage is None else usage,
-        "errors": None if row.errors is None else {"object": "list", "data": row.errors},
-        "completion_window": "24h",
-        "created_at": int(row.created_s),
-        "expires_at": int(row.expires_s),
+    return object_of(
+        row,
+        "batch",
+        "endpoint model input_file_id status output_file_id error_file_id metadata",
+        usage=None if row.usage is None else usage,
+        errors=None if row.errors is None else {"object": "list", "data": row.errors},
+        completion_window="24h",
         **{f"{name}_at": int(row.moments[name]) if name in row.moments else None for name in _MOMENTS},
-        "request_counts": columns(row, "total completed failed"),
-        "waiting_for": waits or None,
-        "owner": row.owner or None,
-    }
+        request_counts=columns(row, "total completed failed"),
+        waiting_for=waits or None,
+    )
 
 
 # --- the work

@@ -35,14 +35,14 @@ from appliance.controller.access.quotas import disk_may_be_full
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES, INCOMING_PREFIX
-from appliance.controller.http.resource import Resource, is_retry, part
+from appliance.controller.http.resource import Resource, is_retry, object_of, part
 from appliance.controller.http.routers import FORM_BYTES, takes, unaudited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, Conflict, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store.ids import new_id
 from appliance.store.objects import batches, files, uploads
-from appliance.store.rows import FileRow, UploadRow, columns
+from appliance.store.rows import FileRow, UploadRow
 
 MAX_FILENAME_BYTES = 255
 _MAX_FIELDS = 16
@@ -375,12 +375,5 @@ def _remove_bytes(context: ControllerContext, upload_id: str) -> None:
 
 def _view(context: ControllerContext, row: UploadRow) -> dict[str, Any]:
     made = files.find(context.db, row.file_id, viewer=None) if row.file_id else None
-    return {
-        "id": row.id,
-        "object": "upload",
-        "created_at": int(row.created_s),
-        "expires_at": int(row.expires_s),
-        **columns(row, "bytes filename purpose status"),
-        "file": storage.file_object(made) if made else None,
-        "owner": row.owner or None,
-    }
+    file = storage.file_object(made) if made else None
+    return object_of(row, "upload", "bytes filename purpose status", file=file)

@@ -18,13 +18,13 @@ from anyio import to_thread
 from pydantic import Field
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.resource import Resource
+from appliance.controller.http.resource import Resource, object_of
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.principal import FINE_TUNING
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import batches, files, uploads
-from appliance.store.rows import FileRow, columns
+from appliance.store.rows import FileRow
 from runtime.replace_file import replace_file
 from train.data.check import DataReport
 from train.data_checks.process import check_apart
@@ -235,12 +235,5 @@ def file_object(row: FileRow) -> dict[str, Any]:
     if row.data_check:
         found = row.data_check.get("checks", {})
         check["found"] = {name: one["count"] for name, one in found.items() if one["count"]}
-    return {
-        "id": row.id,
-        "object": "file",
-        "created_at": int(row.created_s),
-        "expires_at": None if row.expires_s is None else int(row.expires_s),
-        **columns(row, "bytes filename purpose status status_details"),
-        **({"check": check} if row.check_status is not None else {}),
-        "owner": row.owner or None,
-    }
+    more = {"check": check} if row.check_status is not None else {}
+    return object_of(row, "file", "bytes filename purpose status status_details", **more)

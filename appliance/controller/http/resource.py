@@ -25,7 +25,7 @@ from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.store.database import Database, Page, Part
 from appliance.store.errors import UnknownCursor
 from appliance.store.records import keys
-from appliance.store.rows import IDEMPOTENCY, IdempotencyRow
+from appliance.store.rows import IDEMPOTENCY, IdempotencyRow, columns
 
 MOST = 10_000
 """Rows of a page, unless a list has a smaller limit."""
@@ -167,7 +167,15 @@ def is_retry(request: Request) -> bool:
     return count.isascii() and count.isdigit() and int(count[:9]) >= 1
 
 
-# --- lists in OpenAI's paging format
+# --- objects and lists in OpenAI's format
+
+
+def object_of(row: Any, kind: str, names: str, **more: Any) -> dict[str, Any]:
+    """The object of a row: these columns, whole seconds, and its owner, which is ours. more: its other fields."""
+    found = {"id": row.id, "object": kind, "created_at": int(row.created_s), **columns(row, names), **more}
+    if hasattr(row, "expires_s"):
+        found["expires_at"] = None if row.expires_s is None else int(row.expires_s)
+    return found | ({"owner": row.owner or None} if hasattr(row, "owner") else {})
 
 
 def part(limit: int, *, most: int = MOST, order: Literal["asc", "desc"] = "desc") -> Any:

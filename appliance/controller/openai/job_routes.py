@@ -15,7 +15,7 @@ from fastapi import APIRouter, Query, Request
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import power
 from appliance.controller.files import storage
-from appliance.controller.http.resource import MOST, list_object, listed, metadata_of, part
+from appliance.controller.http.resource import MOST, list_object, listed, metadata_of, object_of, part
 from appliance.controller.http.routers import make_router, needs
 from appliance.controller.interfaces.errors import InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
@@ -26,7 +26,7 @@ from appliance.controller.openai.new_job import check_judges, insert_job
 from appliance.store import database
 from appliance.store.database import Database, Part
 from appliance.store.objects import job_records, jobs
-from appliance.store.rows import CheckpointRow, JobEventRow, JobJudgeRow, JobRow, columns
+from appliance.store.rows import CheckpointRow, JobEventRow, JobJudgeRow, JobRow
 from train.methods.methods import DEFAULT, METHODS
 
 # A job whose data is refused ends there: its last events are the lines, at most as many as a report lists, and its end.
@@ -202,8 +202,9 @@ def hyperparameters(row: JobRow) -> dict[str, Any]:
 
 
 _JOB_COLUMNS = (
-    "reason output_model verdict gate devices min_devices max_devices allowed_sizes priority deadline_s step"
-    " total_steps loss valid_loss tokens_per_s eta_s snapshot resolved created_s started_s finished_s"
+    "error model result_files seed training_file validation_file metadata reason output_model verdict gate devices"
+    " min_devices max_devices allowed_sizes priority deadline_s step total_steps loss valid_loss tokens_per_s eta_s"
+    " snapshot resolved created_s started_s finished_s"
 )
 
 
@@ -212,47 +213,31 @@ def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None)
     of a job that has one."""
     said = judge.judge if judge is not None else {}
     status, succeeded, trained_with = job_status(row), row.phase == "succeeded", hyperparameters(row)
-    return {
-        "id": row.id,
-        "object": "fine_tuning.job",
-        "created_at": int(row.created_s),
-        **columns(row, "error model result_files seed training_file validation_file metadata"),
-        "fine_tuned_model": row.output_model if succeeded else None,
-        "finished_at": None if row.finished_s is None else int(row.finished_s),
+    return object_of(
+        row,
+        "fine_tuning.job",
+        _JOB_COLUMNS,
+        fine_tuned_model=row.output_model if succeeded else None,
+        finished_at=None if row.finished_s is None else int(row.finished_s),
         # OpenAI has them here for its first method alone.
-        "hyperparameters": trained_with if row.method == DEFAULT.name else {},
-        "organization_id": f"org-{organization}",
-        "status": status,
-        "trained_tokens": row.trained_tokens if succeeded else None,
-        "user_provided_suffix": row.suffix,
-        "estimated_finish": int(time.time() + row.eta_s) if row.eta_s is not None and status == "running" else None,
-        "integrations": row.integrations or [],
-        "method": {"type": row.method, row.method: said | {"hyperparameters": trained_with}},
-        "phase": job_phase(row),
-        "publish_as": row.output_model if row.stable_name else None,
-        "owner": row.owner or None,
+        hyperparameters=trained_with if row.method == DEFAULT.name else {},
+        organization_id=f"org-{organization}",
+        status=status,
+        trained_tokens=row.trained_tokens if succeeded else None,
+        user_provided_suffix=row.suffix,
+        estimated_finish=int(time.time() + row.eta_s) if row.eta_s is not None and status == "running" else None,
+        integrations=row.integrations or [],
+        method={"type": row.method, row.method: said | {"hyperparameters": trained_with}},
+        phase=job_phase(row),
+        publish_as=row.output_model if row.stable_name else None,
         **{name: bool(getattr(row, name)) for name in ("activate", "preemptible", "held")},
-        **columns(row, _JOB_COLUMNS),
-    }
+    )
 
 
 def event_object(row: JobEventRow) -> dict[str, Any]:
-    return {
-        "id": row.id,
-        "object": "fine_tuning.job.event",
-        "created_at": int(row.created_s),
-        **columns(row, "level message type"),
-        "data": row.data if row.data is not None else {},
-    }
+    return object_of(row, "fine_tuning.job.event", "level message type", data=row.data or {})
 
 
 def checkpoint_object(row: CheckpointRow) -> dict[str, Any]:
-    return {
-        "id": row.id,
-        "object": "fine_tuning.job.checkpoint",
-        "created_at": int(row.created_s),
-        "fine_tuned_model_checkpoint": row.name,
-        "fine_tuning_job_id": row.job_id,
-        "metrics": {"step": row.step, **row.metrics},
-        "step_number": row.step,
-    }
+    of = {"fine_tuned_model_checkpoint": row.name, "fine_tuning_job_id": row.job_id, "step_number": row.step}
+    return object_of(row, "fine_tuning.job.checkpoint", "", **of, metrics={"step": row.step, **row.metrics})

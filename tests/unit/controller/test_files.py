@@ -10,7 +10,6 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types import FileObject
 
 from appliance.controller.files import storage
 from appliance.controller.retention import keep_house
@@ -183,21 +182,3 @@ async def test_a_client_that_leaves_leaves_nothing(control: Control):
     request.cancel()
     await asyncio.gather(request, return_exceptions=True)
     assert left_on_disk(control) == []
-
-
-async def test_a_retried_upload_makes_one_file_and_a_new_one_makes_two(control: Control):
-    async def upload(retry: int, **headers: str) -> FileObject:
-        return await control.sdk.files.create(
-            file=("a", b"same"), purpose="assistants", extra_headers={"x-stainless-retry-count": str(retry), **headers}
-        )
-
-    first = await upload(0)
-    assert (await upload(1)).id == first.id
-    second = await upload(0)
-    assert second.id != first.id
-    keyed = await upload(0, **{"Idempotency-Key": "k1"})
-    assert (await upload(0, **{"Idempotency-Key": "k1"})).id == keyed.id
-    await control.sdk.files.delete(keyed.id)
-    again = await upload(0, **{"Idempotency-Key": "k1"})
-    assert again.id not in (keyed.id, first.id, second.id)
-    assert sorted(left_on_disk(control)) == sorted([first.id, second.id, again.id])

@@ -20,15 +20,12 @@ KEY, SCOPES, PROOF = ("x-appliance-key-id", "key_1"), ("x-appliance-scopes", "ad
 WHOLE = [KEY, SCOPES, PROOF]
 NOBODY: dict[str, list[tuple[str, str]]] = {
     "nothing": [],
-    "a token alone": [PROOF],
     "no key": [SCOPES, PROOF],
     "no scopes": [KEY, PROOF],
-    "an empty key": [("x-appliance-key-id", ""), SCOPES, PROOF],
     "two keys": [KEY, KEY, SCOPES, PROOF],
     "two scopes": [KEY, ("x-appliance-scopes", "inference"), SCOPES, PROOF],
     "no token": [KEY, SCOPES],
     "another token": [KEY, SCOPES, ("x-appliance-gateway", "u" * 64)],
-    "an empty token": [KEY, SCOPES, ("x-appliance-gateway", "")],
     "two tokens": [KEY, SCOPES, PROOF, PROOF],
     "underscores": [("x_appliance_key_id", "key_1"), ("x_appliance_scopes", "admin"), PROOF],
 }
@@ -78,11 +75,6 @@ async def test_on_the_peoples_socket_no_identity_is_the_box_and_half_of_one_is_n
     assert (await _send(app, "GET", "/admin/v1/keys", [KEY, ("x-appliance-scopes", "inference")])).status_code == 403
     for half in ([KEY], [SCOPES], [KEY, KEY, SCOPES]):
         assert (await _send(app, "GET", "/admin/v1/keys", half)).status_code == 401
-
-
-async def test_an_app_that_no_listener_stands_before_serves_nobody(control: Control):
-    answer = await _send(control.app, "GET", "/admin/v1/keys", WHOLE)
-    assert answer.status_code == 401
 
 
 async def test_two_sockets_serve_one_app_and_each_knows_its_own(tmp_path: Path, control: Control):
