@@ -30,6 +30,8 @@ from appliance.controller.openai import job_routes, model_routes
 from appliance.controller.responses import stored as responses
 from appliance.controller.responses.stored import StoredResponses
 
+HOUSEKEEPING_EVERY_S, CANARIES_EVERY_S = 30.0, 2.0
+
 
 def create_app(context: ControllerContext) -> FastAPI:
     """The app; everything it touches is in `context`.
@@ -51,10 +53,10 @@ def create_app(context: ControllerContext) -> FastAPI:
         context.tasks.resume()
         context.spending.publish_keys()
         keep_every = context.background.keep_every
-        keep_every("housekeeping", partial(_keep_house, context, stored), context.config.housekeeping_every_s)
+        keep_every("housekeeping", partial(_keep_house, context, stored), HOUSEKEEPING_EVERY_S)
         keep_every("keys that expire", partial(keys.end_expired, context), keys.EXPIRED_EVERY_S, at_once=True)
         keep_every("gates", gates.Gates(context).look, gates.LOOK_EVERY_S)
-        keep_every("canaries", lambda: canaries.look(time.time()), context.config.canary_every_s)
+        keep_every("canaries", lambda: canaries.look(time.time()), CANARIES_EVERY_S)
         try:
             yield
         finally:

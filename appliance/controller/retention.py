@@ -8,6 +8,7 @@ from pathlib import Path
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
+from appliance.controller.http.resource import IDEMPOTENCY_KEEP_S
 from appliance.controller.jobs.validation import remove_copies
 from appliance.store.database import Database
 from appliance.store.objects import evals, files
@@ -41,8 +42,7 @@ _FILE_NEEDED = (
 
 def keep_house(context: ControllerContext, now_s: float) -> None:
     """Delete expired files, requests that can no longer be repeated, and what was kept long enough."""
-    db, config = context.db, context.config
-    kept = config.retention
+    db, kept = context.db, context.config.retention
     files_s, data_s, records_s, audit_s = (
         float("-inf") if days is None else now_s - days * DAY_S
         for days in (kept.files_days, kept.job_data_days, kept.records_days, kept.audit_days)
@@ -54,7 +54,7 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
     for file_id in db.column(old, [files_s]):
         if (file := files.find(db, file_id, viewer=None, now_s=0)) is not None:
             storage.remove(context, file)
-    db.delete("idempotency", "created_s < ?", [now_s - config.idempotency_keep_s])
+    db.delete("idempotency", "created_s < ?", [now_s - IDEMPOTENCY_KEEP_S])
     db.delete("audit", "created_s < ?", [audit_s])
     delete_records(db, records_s)
     for run_id in db.column(

@@ -34,6 +34,7 @@ from scheduler.core.errors import InvalidSchedule
 from scheduler.core.workload import Policy, PolicyKind
 from scheduler.loop.mode_schedule import Window, preview
 
+LONGEST_WAIT_S = 900.0
 Cron = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 
 
@@ -88,7 +89,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         wanted = write_mode(db, Mode(**body.model_dump(), by=name_of(context, caller)))
         # Now, for the answer may wait for minutes.
         record(context, caller, "mode.set", body.policy, **columns(body, "train_devices serving_floor"))
-        limit_s = min(timeout_s or context.config.mode_wait_s, context.config.mode_wait_s)
+        limit_s = min(timeout_s or LONGEST_WAIT_S, LONGEST_WAIT_S)
         try:
             async with asyncio.timeout(limit_s):
                 handover_id = await context.scheduler.set_mode(wanted, wait=wait)

@@ -31,6 +31,8 @@ from appliance.store.records import operations
 from appliance.store.rows import OperationRow, TaskRow, columns
 
 OPERATIONS = "operations"
+PROGRESS_EVERY_S = 0.5
+"""Progress is written to the store at most this often, but for a new message."""
 TIERS = "tiers"
 """Target of the operation that verifies all copies."""
 
@@ -132,13 +134,13 @@ def kind(context: ControllerContext) -> Kind:
         progress, write_s = row.progress, 0.0
 
         def report(done: float, total: float | None, unit: str, message: str) -> None:
-            """Called from any thread. Writes a new message at once, other changes every `progress_every_s`."""
+            """Called from any thread."""
             nonlocal progress, write_s
             is_new = message != progress["message"]
             progress = {"done": done, "total": total, "unit": unit, "message": message}
             if is_new or time.monotonic() >= write_s:
                 operations.update(db, task.id, progress=progress)
-                write_s = time.monotonic() + context.config.progress_every_s
+                write_s = time.monotonic() + PROGRESS_EVERY_S
 
         try:
             result = await _result(context, row, task, report)

@@ -35,7 +35,7 @@ from appliance.controller.access.quotas import disk_may_be_full
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES, INCOMING_PREFIX
-from appliance.controller.http.resource import Resource, is_retry, object_of, part
+from appliance.controller.http.resource import IDEMPOTENCY_KEEP_S, Resource, is_retry, object_of, part
 from appliance.controller.http.routers import FORM_BYTES, takes, unaudited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, Conflict, shown
@@ -335,7 +335,7 @@ def end_uploads(context: ControllerContext, now_s: float) -> None:
     for row in uploads.overdue(context.db, now_s=now_s):
         uploads.update(context.db, row.id, status="expired")
         _remove_bytes(context, row.id)
-    before_s = now_s - context.config.idempotency_keep_s - context.config.upload_open_s
+    before_s = now_s - IDEMPOTENCY_KEEP_S - context.config.upload_open_s
     uploads.delete_ended(context.db, before_s)
 
 

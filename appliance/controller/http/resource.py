@@ -29,6 +29,9 @@ from appliance.store.rows import IDEMPOTENCY, IdempotencyRow, columns
 
 MOST = 10_000
 """Rows of a page, unless a list has a smaller limit."""
+RETRY_WINDOW_S = 3600.0
+"""A POST that the SDK marks as a retry finds the object of its first attempt for this long."""
+IDEMPOTENCY_KEEP_S = 24 * 3600.0
 _MAX_KEY_CHARACTERS = 255
 
 
@@ -114,10 +117,9 @@ class Attempt(Generic[Row]):
 
     def __init__(self, find: Callable[..., Row | None], request: Request, caller: Principal, body: bytes) -> None:
         """Raises BadRequest."""
-        context = request.app.state.context
-        self._db: Database = context.db
+        self._db: Database = request.app.state.context.db
         self._find, self._caller, self._is_retry = find, caller, is_retry(request)
-        self._since_s = time.time() - context.config.retry_window_s
+        self._since_s = time.time() - RETRY_WINDOW_S
         self._key = request.headers.get("idempotency-key")
         if self._key is not None and not (self._key.isprintable() and 0 < len(self._key) <= _MAX_KEY_CHARACTERS):
             rule = f"expected 1 to {_MAX_KEY_CHARACTERS} printable characters"

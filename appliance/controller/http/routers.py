@@ -20,7 +20,6 @@ import orjson
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
 from appliance.controller.context import audit
@@ -39,7 +38,6 @@ FORM_BYTES = 64 << 10
 MAX_DEPTH = 160
 """Levels: orjson reads 1,024 and writes 254."""
 _VERBS = {"POST": "update", "PATCH": "update", "PUT": "set", "DELETE": "delete"}
-T = TypeVar("T")
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
@@ -216,23 +214,3 @@ def on_loop(read: Callable[[Any], Any]) -> Any:
 Status = Annotated[SchedulerStatus, on_loop(lambda context: context.scheduler.status())]
 Readings = Annotated[Mapping[str, Reading], on_loop(lambda context: context.health.newest())]
 """The newest reading of each device that reports any."""
-
-
-async def while_present(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of the work. Starlette lets a handler run on once its client has left, or was cut off: call
-    this where it computes for minutes, and when the request's body is read. Raises ClientDisconnect."""
-    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
-    try:
-        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            raise ClientDisconnect
-        return doing.result()
-    finally:
-        for task in (doing, leaving):
-            task.cancel()
-        await asyncio.gather(doing, leaving, return_exceptions=True)
-
-
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

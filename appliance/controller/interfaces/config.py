@@ -122,11 +122,6 @@ class ControllerConfig(BaseModel):
     disk_floor_bytes: int | None = Field(None, ge=0)
     """Free bytes on the data directory's volume below which nothing more is stored; unset: 2 % of it, at least 2 and at
     most 20 GiB, and never more than a tenth."""
-    retry_window_s: Seconds = 3600.0
-    """A POST that the SDK marks as a retry finds the resource of its first attempt for this long."""
-    idempotency_keep_s: Seconds = 24 * 3600.0
-    mode_wait_s: Seconds = 900.0
-    """Longest a request with ?wait=true waits for the hand-over."""
 
     # --- batches
     batch_max_lines: int = Field(50_000, ge=1)
@@ -135,13 +130,6 @@ class ControllerConfig(BaseModel):
     # --- responses
     responses_kept_days: float = Field(30.0, ge=0)
     """Answers of /v1/responses, and chat completions with `store`, are kept for this long; 0: none is stored."""
-
-    # --- background
-    housekeeping_every_s: Seconds = 30.0
-    canary_every_s: Seconds = 2.0
-    """Time between two checks of versions that are compared with the previous one."""
-    progress_every_s: Seconds = 0.5
-    """Progress of an operation is written to the store at most this often."""
 
     # --- bus
     gateway_gone_after_s: Seconds = 3.0
