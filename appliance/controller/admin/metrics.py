@@ -70,7 +70,6 @@ _STEP_METERS = (
 )
 _TIER_METERS = (
     ("tier_bytes", "Bytes of versions and snapshots in a tier.", "bytes"),
-    ("tier_limit_bytes", "Size limit of a tier.", "limit_bytes"),
     ("tier_backlog_bytes", "Bytes still to be copied into a tier.", "backlog_bytes"),
     ("tier_damaged", "Damaged copies found in a tier.", "damaged"),
 )
@@ -186,9 +185,6 @@ class ControllerCollector(Collector):
             for reason in THROTTLES
         ]
         yield Series("device_throttled", "1 while a device is slower for this reason.", "device reason", throttled)
-        told = [((device, str(code)), count) for device, one in readings for code, count in one.driver_errors]
-        text = "Errors that a device's driver has told, by their number."
-        yield Series("device_driver_errors_total", text, "device code", told)
 
     def _of_jobs(self) -> Iterator[Series]:
         db, rows = self._db, jobs.list_unfinished(self._db)
