@@ -77,9 +77,8 @@ Rows = Iterable[Mapping[str, Any]]
 def problems_of(
     findings: Rows, devices: Rows, status: SchedulerStatus, held: Mapping[str, int], degraded: Rows
 ) -> Iterator[Problem]:
-    """What fails of the doctor's checks, and the warnings that somebody should read; devices that are lost or that the
-    box does not trust, not those that a person drained; models that people ask while no engine of theirs is open, or
-    whose engines do not start; and tasks that fail."""
+    """Failed checks of the doctor, and its WARNINGS; devices that are lost or cordoned by the box, not those
+    that a person drained; models with requests and no open engine, or whose engines do not start; failing tasks."""
     for one in findings:
         check, state = one["check"], one["state"]
         if state == "fail" or (state == "warn" and check.startswith(("device ", *WARNINGS))):

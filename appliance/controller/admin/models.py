@@ -1,4 +1,4 @@
-"""/admin/v1/models: list and show models, how one is to be served, how its engines are set up, which version answers.
+"""/admin/v1/models: list and show models, their deployments, engine settings, versions and canaries.
 The CLI relies on the keys of the views.
 
 Names contain ":" and may contain "/": clients send them percent-encoded in one segment or plain, hence `{name:path}`.
@@ -330,7 +330,7 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
 
 
 def _settings(db: Database, name: str, number: int | None = None) -> dict[str, Any]:
-    """Those of this version; None: those in force. 0: there are none yet. Raises NotFound."""
+    """The settings of this version; None: those in force; 0: none yet. Raises NotFound."""
     row = model_settings.current(db, name) if number is None else model_settings.find(db, name, number)
     if row is None and number:
         raise NotFound(f"{name} has no settings {number}.", "number", "settings_not_found")
