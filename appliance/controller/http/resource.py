@@ -119,7 +119,7 @@ class Attempt(Generic[Row]):
             message = f"Invalid Idempotency-Key: {shown(self._key, 60)}; {rule}."
             raise BadRequest(message, code="invalid_idempotency_key")
         # The box itself has no key id.
-        self._who = [caller.key_id or "", request.url.path]
+        self._who = caller.key_id or "", request.url.path
         self._sha256 = hashlib.sha256(body).hexdigest()
 
     def earlier(self) -> Row | None:
