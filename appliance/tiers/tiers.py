@@ -94,8 +94,7 @@ class Tiers:
         self.disk = Tier("disk", on_disk, disk.versions, disk.snapshots)
         self.all = [self.disk]
         if remote.url is not None:
-            there = RemoteTier(objects_at(remote), int8_moments=remote.moments == "int8")
-            self.all.append(Tier("remote", there, remote.versions, remote.snapshots))
+            self.all.append(Tier("remote", RemoteTier(objects_at(remote)), remote.versions, remote.snapshots))
 
     def nudge(self) -> None:
         """Wake the flow: something new is there, or something has to go. Call it on the loop's thread."""

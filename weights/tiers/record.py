@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from weights.format.config import KeepRules
+from weights.format.manifest import Manifest
 from weights.format.names import encode_name
 
 
@@ -19,6 +20,10 @@ class Name(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} {self.version} of {self.model}"
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Name:
+        return cls(manifest.kind, manifest.model, manifest.version)
 
     @property
     def key(self) -> str:
