@@ -27,13 +27,12 @@ from weights.format.errors import (
     VersionLeased,
     VersionNotFound,
 )
-from weights.format.manifest import KINDS, Manifest
-from weights.format.names import step_of, version_path
+from weights.format.manifest import Manifest
+from weights.format.names import KINDS, Name, step_of, version_path
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
 from weights.tiers.directory import DirectoryTier, verify
 from weights.tiers.objects import objects_at
-from weights.tiers.record import Name
 from weights.tiers.remote import RemoteTier
 
 log = logging.getLogger(__name__)

@@ -33,27 +33,24 @@ def open_regular(directory: Path, name: str) -> io.FileIO:
     return io.FileIO(fd, "rb")
 
 
-def write_file(directory_fd: int, name: str, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
     """Writes a small file, 0600, replacing an existing one."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(name, flags, 0o600, dir_fd=directory_fd), "wb") as file:
+    with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
         file.write(data)
 
 
 def replace_file(directory: Path, name: str, data: bytes) -> None:
     """Writes a small file durably; a reader sees the old one or the new one."""
     temporary = directory / f".{name}.{uuid.uuid4().hex}"
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        write_file(fd, temporary.name, data)
+        write_file(temporary, data)
         sync(temporary)
         os.rename(temporary, directory / name)
-        os.fsync(fd)
+        sync(directory)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    finally:
-        os.close(fd)
 
 
 def sync(path: Path) -> None:

@@ -17,10 +17,9 @@ from weights.format.checksums import checksum
 from weights.format.errors import IntegrityError, InvalidName
 from weights.format.files import open_regular
 from weights.format.layout import Layout
-from weights.format.names import MANIFEST_FILE, check_file_name, encode_name
+from weights.format.names import MANIFEST_FILE, Name, check_file_name
 
 FORMAT = 2
-KINDS = ("version", "adapter", "snapshot")
 MAX_MANIFEST_BYTES = 16 << 20
 
 
@@ -48,9 +47,8 @@ class Manifest:
     files: Mapping[str, FileRecord] = field(repr=False)
 
     @property
-    def identity(self) -> tuple[str, str, str, float]:
-        """Identity of this version: the same name with another creation time is another version."""
-        return self.kind, self.model, self.version, self.created_s
+    def name(self) -> Name:
+        return Name(self.kind, self.model, self.version)
 
     @property
     def sealed(self) -> bool:
@@ -105,12 +103,11 @@ class Manifest:
                 raise fault("its own checksum does not match: the manifest was damaged or edited")
             if (found := body.pop("format")) != FORMAT:
                 raise fault(f"format {found!r} is not known; this version reads {FORMAT}")
-            if body["kind"] not in KINDS or not isinstance(body["meta"], dict):
-                raise fault(f"kind must be one of {KINDS} and meta an object")
-            encode_name(body["model"])
-            encode_name(body["version"])
             files = {check_file_name(name): FileRecord(**record) for name, record in body.pop("files").items()}
-            return cls(**body, files=files)
+            manifest = cls(**body, files=files)
+            if not manifest.name.key or not isinstance(manifest.meta, dict):
+                raise ValueError("meta must be an object")
+            return manifest
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidName) as error:
             raise fault(f"malformed: {type(error).__name__} {str(error)[:120]}") from error
 

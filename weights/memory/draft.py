@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weights.format.checksums import checksum
 from weights.format.errors import StoreError, VersionExists
 from weights.format.files import write_file
 from weights.format.layout import Layout
@@ -43,11 +41,8 @@ class Draft(Mapped):
         owner: bool,
     ) -> None:
         super().__init__(path, layout, lock, "write")
-        self.kind = kind
-        self.model = model
-        self.version = version
-        self._root = root
-        self._owner = owner
+        self.kind, self.model, self.version = kind, model, version
+        self._root, self._owner = root, owner
 
     @property
     def target(self) -> Path:
@@ -61,8 +56,7 @@ class Draft(Mapped):
         evicted until `lease.unpin`: eviction never takes a last copy.
         Raises VersionExists (the draft stays open), IntegrityError if `meta` is not JSON.
         """
-        # The descriptor, not the lock: a traceback's frames would keep the lock open beyond the following abort.
-        fd = self._open_lock().fd
+        self._check_open()
         names = [name for name in os.listdir(self.path) if not name.startswith(".")]
         manifest = Manifest.describe(
             self.layout,
@@ -73,10 +67,9 @@ class Draft(Mapped):
             aux_files={n: (self.path / n).read_bytes() for n in names if not n.endswith(TENSOR_SUFFIX)},
         )
         if checksums:
-            sums = {file.name: checksum(self.file_view(file.name)) for file in self.layout.files}
-            manifest = manifest.with_checksums(sums)
-        stored = publish(self._root, self.path, fd, manifest, pinned=pinned)
-        self._let_go()
+            manifest = manifest.with_checksums(self.checksums())
+        stored = publish(self._root, self.path, manifest, pinned=pinned)
+        super().close()
         return stored
 
     def abort(self) -> None:
@@ -85,63 +78,50 @@ class Draft(Mapped):
         If other processes or views still hold the draft, the last one to close it cleans up, or a sweep after their
         death.
         """
-        lock = self._let_go()
-        if lock is None:
-            return
-        _unlink(lock.fd, DRAFT_FILE)
-        lock = None  # noqa: F841 - the last reference closes the descriptor
-        self._dismantle_if_last()
+        if not self.closed:
+            (self.path / DRAFT_FILE).unlink(missing_ok=True)
+            self._close()
 
     def close(self) -> None:
         """Closes an attached handle and leaves the draft to the others; on the reserving handle it aborts."""
         if self._owner:
             self.abort()
-            return
-        lock = self._let_go()
-        if lock is None:
-            return
-        lock = None  # noqa: F841 - the last reference closes the descriptor
+        elif not self.closed:
+            self._close()
+
+    def _close(self) -> None:
+        super().close()
         if not (self.path / DRAFT_FILE).exists():
-            self._dismantle_if_last()
-
-    def __enter__(self) -> Draft:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def _dismantle_if_last(self) -> None:
-        Pool(self._root / "pool").take_unheld(self.path, keep=True)
+            Pool(self._root / "pool").take_unheld(self.path, keep=True)
 
 
-def publish(root: Path, path: Path, directory_fd: int, manifest: Manifest, *, pinned: bool) -> StoredVersion:
+def free_path(root: Path, kind: str, model: str, version: str) -> Path:
+    """The path of a version to be written. Raises VersionExists, InvalidName."""
+    path = version_path(root, kind, model, version)
+    if path.exists():
+        raise VersionExists(f"{kind} {model!r} {version!r} exists; choose another version name or remove it")
+    return path
+
+
+def publish(root: Path, path: Path, manifest: Manifest, *, pinned: bool) -> StoredVersion:
     """Makes the written draft at `path` the version of the manifest. Raises VersionExists, IntegrityError,
     StoreError."""
-    target = version_path(root, manifest.kind, manifest.model, manifest.version)
-    taken = f"{manifest.kind} {manifest.model!r} {manifest.version!r} exists; choose another version name or remove it"
-    if target.exists():
-        raise VersionExists(taken)
-    write_file(directory_fd, MANIFEST_FILE, manifest.to_bytes())
+    target = free_path(root, *manifest.name)
+    write_file(path / MANIFEST_FILE, manifest.to_bytes())
     if pinned:
-        write_file(directory_fd, PINNED_FILE, b"")
-    _unlink(directory_fd, DRAFT_FILE)
+        write_file(path / PINNED_FILE, b"")
+    (path / DRAFT_FILE).unlink(missing_ok=True)
     while True:
         for directory in (target.parent.parent, target.parent):  # `parents` would give the first another mode
             directory.mkdir(mode=0o700, exist_ok=True)
         try:
             os.rename(path, target)
-            return StoredVersion(manifest.kind, manifest.model, manifest.version, target, manifest.nbytes, manifest)
+            return StoredVersion(*manifest.name, target, manifest.nbytes, manifest)
         except FileNotFoundError:
             # The model's directory was removed as empty between mkdir and rename: make it again, unless the draft
             # itself is gone.
             if not path.exists():
                 raise StoreError(f"the draft {path} is gone: swept or already committed") from None
-        except OSError as error:
-            if target.exists():
-                raise VersionExists(taken) from error
+        except OSError:
+            free_path(root, *manifest.name)  # another process was faster
             raise
-
-
-def _unlink(directory_fd: int, name: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=directory_fd)

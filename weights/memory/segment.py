@@ -50,28 +50,25 @@ _mapped: dict[tuple[int, int, str], _Mapped] = {}
 _guard = threading.Lock()
 
 
-def create(directory_fd: int, name: str, nbytes: int) -> None:
+def create(path: Path, nbytes: int) -> None:
     """Creates a file (0600) of size `nbytes` without allocating its memory."""
-    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(fd, nbytes)
     finally:
         os.close(fd)
 
 
-def allocate(directory_fd: int, name: str) -> None:
+def allocate(path: Path) -> None:
     """Allocates all memory of the file.
 
     Raises OSError ENOSPC now; ftruncate alone would overcommit the file system, and a later write would get SIGBUS.
     """
-    fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
-    try:
-        status = os.fstat(fd)
+    with open(path, "r+b", buffering=0) as file:
+        status = os.fstat(file.fileno())
         # Skip files that are complete: posix_fallocate walks over present pages too, at a third of memcpy's cost.
         if status.st_blocks * 512 < status.st_size:
-            os.posix_fallocate(fd, 0, status.st_size)
-    finally:
-        os.close(fd)
+            os.posix_fallocate(file.fileno(), 0, status.st_size)
 
 
 def window(path: Path, nbytes: int, access: Access, keeps: DirectoryLock | None) -> memoryview:

@@ -6,30 +6,37 @@ process, and no space is allocated twice.
 
 from __future__ import annotations
 
+import fcntl
+import math
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from weights.format.errors import StoreFull
-from weights.format.manifest import KINDS
-from weights.format.names import PINNED_FILE, encode_name
-from weights.memory import segment
-from weights.memory.locks import DirectoryLock, store_mutex
-from weights.memory.pool import Pool, dismantle
+from weights.format.names import KINDS, PINNED_FILE, encode_name
+from weights.memory.locks import DirectoryLock
+from weights.memory.pool import Pool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Held:
     """One directory of the store: `nbytes` is the size of its files, reserved or written."""
 
+    last_used_ns: int
     path: Path
     nbytes: int
-    last_used_ns: int
     pinned: bool
+
+    @property
+    def leased(self) -> bool:
+        lock = DirectoryLock.try_exclusive(self.path)
+        if lock is not None:
+            lock.close()
+        return lock is None
 
 
 @dataclass(frozen=True)
@@ -56,16 +63,22 @@ class Space:
             if not directory.is_dir():  # where memory is full, one that is there is enough
                 directory.mkdir(mode=0o700, exist_ok=True)
 
-    def mutex(self) -> AbstractContextManager[None]:
-        """Hold this context manager while counting and allocating space."""
-        return store_mutex(self.root / ".mutex")
+    @contextmanager
+    def mutex(self) -> Iterator[None]:
+        """The exclusive lock on the whole store, for the short time of counting and allocating space."""
+        fd = os.open(self.root / ".mutex", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
 
     def usage(self) -> Usage:
         """What the store holds now, in bytes of file sizes (what is reserved counts as held)."""
         return Usage(
             committed_bytes=sum(held.nbytes for held in self._all_committed()),
-            draft_bytes=sum(held.nbytes for path in directories(self.staging) if (held := _held_at(path)) is not None),
-            pool_bytes=sum(pooled.nbytes for pooled in self.pool.files()),
+            draft_bytes=sum(held.nbytes for held in _held_at(directories(self.staging))),
+            pool_bytes=self.pool.nbytes,
             budget_bytes=self.budget_bytes,
         )
 
@@ -92,8 +105,8 @@ class Space:
 
     def room_bytes(self) -> int:
         """Bytes available to a reservation now: free bytes plus unleased, unpinned ones."""
-        in_memory, in_budget = shutil.disk_usage(self.root).free + self.usage().pool_bytes, self._free_bytes()
-        return (in_memory if in_budget is None else min(in_memory, in_budget)) + self.evictable_bytes()
+        in_memory = shutil.disk_usage(self.root).free + self.pool.nbytes
+        return int(min(in_memory, self._free_bytes())) + self.evictable_bytes()
 
     def full(self, needed_bytes: int) -> StoreFull:
         """The StoreFull error, with its numbers, for a caller that writes this many bytes beside the versions here."""
@@ -103,7 +116,7 @@ class Space:
     def _full(self, needed_bytes: int) -> StoreFull:
         usage, committed = self.usage(), self._all_committed()
         budget = "none" if self.budget_bytes is None else f"{self.budget_bytes} bytes"
-        leased_bytes = sum(held.nbytes for held in committed if _leased(held))
+        leased_bytes = sum(held.nbytes for held in committed if held.leased)
         pinned_bytes = sum(held.nbytes for held in committed if held.pinned)
         return StoreFull(
             f"no room for {needed_bytes} bytes: budget {budget}, in use {usage.used_bytes} bytes "
@@ -119,49 +132,31 @@ class Space:
         return [path for folder in models for path in directories(folder)]
 
     def _all_committed(self) -> list[Held]:
-        """Sizes of every version and snapshot, the least recently used first."""
-        found = (_held_at(path) for kind in KINDS for path in self._committed(kind))
-        return sorted((held for held in found if held is not None), key=lambda held: held.last_used_ns)
+        """Every version and snapshot, the least recently used first."""
+        return sorted(_held_at([path for kind in KINDS for path in self._committed(kind)]))
 
-    def _free_bytes(self) -> int | None:
-        """Budget that versions and drafts leave; the pool counts as free, for it can be freed. None: no budget."""
+    def _free_bytes(self) -> float:
+        """Budget that versions and drafts leave; the pool counts as free, for it can be freed."""
         usage = self.usage()
-        return None if self.budget_bytes is None else self.budget_bytes - usage.committed_bytes - usage.draft_bytes
-
-    def _stake(self, path: Path, sizes: Mapping[str, int], needed_bytes: int) -> DirectoryLock:
-        """Makes the draft directory `path`, locked, with segments of these sizes by name, counted against the budget.
-        Raises StoreFull."""
-        self._make_room(needed_bytes)
-        path.mkdir(mode=0o700)
-        lock = DirectoryLock.try_shared(path)
-        assert lock is not None, "nobody else removes drafts while we hold the mutex"
-        try:
-            for name, nbytes in sizes.items():
-                if not self.pool.claim(nbytes, path / name):
-                    segment.create(lock.fd, name, nbytes)
-            self._trim(needed_bytes - sum(sizes.values()))
-        except BaseException:
-            lock.close()
-            self.pool.take_unheld(path, keep=False)
-            raise
-        return lock
+        budget = math.inf if self.budget_bytes is None else self.budget_bytes
+        return budget - usage.committed_bytes - usage.draft_bytes
 
     def _make_room(self, needed_bytes: int) -> None:
         """Sweeps and evicts until `needed_bytes` fit beside what must stay. Raises StoreFull, without evicting anything
         if eviction would not help."""
-        free_bytes = self._free_bytes()
-        if free_bytes is not None and free_bytes < needed_bytes:
-            self._sweep_drafts()  # dead drafts hold budget too, and cost nothing to lose
-            lacking = needed_bytes - (self._free_bytes() or 0)
-            if lacking <= self._evictable_bytes():
-                self._evict(lacking)
-            if (self._free_bytes() or 0) < needed_bytes:
-                raise self._full(needed_bytes)
+        if self._free_bytes() >= needed_bytes:
+            return
+        self._sweep_drafts()  # dead drafts hold budget too, and cost nothing to lose
+        lacking = needed_bytes - self._free_bytes()
+        if lacking <= self._evictable_bytes():
+            self._evict(lacking)
+        if self._free_bytes() < needed_bytes:
+            raise self._full(needed_bytes)
 
     def _evictable_bytes(self) -> int:
-        return sum(held.nbytes for held in self._all_committed() if not held.pinned and not _leased(held))
+        return sum(held.nbytes for held in self._all_committed() if not held.pinned and not held.leased)
 
-    def _evict(self, lacking_bytes: int) -> None:
+    def _evict(self, lacking_bytes: float) -> None:
         """Removes unleased, unpinned versions, least recently used first, until `lacking_bytes` are free or none is
         left. Their segments go to the pool."""
         for held in self._all_committed():
@@ -169,40 +164,33 @@ class Space:
                 return
             if held.pinned or (lock := DirectoryLock.try_exclusive(held.path)) is None:
                 continue
-            if (held.path / PINNED_FILE).exists():  # pinned between the scan and the lock
-                lock.close()
-                continue
-            self._take_down(held.path, lock)
-            lacking_bytes -= held.nbytes
+            with closing(lock):
+                if not (held.path / PINNED_FILE).exists():  # pinned between the scan and the lock
+                    self._take_down(held.path)
+                    lacking_bytes -= held.nbytes
 
-    def _take_down(self, path: Path, lock: DirectoryLock) -> None:
-        """Removes the version at `path`, whose exclusive lock is `lock`, and closes the lock. One rename hides it; a
-        sweep removes leftovers of a crash."""
+    def _take_down(self, path: Path) -> None:
+        """Removes the version at `path`, whose exclusive lock the caller holds. One rename hides it; a sweep removes
+        leftovers of a crash."""
         hidden = self.staging / f"removed-{uuid.uuid4().hex}"
-        try:
-            os.rename(path, hidden)
-            with suppress(OSError):  # other versions of the model stay, or a commit just came
-                os.rmdir(path.parent)
-            dismantle(hidden, self.pool)
-        finally:
-            lock.close()
+        os.rename(path, hidden)
+        with suppress(OSError):  # other versions of the model stay, or a commit just came
+            os.rmdir(path.parent)
+        self.pool.dismantle(hidden, keep=True)
 
     def _sweep_drafts(self) -> None:
         """Removes everything unlocked in staging."""
-        for entry in list(os.scandir(self.staging)):
-            path = Path(entry.path)
-            if not entry.is_dir(follow_symlinks=False):
-                os.unlink(path)
+        for path in list(self.staging.iterdir()):
+            if path.is_symlink() or not path.is_dir():
+                path.unlink()
             else:
                 self.pool.take_unheld(path, keep=False)
 
     def _trim(self, upcoming_bytes: int) -> None:
         """Shrinks the pool to what both bounds leave beside everything else and the `upcoming_bytes` still to be
         written."""
-        free_bytes = self._free_bytes()
-        bounds = (self.pool_bytes, None if free_bytes is None else free_bytes - upcoming_bytes)
-        if known := [bound for bound in bounds if bound is not None]:
-            self.pool.trim(max(0, min(known)))
+        most = math.inf if self.pool_bytes is None else self.pool_bytes
+        self.pool.trim(max(0, min(most, self._free_bytes() - upcoming_bytes)))
 
 
 def directories(parent: Path) -> list[Path]:
@@ -213,20 +201,9 @@ def directories(parent: Path) -> list[Path]:
         return []
 
 
-def _held_at(path: Path) -> Held | None:
-    """The directory at `path`; None if it is gone."""
-    try:
-        entries = list(os.scandir(path))
-        nbytes = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
-        last_used_ns = os.stat(path, follow_symlinks=False).st_mtime_ns
-    except (FileNotFoundError, NotADirectoryError):  # removed while we looked
-        return None
-    return Held(path, nbytes, last_used_ns, any(entry.name == PINNED_FILE for entry in entries))
-
-
-def _leased(held: Held) -> bool:
-    lock = DirectoryLock.try_exclusive(held.path)
-    if lock is None:
-        return True
-    lock.close()
-    return False
+def _held_at(paths: list[Path]) -> Iterator[Held]:
+    """The directories at these paths that are still there."""
+    for path in paths:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            sizes = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path)}
+            yield Held(path.lstat().st_mtime_ns, path, sum(sizes.values()), PINNED_FILE in sizes)

@@ -13,25 +13,23 @@ import stat
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from weights.format.checksums import checksum, hashed
+from weights.format.checksums import hashed
 from weights.format.errors import (
     IntegrityError,
-    InvalidName,
     StoreError,
-    VersionExists,
     VersionLeased,
     VersionNotFound,
 )
 from weights.format.files import replace_file, write_file
 from weights.format.layout import Layout
-from weights.format.manifest import KINDS, Manifest
-from weights.format.names import DRAFT_FILE, MANIFEST_FILE, check_aux_name, version_path
+from weights.format.manifest import Manifest
+from weights.format.names import DRAFT_FILE, KINDS, MANIFEST_FILE, check_aux_name, version_path
 from weights.memory import segment
-from weights.memory.draft import Draft, publish
+from weights.memory.draft import Draft, free_path, publish
 from weights.memory.lease import Lease, StoredVersion, take_lease
 from weights.memory.locks import DirectoryLock
 from weights.memory.space import Space
@@ -71,21 +69,19 @@ class WeightStore(Space):
         (nothing left behind), VersionExists, InvalidName.
         """
         aux_files = {check_aux_name(aux): data for aux, data in (aux_files or {}).items()}
-        if version_path(self.root, _check_kind(kind), model, version).exists():
-            raise VersionExists(f"{kind} {model!r} {version!r} exists; choose another version name or remove it")
+        free_path(self.root, kind, model, version)
         if (index := layout.index_file()) is not None:
             aux_files[index[0]] = index[1]
         needed_bytes = layout.nbytes + sum(len(data) for data in aux_files.values())
-        path = self.staging / uuid.uuid4().hex
-        with self._staked(path, {file.name: file.nbytes for file in layout.files}, needed_bytes) as lock:
+        with self._staged({file.name: file.nbytes for file in layout.files}, needed_bytes) as (path, lock):
             for file in layout.files:
-                with open(os.open(file.name, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=lock.fd), "wb") as out:
+                with open(path / file.name, "r+b") as out:
                     out.write(file.header)
             for aux, data in aux_files.items():
-                write_file(lock.fd, aux, data)
+                write_file(path / aux, data)
             named = {"kind": kind, "model": model, "version": version}
             # Written last, so that no process attaches to an incomplete draft.
-            write_file(lock.fd, DRAFT_FILE, json.dumps(named).encode())
+            write_file(path / DRAFT_FILE, json.dumps(named).encode())
             return Draft(self.root, path, layout, lock, **named, owner=True)
 
     def receive(
@@ -94,35 +90,38 @@ class WeightStore(Space):
         """The version of a manifest, created now, from the `chunks` of each of its files. Checks every byte whose
         checksum is known before it becomes visible. `source`: where the bytes are from. Raises IntegrityError,
         StoreFull, VersionExists."""
-        if version_path(self.root, manifest.kind, manifest.model, manifest.version).exists():
-            raise VersionExists(f"{manifest.kind} {manifest.model!r} {manifest.version!r} exists")
-        path, found = self.staging / uuid.uuid4().hex, dict[str, str]()
+        free_path(self.root, *manifest.name)
+        found: dict[str, str] = {}
         segments = {file: record.nbytes for file, record in manifest.files.items() if record.header}
-        with self._staked(path, segments, manifest.nbytes) as lock:
+        with self._staged(segments, manifest.nbytes) as (path, lock), closing(lock):
             for file, record in manifest.files.items():
-                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                with open(os.open(file, flags, 0o600, dir_fd=lock.fd), "wb", buffering=0) as out:
+                if file not in segments:
+                    segment.create(path / file, 0)
+                with open(path / file, "r+b") as out:
                     for chunk in hashed(chunks(file), record.checksum, found, path=source, file=file):
-                        rest = memoryview(chunk)
-                        while rest:
-                            rest = rest[out.write(rest) :]
+                        out.write(chunk)
             manifest = replace(manifest.with_checksums(found), created_s=time.time())
             manifest.check_layout(Layout.read(path), path=source)
-            stored = publish(self.root, path, lock.fd, manifest, pinned=pinned)
-            lock.close()
-            return stored
+            return publish(self.root, path, manifest, pinned=pinned)
 
     @contextmanager
-    def _staked(self, path: Path, segments: Mapping[str, int], needed_bytes: int) -> Iterator[DirectoryLock]:
-        """The locked directory of a draft whose segments have their memory. After an error in the block nothing of it
-        is left; raises StoreFull for want of memory."""
-        lock: DirectoryLock | None = None
+    def _staged(self, segments: Mapping[str, int], needed_bytes: int) -> Iterator[tuple[Path, DirectoryLock]]:
+        """The locked directory of a draft, counted against the budget, with the memory of its segments (bytes by file
+        name). After an error in the block nothing of it is left; raises StoreFull for want of memory."""
+        path, lock = self.staging / uuid.uuid4().hex, None
         try:
             with self.mutex():
-                lock = self._stake(path, segments, needed_bytes)
+                self._make_room(needed_bytes)
+                path.mkdir(mode=0o700)
+                lock = DirectoryLock.try_shared(path)
+                assert lock is not None, "nobody else removes drafts while we hold the mutex"
+                for name, nbytes in segments.items():
+                    if not self.pool.claim(nbytes, path / name):
+                        segment.create(path / name, nbytes)
+                self._trim(needed_bytes - sum(segments.values()))
             for name in segments:
                 try:
-                    segment.allocate(lock.fd, name)
+                    segment.allocate(path / name)
                 except OSError as error:
                     if error.errno != errno.ENOSPC:
                         raise
@@ -130,8 +129,8 @@ class WeightStore(Space):
                     with self.mutex():
                         self._evict(needed_bytes)
                         self.pool.trim(0)
-                    segment.allocate(lock.fd, name)
-            yield lock
+                    segment.allocate(path / name)
+            yield path, lock
         except BaseException as error:
             if lock is not None:
                 lock.close()
@@ -163,7 +162,7 @@ class WeightStore(Space):
 
     def find(self, kind: str, model: str, version: str) -> StoredVersion | None:
         """The committed version of this name, or None. Raises IntegrityError if it is damaged."""
-        path = version_path(self.root, _check_kind(kind), model, version)
+        path = version_path(self.root, kind, model, version)
         try:
             return StoredVersion.read(path) if path.exists() else None
         except IntegrityError:
@@ -175,7 +174,7 @@ class WeightStore(Space):
         """All readable versions of `kind`, or those of one model, oldest first. Damaged ones are reported by `sweep`,
         not here."""
         found = []
-        for path in self._committed(_check_kind(kind), model):
+        for path in self._committed(kind, model):
             try:
                 found.append(StoredVersion.read(path))
             except IntegrityError:
@@ -190,8 +189,8 @@ class WeightStore(Space):
         """Records the checksums that `commit(checksums=False)` left out, beside readers. Raises VersionNotFound,
         IntegrityError."""
         with self.lease(stored) as lease:
-            sums = {file.name: checksum(lease.file_view(file.name)) for file in lease.layout.files}
-            replace_file(stored.path, MANIFEST_FILE, lease.manifest.with_checksums(sums).to_bytes())
+            sealed = lease.manifest.with_checksums(lease.checksums())
+            replace_file(stored.path, MANIFEST_FILE, sealed.to_bytes())
 
     # Removing
 
@@ -205,7 +204,7 @@ class WeightStore(Space):
 
     def discard(self, kind: str, model: str, version: str) -> None:
         """Removes the version of this name, even if unreadable. Idempotent. Raises VersionLeased."""
-        self._discard(version_path(self.root, _check_kind(kind), model, version))
+        self._discard(version_path(self.root, kind, model, version))
 
     def _discard(self, path: Path) -> bool:
         with self.mutex():
@@ -214,7 +213,8 @@ class WeightStore(Space):
                 if path.exists():
                     raise VersionLeased(f"{path} is being read; it can be removed when its last lease is released")
                 return False
-            self._take_down(path, lock)
+            with closing(lock):
+                self._take_down(path)
             self._trim(0)
             return True
 
@@ -230,16 +230,10 @@ class WeightStore(Space):
         for path in (path for kind in KINDS for path in self._committed(kind)):
             try:
                 stored = StoredVersion.read(path)
-                if version_path(self.root, stored.kind, stored.model, stored.version) != path:
+                if version_path(self.root, *stored.manifest.name) != path:
                     raise IntegrityError(f"its manifest names {stored.model!r} {stored.version!r}", path=path)
                 stored.manifest.check_layout(Layout.read(path), path=path)
             except IntegrityError as error:
                 if path.exists():
                     damaged.append(error)
         return tuple(damaged)
-
-
-def _check_kind(kind: str) -> str:
-    if kind not in KINDS:
-        raise InvalidName(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    return kind

@@ -15,12 +15,11 @@ from weights.format.errors import IntegrityError, NotSealed, TierFull, VersionNo
 from weights.format.files import replace_file, sync
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
-from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE, encode_name
+from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE, Name, encode_name
 from weights.format.source import aux_files_of, chunks_of, read_whole
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
 from weights.tiers.objects import tier_errors
-from weights.tiers.record import Name
 from weights.tiers.tier import Tier
 
 STAGING = ".staging"
@@ -48,7 +47,7 @@ class DirectoryTier(Tier):
         for folder in (path for root in (self._models, self._snapshots) for path in root.glob("*/*/")):
             with suppress(IntegrityError):
                 manifest = Manifest.read(folder)
-                if self.path(name := Name.of(manifest)) == folder:  # not one that is being copied or removed
+                if self.path(name := manifest.name) == folder:  # not one that is being copied or removed
                     found[name] = manifest
         return found
 
@@ -84,7 +83,7 @@ class DirectoryTier(Tier):
     def _write(
         self, manifest: Manifest, chunks: Callable[[str], Iterable[bytes]], sealed: Callable[[], Manifest]
     ) -> None:
-        target = self.path(name := Name.of(manifest))
+        target = self.path(name := manifest.name)
         with tier_errors(target):
             partial = self._staged(target, "copy")
             free = shutil.disk_usage(partial.parent).free

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from weights.format.errors import IntegrityError, ObjectDamaged, TierUnavailable, VersionNotFound
 from weights.format.manifest import Manifest
+from weights.format.names import Name
 from weights.format.source import CHUNK_BYTES
 from weights.tiers.objects import Objects
-from weights.tiers.record import Name
 from weights.tiers.tier import Tier
 
 OWNER_KEY = "owner"
@@ -56,8 +56,8 @@ class RemoteTier(Tier):
                 except IntegrityError as error:
                     log.error("the remote tier has a damaged record: %s", error)
                     continue
-                if key == f"copies/{Name.of(manifest).key}":
-                    known[Name.of(manifest)] = manifest
+                if key == f"copies/{manifest.name.key}":
+                    known[manifest.name] = manifest
             self._records = known
         return self._records
 
@@ -87,7 +87,7 @@ class RemoteTier(Tier):
     def _write(
         self, manifest: Manifest, chunks: Callable[[str], Iterable[bytes]], sealed: Callable[[], Manifest]
     ) -> None:
-        name = Name.of(manifest)
+        name = manifest.name
         for file in manifest.files:
             for number, chunk in enumerate(chunks(file)):
                 self._objects.put(_part_key(name, file, number), chunk)

@@ -10,10 +10,10 @@ from pathlib import Path
 from weights.format.checksums import hashed
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
+from weights.format.names import Name
 from weights.format.source import chunks_of, read_whole
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
-from weights.tiers.record import Name
 
 Moved = Callable[[int], object]
 """Called with the bytes of each chunk that was copied; an exception from it aborts the copy."""

@@ -14,11 +14,10 @@ from tests.unit.weights.conftest import check, content, write
 from weights.format.config import Location
 from weights.format.errors import IntegrityError, TierUnavailable, VersionNotFound
 from weights.format.layout import Layout, TensorSpec
-from weights.format.manifest import KINDS
+from weights.format.names import KINDS, Name
 from weights.memory.store import WeightStore
 from weights.tiers.objects import DirectoryObjects, objects_at
 from weights.tiers.objects_s3 import S3Objects
-from weights.tiers.record import Name
 from weights.tiers.remote import RemoteTier
 
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.unit.weights.conftest import AUX, check, write
 from weights.format.errors import IntegrityError, NotSealed
 from weights.format.layout import Layout
+from weights.format.names import Name
 from weights.tiers.directory import DirectoryTier, seal_dir, take_in, verify
-from weights.tiers.record import Name
 
 V1 = Name("version", "starter", "1")
 
