@@ -26,7 +26,7 @@ ROUNDS = 3
 def devices() -> dict[str, Any]:
     import pynvml
 
-    from runtime.devices import cuda
+    from runtime.devices import nvml
 
     pynvml.nvmlInit()
     handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
@@ -36,7 +36,7 @@ def devices() -> dict[str, Any]:
         "driver": float(driver.split(".")[0]),
         "mig": sum(_mig(pynvml, handle) for handle in handles),
         "used_bytes": [_used_bytes(pynvml, handle) for handle in handles],
-        "numa_nodes": [cuda.numa_node(handle) for handle in handles],
+        "numa_nodes": [nvml.numa_node(handle) for handle in handles],
     }
 
 

@@ -15,7 +15,7 @@ from benchmarks.simulator.engine import EngineModel
 from benchmarks.simulator.gateway import Gateway, Reports
 from benchmarks.simulator.journal import MemoryJournal
 from benchmarks.simulator.trace import Requests
-from runtime.devices.kinds import hardware_first
+from runtime.devices.kinds import KINDS
 from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
@@ -70,7 +70,7 @@ class Setup:
                 f"n{n}/{i}",
                 f"n{n}",
                 i,
-                hardware_first()[0].name,
+                next(iter(KINDS)),
                 "H100",
                 80 * 2**30,
                 numa_node=2 * i // per,

@@ -15,7 +15,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from runtime.devices import cuda
+from runtime.devices import nvml
 
 GIB = 2**30
 
@@ -82,7 +82,7 @@ class Machine:
         for name, function in vars(_Functions(self)).items():
             monkeypatch.setattr(pynvml, name, lacking if name in self.lacks else function)
         there = self.gpus and self.control
-        monkeypatch.setattr(cuda, "_CONTROL", Path("/dev/null" if there else "/dev/no-nvidiactl"))
+        monkeypatch.setattr(nvml, "CONTROL", Path("/dev/null" if there else "/dev/no-nvidiactl"))
         return self
 
 

@@ -172,7 +172,7 @@ async def test_no_warm_parent_is_a_named_error(tmp_path):
         await spawn(tmp_path / "absent.sock", tmp_path)
 
 
-async def test_a_silent_client_holds_up_no_fork(warm, tmp_path):
+async def test_warm_parent_with_a_silent_client_still_forks(warm, tmp_path):
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(str(warm))
         child = await spawn(warm, tmp_path)
