@@ -28,7 +28,7 @@ from weights.checkpoint.folder import (
 )
 from weights.checkpoint.vocabulary import tokens_of
 from weights.format.foreign_json import size, text_part
-from weights.format.layout import MAX_INDEX_BYTES, MAX_INDEX_VALUES, Layout, read_header
+from weights.format.layout import MAX_INDEX_BYTES, MAX_INDEX_VALUES, FileLayout, Layout
 from weights.format.names import MANIFEST_FILE, VOCABULARIES
 from weights.format.source import AUX_SUFFIXES
 from weights.format.tool_template import with_tools
@@ -92,7 +92,7 @@ def choose_files(directory: Path) -> dict[str, Path]:
 def check_header(path: Path, name: str) -> None:
     """Refuses a hostile or damaged safetensors file before any of its bytes are copied. Raises IntegrityError."""
     with path.open("rb") as file:
-        read_header(file, path=path.parent, name=name)
+        FileLayout.read(file, path=path.parent, name=name)
 
 
 def _weight_files(directory: Path, names: list[str]) -> frozenset[str]:
