@@ -62,19 +62,12 @@ class Manifest:
 
     @classmethod
     def describe(
-        cls,
-        layout: Layout,
-        *,
-        kind: str,
-        model: str,
-        version: str,
-        meta: Mapping[str, Any],
-        aux_files: Mapping[str, bytes],
+        cls, layout: Layout, name: Name, *, meta: Mapping[str, Any], aux_files: Mapping[str, bytes]
     ) -> Manifest:
         """The manifest of `layout` and these auxiliary files, created now and not sealed."""
         files = {file.name: FileRecord(file.nbytes, None, checksum(file.header)) for file in layout.files}
-        files |= {name: FileRecord(len(data), checksum(data)) for name, data in aux_files.items()}
-        return cls(kind, model, version, time.time(), meta, len(layout), files)
+        files |= {file: FileRecord(len(data), checksum(data)) for file, data in aux_files.items()}
+        return cls(*name, time.time(), meta, len(layout), files)
 
     def with_checksums(self, checksums: Mapping[str, str]) -> Manifest:
         """The same manifest with these checksums of files."""

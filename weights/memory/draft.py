@@ -11,10 +11,10 @@ from weights.format.errors import StoreError, VersionExists
 from weights.format.files import write_file
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
-from weights.format.names import DRAFT_FILE, MANIFEST_FILE, PINNED_FILE, TENSOR_SUFFIX, version_path
+from weights.format.names import DRAFT_FILE, MANIFEST_FILE, PINNED_FILE, TENSOR_SUFFIX, Name, version_path
 from weights.memory.lease import Mapped, StoredVersion
 from weights.memory.locks import DirectoryLock
-from weights.memory.pool import Pool
+from weights.memory.space import Space
 
 
 class Draft(Mapped):
@@ -28,26 +28,14 @@ class Draft(Mapped):
     of disjoint ranges need no coordination, but all must finish before `commit`.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        path: Path,
-        layout: Layout,
-        lock: DirectoryLock,
-        *,
-        kind: str,
-        model: str,
-        version: str,
-        owner: bool,
-    ) -> None:
+    def __init__(self, space: Space, name: Name, path: Path, layout: Layout, lock: DirectoryLock, *, owner: bool):
         super().__init__(path, layout, lock, "write")
-        self.kind, self.model, self.version = kind, model, version
-        self._root, self._owner = root, owner
+        self.name, self._space, self._owner = name, space, owner
 
     @property
     def target(self) -> Path:
         """Path of the version after the commit."""
-        return version_path(self._root, self.kind, self.model, self.version)
+        return version_path(self._space.root, *self.name)
 
     def commit(self, *, meta: Mapping[str, Any], checksums: bool = True, pinned: bool = True) -> StoredVersion:
         """Makes the version visible atomically and closes the draft.
@@ -57,18 +45,12 @@ class Draft(Mapped):
         Raises VersionExists (the draft stays open), IntegrityError if `meta` is not JSON.
         """
         self._check_open()
-        names = [name for name in os.listdir(self.path) if not name.startswith(".")]
-        manifest = Manifest.describe(
-            self.layout,
-            kind=self.kind,
-            model=self.model,
-            version=self.version,
-            meta=meta,
-            aux_files={n: (self.path / n).read_bytes() for n in names if not n.endswith(TENSOR_SUFFIX)},
-        )
+        files = [file for file in self.path.iterdir() if not file.name.startswith(".") and file.suffix != TENSOR_SUFFIX]
+        aux_files = {file.name: file.read_bytes() for file in files}
+        manifest = Manifest.describe(self.layout, self.name, meta=meta, aux_files=aux_files)
         if checksums:
             manifest = manifest.with_checksums(self.checksums())
-        stored = publish(self._root, self.path, manifest, pinned=pinned)
+        stored = publish(self._space, self.path, manifest, pinned=pinned)
         super().close()
         return stored
 
@@ -92,21 +74,21 @@ class Draft(Mapped):
     def _close(self) -> None:
         super().close()
         if not (self.path / DRAFT_FILE).exists():
-            Pool(self._root / "pool").take_unheld(self.path, keep=True)
+            self._space.pool.take_unheld(self.path, keep=True)
 
 
-def free_path(root: Path, kind: str, model: str, version: str) -> Path:
+def free_path(space: Space, name: Name) -> Path:
     """The path of a version to be written. Raises VersionExists, InvalidName."""
-    path = version_path(root, kind, model, version)
+    path = version_path(space.root, *name)
     if path.exists():
-        raise VersionExists(f"{kind} {model!r} {version!r} exists; choose another version name or remove it")
+        raise VersionExists(f"{name} exists; choose another version name or remove it")
     return path
 
 
-def publish(root: Path, path: Path, manifest: Manifest, *, pinned: bool) -> StoredVersion:
+def publish(space: Space, path: Path, manifest: Manifest, *, pinned: bool) -> StoredVersion:
     """Makes the written draft at `path` the version of the manifest. Raises VersionExists, IntegrityError,
     StoreError."""
-    target = free_path(root, *manifest.name)
+    target = free_path(space, manifest.name)
     write_file(path / MANIFEST_FILE, manifest.to_bytes())
     if pinned:
         write_file(path / PINNED_FILE, b"")
@@ -123,5 +105,5 @@ def publish(root: Path, path: Path, manifest: Manifest, *, pinned: bool) -> Stor
             if not path.exists():
                 raise StoreError(f"the draft {path} is gone: swept or already committed") from None
         except OSError:
-            free_path(root, *manifest.name)  # another process was faster
+            free_path(space, manifest.name)  # another process was faster
             raise

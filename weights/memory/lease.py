@@ -142,5 +142,5 @@ def pin(stored: StoredVersion) -> None:
 def _locked(stored: StoredVersion) -> DirectoryLock:
     lock = DirectoryLock.try_shared(stored.path)
     if lock is None:
-        raise VersionNotFound(f"{stored.kind} {stored.model!r} {stored.version!r} is no longer at {stored.path}")
+        raise VersionNotFound(f"{stored.manifest.name} is no longer at {stored.path}")
     return lock

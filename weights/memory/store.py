@@ -27,7 +27,7 @@ from weights.format.errors import (
 from weights.format.files import replace_file, write_file
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
-from weights.format.names import DRAFT_FILE, KINDS, MANIFEST_FILE, check_aux_name, version_path
+from weights.format.names import DRAFT_FILE, KINDS, MANIFEST_FILE, Name, check_aux_name, version_path
 from weights.memory import segment
 from weights.memory.draft import Draft, free_path, publish
 from weights.memory.lease import Lease, StoredVersion, take_lease
@@ -69,7 +69,7 @@ class WeightStore(Space):
         (nothing left behind), VersionExists, InvalidName.
         """
         aux_files = {check_aux_name(aux): data for aux, data in (aux_files or {}).items()}
-        free_path(self.root, kind, model, version)
+        free_path(self, name := Name(kind, model, version))
         if (index := layout.index_file()) is not None:
             aux_files[index[0]] = index[1]
         needed_bytes = layout.nbytes + sum(len(data) for data in aux_files.values())
@@ -79,10 +79,9 @@ class WeightStore(Space):
                     out.write(file.header)
             for aux, data in aux_files.items():
                 write_file(path / aux, data)
-            named = {"kind": kind, "model": model, "version": version}
             # Written last, so that no process attaches to an incomplete draft.
-            write_file(path / DRAFT_FILE, json.dumps(named).encode())
-            return Draft(self.root, path, layout, lock, **named, owner=True)
+            write_file(path / DRAFT_FILE, json.dumps(name).encode())
+            return Draft(self, name, path, layout, lock, owner=True)
 
     def receive(
         self, manifest: Manifest, chunks: Callable[[str], Iterable[bytes]], *, source: object, pinned: bool = False
@@ -90,7 +89,7 @@ class WeightStore(Space):
         """The version of a manifest, created now, from the `chunks` of each of its files. Checks every byte whose
         checksum is known before it becomes visible. `source`: where the bytes are from. Raises IntegrityError,
         StoreFull, VersionExists."""
-        free_path(self.root, *manifest.name)
+        free_path(self, manifest.name)
         found: dict[str, str] = {}
         segments = {file: record.nbytes for file, record in manifest.files.items() if record.header}
         with self._staged(segments, manifest.nbytes) as (path, lock), closing(lock):
@@ -102,7 +101,7 @@ class WeightStore(Space):
                         out.write(chunk)
             manifest = replace(manifest.with_checksums(found), created_s=time.time())
             manifest.check_layout(Layout.read(path), path=source)
-            return publish(self.root, path, manifest, pinned=pinned)
+            return publish(self, path, manifest, pinned=pinned)
 
     @contextmanager
     def _staged(self, segments: Mapping[str, int], needed_bytes: int) -> Iterator[tuple[Path, DirectoryLock]]:
@@ -148,7 +147,7 @@ class WeightStore(Space):
         if lock is None:
             raise StoreError(gone)
         try:
-            named = json.loads((path / DRAFT_FILE).read_bytes())
+            name = Name(*json.loads((path / DRAFT_FILE).read_bytes()))
             layout = layout or Layout.read(path)
         except BaseException as error:
             # Close now, not when the traceback is freed: the last holder of an aborted draft cleans up.
@@ -156,7 +155,7 @@ class WeightStore(Space):
             if isinstance(error, FileNotFoundError):
                 raise StoreError(gone) from None
             raise
-        return Draft(self.root, path, layout, lock, **named, owner=False)
+        return Draft(self, name, path, layout, lock, owner=False)
 
     # Reading
 
@@ -200,7 +199,7 @@ class WeightStore(Space):
         Raises VersionLeased while a reader holds it, VersionNotFound if it is gone.
         """
         if not self._discard(stored.path):
-            raise VersionNotFound(f"{stored.kind} {stored.model!r} {stored.version!r} is no longer at {stored.path}")
+            raise VersionNotFound(f"{stored.manifest.name} is no longer at {stored.path}")
 
     def discard(self, kind: str, model: str, version: str) -> None:
         """Removes the version of this name, even if unreadable. Idempotent. Raises VersionLeased."""
@@ -231,7 +230,7 @@ class WeightStore(Space):
             try:
                 stored = StoredVersion.read(path)
                 if version_path(self.root, *stored.manifest.name) != path:
-                    raise IntegrityError(f"its manifest names {stored.model!r} {stored.version!r}", path=path)
+                    raise IntegrityError(f"its manifest names {stored.manifest.name}", path=path)
                 stored.manifest.check_layout(Layout.read(path), path=path)
             except IntegrityError as error:
                 if path.exists():

@@ -137,7 +137,7 @@ def seal_dir(
     if index is not None and not any(name.endswith(INDEX_SUFFIX) for name in aux):
         replace_file(directory, *index)
         aux[index[0]] = index[1]
-    manifest = Manifest.describe(layout, kind=kind, model=model, version=version, meta=meta or {}, aux_files=aux)
+    manifest = Manifest.describe(layout, Name(kind, model, version), meta=meta or {}, aux_files=aux)
     manifest = read_whole(manifest, partial(chunks_of, directory, manifest), source=directory)
     replace_file(directory, MANIFEST_FILE, manifest.to_bytes())
     return manifest
