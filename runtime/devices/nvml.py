@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,33 +154,39 @@ def _handles() -> Iterator[Any]:
             yield error
 
 
-def _too_old(handle: Any) -> str:
-    """Why engines and ranks do not compute on this GPU, whatever is set; "" if they do."""
+def _answering(handle: Any) -> Any:
+    """Raises the NVMLError of a GPU that does not answer."""
     if isinstance(handle, pynvml.NVMLError):
-        return ""
+        raise handle
+    return handle
+
+
+def _too_old(handle: Any) -> str:
+    """Why engines and ranks do not compute on this GPU, whatever is set; "" if they do, or if it does not answer."""
     try:
-        capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-        if capability >= LEAST_CAPABILITY:
-            return ""
-        least, its = (".".join(map(str, one)) for one in (LEAST_CAPABILITY, capability))
-        return (
-            f"{pynvml.nvmlDeviceGetName(handle)} is of compute capability {its}, and the box computes in "
-            f"bfloat16 and with FlashAttention, which begin with {least} (Ampere)"
-        )
-    except pynvml.NVMLError:  # it does not answer, which what is found of it says
+        capability = pynvml.nvmlDeviceGetCudaComputeCapability(_answering(handle))
+        name = pynvml.nvmlDeviceGetName(handle)
+    except pynvml.NVMLError:
         return ""
+    if capability >= LEAST_CAPABILITY:
+        return ""
+    least, its = (".".join(map(str, one)) for one in (LEAST_CAPABILITY, capability))
+    return (
+        f"{name} is of compute capability {its}, and the box computes in bfloat16 and with FlashAttention, which begin "
+        f"with {least} (Ampere)"
+    )
 
 
 def _found(index: int, handles: Mapping[int, Any]) -> Found:
-    handle = handles[index]
-    if isinstance(handle, pynvml.NVMLError):
-        return Found(index, "NVIDIA GPU", 0, unfit=f"{NO_ANSWER} ({handle})")
     try:
+        handle = _answering(handles[index])
         reason = unfit(handle)
+        # The driver tells the memory of a GPU that is cut by MIG to root alone (NVML API, nvmlDeviceGetMemoryInfo).
+        memory_bytes = _ask(lambda: _usable_bytes(handle)) if reason else _usable_bytes(handle)
         return Found(
             index=index,
             name=pynvml.nvmlDeviceGetName(handle),
-            memory_bytes=_memory_bytes(handle, known_unfit=bool(reason)),
+            memory_bytes=memory_bytes or 0,
             numa_node=numa_node(handle),
             linked=frozenset(n for n, other in handles.items() if n != index and _linked(handle, other)),
             uuid=_ask(lambda: pynvml.nvmlDeviceGetUUID(handle)) or "",
@@ -188,13 +194,6 @@ def _found(index: int, handles: Mapping[int, Any]) -> Found:
         )
     except pynvml.NVMLError as error:
         return Found(index, "NVIDIA GPU", 0, unfit=f"{NO_ANSWER} ({error})")
-
-
-def _memory_bytes(handle: Any, known_unfit: bool) -> int:
-    if not known_unfit:
-        return _usable_bytes(handle)
-    # The driver tells the memory of a GPU that is cut by MIG to root alone (NVML API, nvmlDeviceGetMemoryInfo).
-    return _ask(lambda: _usable_bytes(handle)) or 0
 
 
 def _usable_bytes(handle: Any) -> int:
@@ -222,10 +221,8 @@ def unfit(handle: Any) -> str:
 
 
 def _processes(handle: Any) -> str:
-    if isinstance(handle, pynvml.NVMLError):
-        return ""
     try:
-        found = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        found = pynvml.nvmlDeviceGetComputeRunningProcesses(_answering(handle))
         used_bytes = pynvml.nvmlDeviceGetMemoryInfo(handle).used
     except pynvml.NVMLError:
         return ""
@@ -250,10 +247,8 @@ def numa_node(handle: Any) -> int | None:
 def _linked(handle: Any, other: Any) -> bool:
     """Whether NVLink joins two GPUs, directly or through an NVSwitch. (With a switch, the remote address of a link
     names the switch and no GPU.)"""
-    if isinstance(other, pynvml.NVMLError):
-        return False
     try:
-        status = pynvml.nvmlDeviceGetP2PStatus(handle, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        status = pynvml.nvmlDeviceGetP2PStatus(handle, _answering(other), pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
     except pynvml.NVMLError:
         return False
     return status == pynvml.NVML_P2P_STATUS_OK
@@ -307,15 +302,9 @@ class Watch:
         pynvml.nvmlInit()
         events = pynvml.nvmlEventSetCreate()
         for index in indices:
-            self._register(index, events)
+            with suppress(pynvml.NVMLError):  # not reported by this GPU, or it is lost: its reading says so
+                pynvml.nvmlDeviceRegisterEvents(pynvml.nvmlDeviceGetHandleByIndex(index), _WATCHED, events)
         self._watched, self._events = indices, events
-
-    @staticmethod
-    def _register(index: int, events: Any) -> None:
-        try:
-            pynvml.nvmlDeviceRegisterEvents(pynvml.nvmlDeviceGetHandleByIndex(index), _WATCHED, events)
-        except pynvml.NVMLError:  # not reported by this GPU, or it is lost: its reading says so
-            return
 
     def _new_faults(self) -> dict[int, tuple[str, ...]]:
         found: dict[int, tuple[str, ...]] = {}
@@ -336,30 +325,26 @@ class Watch:
     def _reading(self, index: int, faults: tuple[str, ...]) -> Reading:
         device_id, now_s = self._devices[index], time.time()
         try:
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            reading = self._answered(handle, device_id, now_s, faults)
+            found = _answered(pynvml.nvmlDeviceGetHandleByIndex(index))
         except pynvml.NVMLError as error:
-            reading = Reading(device_id, now_s, faults, lost=str(error))
-        return replace(reading, driver_errors=tuple(self._xids[index].items()))
+            found = {"lost": str(error)}
+        faults += found.pop("faults", ())
+        return Reading(device_id, now_s, faults, driver_errors=tuple(self._xids[index].items()), **found)
 
-    @staticmethod
-    def _answered(handle: Any, device_id: str, now_s: float, faults: tuple[str, ...]) -> Reading:
-        remap_failed = (_ask(lambda: pynvml.nvmlDeviceGetRemappedRows(handle)) or (0, 0, 0, 0))[3]
-        return Reading(
-            device_id,
-            now_s,
-            (*faults, "could not remap a row of its memory") if remap_failed else faults,
-            ecc_uncorrected=_ask(
-                lambda: pynvml.nvmlDeviceGetTotalEccErrors(
-                    handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-                )
-            ),
-            temperature_c=(heat := _heat(handle)),
-            slowdown_c=_slowdown(handle, heat),
-            unfit=unfit(handle),
-            uuid=_ask(lambda: pynvml.nvmlDeviceGetUUID(handle)) or "",
-            **_meters(handle),
-        )
+
+def _answered(handle: Any) -> dict[str, Any]:
+    """The fields of a Reading. Raises NVMLError if the GPU is lost."""
+    remap_failed = (_ask(lambda: pynvml.nvmlDeviceGetRemappedRows(handle)) or (0, 0, 0, 0))[3]
+    kind, since = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+    return {
+        "faults": ("could not remap a row of its memory",) if remap_failed else (),
+        "ecc_uncorrected": _ask(lambda: pynvml.nvmlDeviceGetTotalEccErrors(handle, kind, since)),
+        "temperature_c": (heat := _heat(handle)),
+        "slowdown_c": _slowdown(handle, heat),
+        "unfit": unfit(handle),
+        "uuid": _ask(lambda: pynvml.nvmlDeviceGetUUID(handle)) or "",
+        **_meters(handle),
+    }
 
 
 def _heat(handle: Any) -> int | None:
