@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weights.format.errors import StoreError, VersionExists
 from weights.format.files import write_file
@@ -14,7 +14,9 @@ from weights.format.manifest import Manifest
 from weights.format.names import DRAFT_FILE, MANIFEST_FILE, PINNED_FILE, TENSOR_SUFFIX, Name, version_path
 from weights.memory.lease import Mapped, StoredVersion
 from weights.memory.locks import DirectoryLock
-from weights.memory.space import Space
+
+if TYPE_CHECKING:
+    from weights.memory.store import WeightStore
 
 
 class Draft(Mapped):
@@ -28,14 +30,14 @@ class Draft(Mapped):
     of disjoint ranges need no coordination, but all must finish before `commit`.
     """
 
-    def __init__(self, space: Space, name: Name, path: Path, layout: Layout, lock: DirectoryLock, *, owner: bool):
+    def __init__(self, store: WeightStore, name: Name, path: Path, layout: Layout, lock: DirectoryLock, *, owner: bool):
         super().__init__(path, layout, lock, "write")
-        self.name, self._space, self._owner = name, space, owner
+        self.name, self._store, self._owner = name, store, owner
 
     @property
     def target(self) -> Path:
         """Path of the version after the commit."""
-        return version_path(self._space.root, *self.name)
+        return version_path(self._store.root, *self.name)
 
     def commit(self, *, meta: Mapping[str, Any], checksums: bool = True, pinned: bool = True) -> StoredVersion:
         """Makes the version visible atomically and closes the draft.
@@ -50,7 +52,7 @@ class Draft(Mapped):
         manifest = Manifest.describe(self.layout, self.name, meta=meta, aux_files=aux_files)
         if checksums:
             manifest = manifest.with_checksums(self.checksums())
-        stored = publish(self._space, self.path, manifest, pinned=pinned)
+        stored = publish(self._store, self.path, manifest, pinned=pinned)
         super().close()
         return stored
 
@@ -74,21 +76,21 @@ class Draft(Mapped):
     def _close(self) -> None:
         super().close()
         if not (self.path / DRAFT_FILE).exists():
-            self._space.pool.take_unheld(self.path, keep=True)
+            self._store.pool.take_unheld(self.path, keep=True)
 
 
-def free_path(space: Space, name: Name) -> Path:
+def free_path(store: WeightStore, name: Name) -> Path:
     """The path of a version to be written. Raises VersionExists, InvalidName."""
-    path = version_path(space.root, *name)
+    path = version_path(store.root, *name)
     if path.exists():
         raise VersionExists(f"{name} exists; choose another version name or remove it")
     return path
 
 
-def publish(space: Space, path: Path, manifest: Manifest, *, pinned: bool) -> StoredVersion:
+def publish(store: WeightStore, path: Path, manifest: Manifest, *, pinned: bool) -> StoredVersion:
     """Makes the written draft at `path` the version of the manifest. Raises VersionExists, IntegrityError,
     StoreError."""
-    target = free_path(space, manifest.name)
+    target = free_path(store, manifest.name)
     write_file(path / MANIFEST_FILE, manifest.to_bytes())
     if pinned:
         write_file(path / PINNED_FILE, b"")
@@ -105,5 +107,5 @@ def publish(space: Space, path: Path, manifest: Manifest, *, pinned: bool) -> St
             if not path.exists():
                 raise StoreError(f"the draft {path} is gone: swept or already committed") from None
         except OSError:
-            free_path(space, manifest.name)  # another process was faster
+            free_path(store, manifest.name)  # another process was faster
             raise
