@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weights.format.errors import StoreError, VersionExists
 from weights.format.files import write_file
@@ -14,9 +14,7 @@ from weights.format.manifest import Manifest
 from weights.format.names import DRAFT_FILE, MANIFEST_FILE, PINNED_FILE, TENSOR_SUFFIX, Name, version_path
 from weights.memory.lease import Mapped, StoredVersion
 from weights.memory.locks import DirectoryLock
-
-if TYPE_CHECKING:
-    from weights.memory.store import WeightStore
+from weights.memory.pool import Pool
 
 
 class Draft(Mapped):
@@ -30,14 +28,14 @@ class Draft(Mapped):
     of disjoint ranges need no coordination, but all must finish before `commit`.
     """
 
-    def __init__(self, store: WeightStore, name: Name, path: Path, layout: Layout, lock: DirectoryLock, *, owner: bool):
+    def __init__(self, root: Path, name: Name, path: Path, layout: Layout, lock: DirectoryLock, *, owner: bool):
         super().__init__(path, layout, lock, "write")
-        self.name, self._store, self._owner = name, store, owner
+        self.name, self._root, self._owner = name, root, owner
 
     @property
     def target(self) -> Path:
         """Path of the version after the commit."""
-        return version_path(self._store.root, *self.name)
+        return version_path(self._root, *self.name)
 
     def commit(self, *, meta: Mapping[str, Any], checksums: bool = True, pinned: bool = True) -> StoredVersion:
         """Makes the version visible atomically and closes the draft.
@@ -52,7 +50,7 @@ class Draft(Mapped):
         manifest = Manifest.describe(self.layout, self.name, meta=meta, aux_files=aux_files)
         if checksums:
             manifest = manifest.with_checksums(self.checksums())
-        stored = publish(self._store, self.path, manifest, pinned=pinned)
+        stored = publish(self._root, self.path, manifest, pinned=pinned)
         super().close()
         return stored
 
@@ -76,21 +74,21 @@ class Draft(Mapped):
     def _close(self) -> None:
         super().close()
         if not (self.path / DRAFT_FILE).exists():
-            self._store.pool.take_unheld(self.path, keep=True)
+            Pool(self._root / "pool").take_unheld(self.path, keep=True)
 
 
-def free_path(store: WeightStore, name: Name) -> Path:
+def free_path(root: Path, name: Name) -> Path:
     """The path of a version to be written. Raises VersionExists, InvalidName."""
-    path = version_path(store.root, *name)
+    path = version_path(root, *name)
     if path.exists():
         raise VersionExists(f"{name} exists; choose another version name or remove it")
     return path
 
 
-def publish(store: WeightStore, path: Path, manifest: Manifest, *, pinned: bool) -> StoredVersion:
+def publish(root: Path, path: Path, manifest: Manifest, *, pinned: bool) -> StoredVersion:
     """Makes the written draft at `path` the version of the manifest. Raises VersionExists, IntegrityError,
     StoreError."""
-    target = free_path(store, manifest.name)
+    target = free_path(root, manifest.name)
     write_file(path / MANIFEST_FILE, manifest.to_bytes())
     if pinned:
         write_file(path / PINNED_FILE, b"")
@@ -107,5 +105,5 @@ def publish(store: WeightStore, path: Path, manifest: Manifest, *, pinned: bool)
             if not path.exists():
                 raise StoreError(f"the draft {path} is gone: swept or already committed") from None
         except OSError:
-            free_path(store, manifest.name)  # another process was faster
+            free_path(root, manifest.name)  # another process was faster
             raise

@@ -114,7 +114,7 @@ class WeightStore:
         (nothing left behind), VersionExists, InvalidName.
         """
         aux_files = {check_aux_name(aux): data for aux, data in (aux_files or {}).items()}
-        free_path(self, name := Name(kind, model, version))
+        free_path(self.root, name := Name(kind, model, version))
         if (index := layout.index_file()) is not None:
             aux_files[index[0]] = index[1]
         needed_bytes = layout.nbytes + sum(len(data) for data in aux_files.values())
@@ -126,7 +126,7 @@ class WeightStore:
                 write_file(path / aux, data)
             # Written last, so that no process attaches to an incomplete draft.
             write_file(path / DRAFT_FILE, json.dumps(name).encode())
-            return Draft(self, name, path, layout, lock, owner=True)
+            return Draft(self.root, name, path, layout, lock, owner=True)
 
     def receive(
         self, manifest: Manifest, chunks: Callable[[str], Iterable[bytes]], *, source: object, pinned: bool = False
@@ -134,7 +134,7 @@ class WeightStore:
         """The version of a manifest, created now, from the `chunks` of each of its files. Checks every byte whose
         checksum is known before it becomes visible. `source`: where the bytes are from. Raises IntegrityError,
         StoreFull, VersionExists."""
-        free_path(self, manifest.name)
+        free_path(self.root, manifest.name)
         found: dict[str, str] = {}
         segments = {file: record.nbytes for file, record in manifest.files.items() if record.header}
         with self._staged(segments, manifest.nbytes) as (path, lock), closing(lock):
@@ -146,7 +146,7 @@ class WeightStore:
                         out.write(chunk)
             manifest = replace(manifest.with_checksums(found), created_s=time.time())
             manifest.check_layout(Layout.read(path), path=source)
-            return publish(self, path, manifest, pinned=pinned)
+            return publish(self.root, path, manifest, pinned=pinned)
 
     @contextmanager
     def _staged(self, segments: Mapping[str, int], needed_bytes: int) -> Iterator[tuple[Path, DirectoryLock]]:
@@ -200,7 +200,7 @@ class WeightStore:
             if isinstance(error, FileNotFoundError):
                 raise StoreError(gone) from None
             raise
-        return Draft(self, name, path, layout, lock, owner=False)
+        return Draft(self.root, name, path, layout, lock, owner=False)
 
     # Reading
 
