@@ -403,7 +403,7 @@ class NvmlPower(PowerControl):
         with _refusals(), session():
             for handle in _handles():
                 try:
-                    default = pynvml.nvmlDeviceGetPowerManagementDefaultLimit(handle)
+                    default = pynvml.nvmlDeviceGetPowerManagementDefaultLimit(_answering(handle))
                     limit = pynvml.nvmlDeviceGetPowerManagementLimit(handle)
                     found[pynvml.nvmlDeviceGetUUID(handle)] = PowerLimits(limit / 1000, default / 1000)
                 except pynvml.NVMLError:  # lost, or of a kind whose limit cannot be set: it is left out
