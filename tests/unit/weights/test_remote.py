@@ -10,10 +10,9 @@ import signal
 import pytest
 from moto.server import ThreadedMotoServer
 
-from tests.unit.weights.conftest import check, content, write
+from tests.unit.weights.conftest import check, write
 from weights.format.config import Location
 from weights.format.errors import IntegrityError, TierUnavailable, VersionNotFound
-from weights.format.layout import Layout, TensorSpec
 from weights.format.names import KINDS, Name
 from weights.memory.store import WeightStore
 from weights.tiers.objects import DirectoryObjects, objects_at
@@ -119,20 +118,6 @@ def test_a_version_travels_through_either_kind_of_place(objects, store, tmp_path
         again.restore(store, name_of(stored))
 
 
-def test_several_files_with_an_index_come_back(store, tier):
-    specs = [TensorSpec(f"t{i}", "F32", (100,)) for i in range(5)]
-    with store.reserve(Layout.plan(specs, max_file_bytes=800), kind="version", model="m", version="1") as draft:
-        for spec in specs:
-            draft.view(spec.name)[:] = content(spec.name, "1", spec.nbytes)
-        stored = draft.commit(meta={})
-    index = (stored.path / "model.safetensors.index.json").read_bytes()
-    tier.put(stored.path)
-    store.remove(stored)
-    again = tier.restore(store, name_of(stored))
-    assert (again.path / "model.safetensors.index.json").read_bytes() == index
-    check(store, again)
-
-
 @pytest.mark.parametrize("harm", ["flip", "truncate", "missing"])
 def test_a_damaged_object_is_noticed_and_never_visible(store, tier, home, harm):
     stored = write(store)
@@ -164,16 +149,6 @@ def test_a_damaged_record_or_one_of_another_name_is_no_version(store, tier, home
     assert fresh.manifests() == {}
     fresh.put(stored.path)
     fresh.verify(name_of(stored))
-
-
-def test_damage_in_the_source_gets_no_record(store, tier, home):
-    stored = write(store)
-    flip(stored.path / "model.safetensors")
-    with pytest.raises(IntegrityError):
-        tier.put(stored.path)
-    assert tier.manifests() == {}
-    tier.collect()
-    assert files(home) == []
 
 
 def test_put_killed_at_every_point_loses_nothing_and_leaves_no_litter(store, home):

@@ -73,17 +73,6 @@ def test_damage_in_shared_memory_does_not_reach_the_disk(store, tier, tmp_path, 
     assert visible(tmp_path / "models") == []
 
 
-def test_damage_on_disk_does_not_reach_shared_memory(store, tier):
-    stored = write(store)
-    tier.put(stored.path)
-    store.remove(stored)
-    flip(tier.path(V1) / "model.safetensors", Layout.read(tier.path(V1)).find("model.norm.weight").start)
-    with pytest.raises(IntegrityError) as caught:
-        tier.restore(store, V1)
-    assert caught.value.file == "model.safetensors"
-    assert store.list("version") == [] and os.listdir(store.root / "staging") == []
-
-
 def test_a_killed_copy_is_collected(store, tier, tmp_path):
     stored = write(store)
     pid = os.fork()
