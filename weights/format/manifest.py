@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from weights.format.checksums import checksum
+from blake3 import blake3
+
 from weights.format.errors import IntegrityError, InvalidName
 from weights.format.files import open_regular
 from weights.format.layout import Layout
@@ -21,6 +22,14 @@ from weights.format.names import MANIFEST_FILE, Name, check_file_name
 
 FORMAT = 2
 MAX_MANIFEST_BYTES = 16 << 20
+
+
+def checksum(data: bytes | memoryview | blake3) -> str:
+    """The BLAKE3 checksum of bytes, or of those that a hasher has read, as "blake3:<64 hex digits>".
+
+    It runs at about 4.5 GB/s per core with AVX-512, without the GIL, and unlike a CRC does not collide by construction.
+    """
+    return f"blake3:{(data if isinstance(data, blake3) else blake3(data)).hexdigest()}"
 
 
 @dataclass(frozen=True)

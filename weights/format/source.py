@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from weights.format.checksums import hashed
+from blake3 import blake3
+
 from weights.format.errors import IntegrityError
 from weights.format.files import open_regular
-from weights.format.manifest import Manifest
+from weights.format.manifest import Manifest, checksum
 from weights.format.names import MANIFEST_FILE
 
 # Configuration, tokenizers, chat templates. The store never accepts code (*.py) and pickles (*.bin, *.pt).
@@ -49,6 +50,20 @@ def chunks_of(directory: Path, manifest: Manifest, name: str) -> Iterator[bytes]
                 raise IntegrityError("the file ended early", path=directory, file=name)
             nbytes -= len(chunk)
             yield chunk
+
+
+def hashed(
+    chunks: Iterable[bytes], expected: str | None, found: dict[str, str], *, path: object, file: str
+) -> Iterator[bytes]:
+    """Passes on the chunks of a file, and then puts their checksum into `found`, by the file's name. Raises
+    IntegrityError after the last one if it is not `expected`; None: it is not known."""
+    running = blake3()
+    for chunk in chunks:
+        running.update(chunk)
+        yield chunk
+    found[file] = checksum(running)
+    if expected not in (None, found[file]):
+        raise IntegrityError(f"expected {expected}, the bytes give {found[file]}", path=path, file=file)
 
 
 def read_whole(manifest: Manifest, chunks: Callable[[str], Iterable[bytes]], *, source: object) -> Manifest:

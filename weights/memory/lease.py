@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from weights.format.checksums import checksum
 from weights.format.errors import StoreError, VersionNotFound
 from weights.format.files import write_file
 from weights.format.layout import Layout
-from weights.format.manifest import Manifest
+from weights.format.manifest import Manifest, checksum
 from weights.format.names import PINNED_FILE
 from weights.memory import segment
 from weights.memory.locks import DirectoryLock

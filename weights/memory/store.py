@@ -20,7 +20,6 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weights.format.checksums import hashed
 from weights.format.errors import IntegrityError, StoreError, StoreFull, VersionLeased, VersionNotFound
 from weights.format.files import replace_file, write_file
 from weights.format.layout import Layout
@@ -35,6 +34,7 @@ from weights.format.names import (
     encode_name,
     version_path,
 )
+from weights.format.source import hashed
 from weights.memory import segment
 from weights.memory.draft import Draft, free_path, publish
 from weights.memory.lease import Lease, StoredVersion, take_lease

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from weights.format.checksums import hashed
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
 from weights.format.names import Name
-from weights.format.source import chunks_of, read_whole
+from weights.format.source import chunks_of, hashed, read_whole
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
 
