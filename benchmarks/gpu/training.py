@@ -90,7 +90,7 @@ def attention(
     from train.model import attention as packed
 
     kind, segments = of_torch(device), _segments(tokens)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as in ranks, where few lengths come again
+    kind.unplanned_attention()  # as in ranks, where few lengths come again
     shapes = ((1, heads, tokens, dim), (1, kv_heads, tokens, dim), (1, kv_heads, tokens, dim))
     torch.manual_seed(7)
     inputs = [torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for shape in shapes]

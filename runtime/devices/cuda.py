@@ -214,6 +214,13 @@ class Cuda(DeviceKind):
         event.record()
         return event.synchronize
 
+    def unplanned_attention(self) -> None:
+        import torch
+
+        # cuDNN's, which torch prefers on Hopper and Blackwell (sdp_utils.cpp, check_prefer_cudnn_attention): each new
+        # shape takes up to a second, and its plan is kept (native/cudnn/MHA.cpp: the lengths are in the cache's key).
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
     def copy_stream(self) -> AbstractContextManager[Any]:
         import torch
 

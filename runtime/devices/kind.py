@@ -238,6 +238,10 @@ class DeviceKind(ABC):
         """Return a function, for any thread, that waits for the work that this thread has submitted by now."""
         return lambda: None
 
+    def unplanned_attention(self) -> None:  # noqa: B027
+        """Keep torch's attention, in this process, off kernels that are planned again for every length of a
+        sequence."""
+
     def copy_stream(self) -> AbstractContextManager[Any]:
         """Give this thread's copies their own stream in this context. In the compute stream a copy would wait for all
         kernels before it and delay all after it."""

@@ -17,7 +17,7 @@ from torch.nn.attention import varlen
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from runtime.devices.kinds import in_host_memory
+from runtime.devices.kinds import KINDS, in_host_memory
 from train.plan.errors import UnsupportedModel
 
 NAME = "packed"
@@ -143,7 +143,6 @@ def register() -> None:
     positions of a row begin again, and waits for that, and so for all that was computed before
     (transformers/masking_utils.py, _preprocess_mask_arguments and find_packed_sequence_indices).
     """
-    # Not cuDNN's, which torch prefers on Hopper and Blackwell (sdp_utils.cpp, check_prefer_cudnn_attention): each new
-    # shape takes up to a second, and its plan is kept (native/cudnn/MHA.cpp: the lengths are in the cache's key).
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    for kind in KINDS.values():
+        kind.unplanned_attention()
     AttentionInterface.register(NAME, packed_attention)
