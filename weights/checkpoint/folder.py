@@ -23,7 +23,7 @@ from weights.checkpoint.errors import (
     UnsafeLink,
 )
 from weights.format.errors import VersionNotFound
-from weights.format.foreign_json import MOST_VALUES, loads
+from weights.format.foreign_json import loads
 
 CONFIG_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "config.json", "tokenizer_config.json", "special_tokens_map.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -109,15 +109,13 @@ def read_tokenizer_config(directory: Path) -> dict[str, Any]:
     return read_json(path, path.name) if path.exists() else {}
 
 
-def read_json(
-    path: Path, name: str, limit_bytes: int = MAX_CONFIG_BYTES, most_values: int = MOST_VALUES, *, kind: type = dict
-) -> Any:
+def read_json(path: Path, name: str, *, kind: type = dict) -> Any:
     """The JSON object in `path`, or another value of a `kind`. Raises NotACheckpoint naming `name`."""
     size = path.stat().st_size
-    if size > limit_bytes:
-        raise NotACheckpoint(name, f"{size} bytes; at most {limit_bytes} are read")
+    if size > MAX_CONFIG_BYTES:
+        raise NotACheckpoint(name, f"{size} bytes; at most {MAX_CONFIG_BYTES} are read")
     try:
-        body = loads(path.read_bytes(), most_values=most_values)
+        body = loads(path.read_bytes())
     except ValueError as error:
         raise NotACheckpoint(name, f"not JSON: {str(error)[:120]}") from error
     if not isinstance(body, kind):

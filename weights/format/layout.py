@@ -154,7 +154,7 @@ def _files_of(directory: Path) -> tuple[list[str], dict[str, str] | None]:
     if len(indexes) > 1:
         raise InvalidLayout(f"{directory} has several indexes ({', '.join(indexes)}); keep the one that is meant")
     if indexes:
-        weight_map = _read_index(directory, indexes[0])
+        weight_map = read_index(directory, indexes[0])
         return sorted(set(weight_map.values())), weight_map
     names = [name for name in present if name.endswith(TENSOR_SUFFIX)]
     if "model" + TENSOR_SUFFIX in names:
@@ -166,14 +166,15 @@ def _files_of(directory: Path) -> tuple[list[str], dict[str, str] | None]:
     return names, None
 
 
-def _read_index(directory: Path, name: str) -> dict[str, str]:
+def read_index(directory: Path, name: str) -> dict[str, str]:
+    """The file of each tensor, by the index file `name`. Raises IntegrityError."""
     with open_regular(directory, name) as fd:
         if os.fstat(fd.fileno()).st_size > MAX_INDEX_BYTES:
             raise IntegrityError(f"larger than {MAX_INDEX_BYTES} bytes", path=directory, file=name)
         raw = fd.read(MAX_INDEX_BYTES)
     try:
         weight_map = foreign_json.loads(raw, most_values=MAX_INDEX_VALUES, most_depth=None)["weight_map"]
-        pairs = {check_tensor: check_file_name(file) for check_tensor, file in weight_map.items()}
+        pairs = {tensor: check_file_name(file) for tensor, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise IntegrityError(f"not a usable index: {error}", path=directory, file=name) from error
     if not pairs or not all(file.endswith(TENSOR_SUFFIX) for file in pairs.values()):
