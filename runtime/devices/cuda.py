@@ -30,9 +30,9 @@ LIBRARY_PATH = "LD_LIBRARY_PATH"
 NVRTC_BUILTINS = "nvidia/*/lib/libnvrtc-builtins.so.*"
 """Below a folder of packages."""
 _MAPS = Path("/proc/self/maps")
-# What the libraries of a GPU report, in torch's words; the first is the class of the runtime's own errors.
+# Errors of a GPU's libraries, in torch's words; the first is the class of the runtime's own errors.
 _OF_A_DEVICE = re.compile(r"AcceleratorError|(?:CUDA|cuDNN|NCCL) error")
-# What they report too, and the program has done.
+# Errors of theirs that the program caused.
 _OF_THE_PROGRAM = re.compile(r"device-side assert|out of memory|ALLOC_FAILED")
 RUNTIME_LIBRARY = "libcudart"  # torch loads it with itself
 THREADS_PER_WARP = 32
@@ -41,7 +41,7 @@ MOST_ROUNDED_MB = 4  # a staging ring's buffer (train.state.copies), which is ma
 
 @cache
 def _copy_streams(device: int) -> Iterator[Any]:
-    """Two in turn, for a snapshot and a version at a time. torch hands out 32 in turn, each of which keeps the blocks
+    """Two streams in rotation, for a snapshot and a version at a time. torch rotates 32, each of which keeps the blocks
     of its copies and, after a product, cuBLAS's workspace."""
     import torch
 

@@ -103,7 +103,7 @@ class DeviceKind(ABC):
     process that leaves a device keeps nothing on it, and a death indicates no hardware fault."""
     locks_pages: bool = True  # copies to it run at full rate only from page-locked memory of the host
     context_bytes: int = 0
-    """What one process takes of a device before its first tensor: context, collectives' buffers, math libraries'
+    """Memory of a device that one process takes before its first tensor: context, collectives' buffers, math libraries'
     workspaces."""
     asleep_bytes: int = 0  # what a sleeping engine keeps of one
     compiled_attention: str = ""

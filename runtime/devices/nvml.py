@@ -1,6 +1,6 @@
 """Finds and watches NVIDIA GPUs, and sets their power limits, through NVML.
 
-What an Xid, the driver's number for an error of a GPU, says of the GPU itself: NVIDIA's catalogue of Xid errors
+An Xid is the driver's number for an error of a GPU. Source of their meaning: NVIDIA's catalogue of Xid errors
 (docs.nvidia.com/deploy/xid-errors), its column "immediate action", as of October 2025.
 """
 
@@ -197,8 +197,8 @@ def _found(index: int, handles: Mapping[int, Any]) -> Found:
 
 
 def _usable_bytes(handle: Any) -> int:
-    """What CUDA hands out. Driver and firmware keep some hundreds of MB of NVML's total, which nvidia-smi shows (NVML
-    API, nvmlMemory_v2_t)."""
+    """Memory that CUDA hands out. Driver and firmware keep some hundreds of MB of NVML's total, which nvidia-smi shows
+    (NVML API, nvmlMemory_v2_t)."""
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)
     except pynvml.NVMLError_NotSupported:
@@ -263,7 +263,7 @@ def _ask(question: Callable[[], Any]) -> Any:
 
 
 def fault_of(xid: int) -> str:
-    """What this Xid says is wrong with the GPU, with what to do, to follow "the GPU"; "" if nothing is."""
+    """The fault of the GPU that this Xid reports, with what to do, to follow "the GPU"; "" if nothing is."""
     if xid in _OF_THE_APPLICATION or xid in _TO_OBSERVE:
         return ""
     if xid in _RESET:
@@ -287,7 +287,7 @@ class Watch:
         self._xids: dict[int, Counter[int]] = {index: Counter() for index in self._devices}
 
     def read(self, let_go: Collection[str]) -> tuple[Reading, ...]:
-        """One reading of each GPU except those to let go, which are given by id."""
+        """One reading of each GPU except those to release, which are given by id."""
         kept = tuple(index for index, device_id in self._devices.items() if device_id not in let_go)
         faults = {} if self._events is None else self._new_faults()
         if self._events is None or kept != self._watched:
@@ -370,7 +370,7 @@ def _slowdown(handle: Any, heat: int | None) -> int | None:
 
 
 def _meters(handle: Any) -> dict[str, Any]:
-    """What the GPU draws and does now, in base units. A value that NVML does not tell, for whatever reason, is None: a
+    """Meters of the GPU, in base units. A value that NVML does not tell, for whatever reason, is None: a
     meter that fails does not make a GPU count as lost."""
 
     def ask(question: Callable[..., Any], *more: Any) -> Any:
