@@ -101,7 +101,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState, show: str | 
         if starting.done():
             starting.result()
             if show:
-                show_ready(Session(None, show == "json"), BoxFile.read(paths.data_dir), detached=False)
+                show_ready(Session(None, show == "json"), BoxFile(paths.data_dir, state.fields), detached=False)
             await stopping
         else:
             starting.cancel()

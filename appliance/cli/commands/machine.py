@@ -87,11 +87,14 @@ def _send_test(session: Session, settings: BoxConfig) -> None:
         raise CommandFailed("[alerts] names no receiver: set webhook or email in appliance.toml (docs/operations.md)")
     from appliance.alerts import Message, Undelivered, channels, send
 
-    try:
-        for channel in channels(settings.alerts):
+    failures: list[str] = []
+    for channel in channels(settings.alerts):
+        try:
             send(settings.alerts, channel, Message("test", "test", "This is a test."), settings.public_url)
-    except Undelivered as error:
-        raise CommandFailed(f"not delivered: {error}") from error
+        except Undelivered as error:
+            failures.append(str(error))
+    if failures:
+        raise CommandFailed(f"not delivered: {'; '.join(failures)}")
     receivers = [*filter(None, [settings.alerts.webhook]), *settings.alerts.email]
     session.show({"sent_to": receivers}, lambda _: f"sent to {', '.join(receivers)}")
 
