@@ -193,7 +193,7 @@ class Box:
         self._state.update(state="ready", message="ready", first_key_file=file)
         for process in (self._controller, self._gateway):
             self._background.keep_every(f"pulse of the {process.name}", process.look, LOOK_EVERY_S)
-        self._background.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
+        self._background.keep_every("box.json", self._report_troubles, TROUBLES_EVERY_S)
         for tracker in self._config.tracking.trackers:
             exporter = partial(run_exporter, tracker, self._config.tracking, self._paths, self._environment)
             self._background.keep(f"tracking: {tracker}", exporter)
@@ -257,7 +257,7 @@ class Box:
         with open(self._paths.logs / f"{name}.log", "ab") as output:
             return await ray_head.start_process(arguments, output, self._environment)
 
-    async def _tell_troubles(self) -> None:
+    async def _report_troubles(self) -> None:
         self._state.update(troubles=self._background.degraded())
         for process in (self._ray, self._controller, self._gateway):
             if process.failures >= HOPELESS:
