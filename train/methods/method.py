@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from train.data.token_set import TokenSet
     from train.plan.auto import DatasetStats, Given, ModelStats
     from train.plan.estimate import ModelShape, RankMemory
+    from train.plan.speed import Load
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,11 @@ class Method(ABC):
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
         """What each of `ranks` ranks holds; `fields` as `resolve` makes them."""
         return estimate.rank_memory(shape, {**fields, "max_length": self.sequences * fields["max_length"]}, ranks)
+
+    def load(self, dataset: DatasetStats, fields: Mapping[str, Any]) -> Load:
+        """What the rows of a run on `dataset` hold."""
+        forwards = self.needs_divergence + self.needs_reference / fields["n_epochs"]
+        return auto.load(self.rows(dataset), fields, sequences=self.sequences, forwards=forwards)
 
     def data_length(self, max_length: int, options: Mapping[str, Any]) -> int:
         """The most tokens of a sequence that the data may bring; `options`: TrainSpec.options."""

@@ -15,13 +15,12 @@ from train.plan import recipe
 from train.plan.best_fit import best_fit, in_order
 from train.plan.errors import InvalidHyperparameter
 from train.plan.recipe import SCHEDULES
+from train.plan.speed import Load
 
 Own = Callable[["Given", dict[str, Any]], None]
 _MOST_PATIENCE_S = 60.0
 """How long others may wait for the end of a step: a job that keeps its devices is what its key may have or not."""
 LORA_FROM_PARAMETERS = 1_000_000_000
-ZERO3_FROM_PARAMETERS = 13_000_000_000
-ZERO2_FROM_PARAMETERS = 1_000_000_000
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_publish")
 RATES = ("learning_rate", "learning_rate_multiplier")
 HIGH_RATE, HIGHEST_RATE = 10.0, 100.0
@@ -66,6 +65,22 @@ def steps(dataset: DatasetStats, fields: Mapping[str, Any]) -> int:
     return max(1, math.ceil(fields["n_epochs"] * _sequences(dataset, fields) / fields["batch_size"]))
 
 
+def load(dataset: DatasetStats, fields: Mapping[str, Any], *, sequences: int = 1, forwards: float = 0.0) -> Load:
+    """What the rows of a run hold. sequences: of an example, all of them in one row. forwards: see `Load`."""
+    rows = steps(dataset, fields) * fields["batch_size"]
+    lengths = [min(length, fields["max_length"]) for length in dataset.lengths]
+    tokens = sum(lengths) * dataset.n_examples / len(lengths) if lengths else dataset.n_tokens
+    attended = sum(one * one for one in lengths) / sum(lengths) if lengths else tokens / dataset.n_examples
+    full = sequences * min(fields["max_length"], tokens * fields["n_epochs"] / rows)
+    return Load(max(1.0, full), min(attended, fields["max_length"]), forwards)
+
+
+def micro_batches(fields: Mapping[str, Any]) -> list[int]:
+    """Those that a step divides into. Without packing only that of `fields`: examples differ in length."""
+    batch = fields["batch_size"]
+    return [n for n in range(1, batch + 1) if batch % n == 0 and (fields["packing"] or n == fields["micro_batch"])]
+
+
 def _sequences(dataset: DatasetStats, fields: Mapping[str, Any]) -> float:
     """The sequences of one epoch."""
     if dataset.documents:
@@ -87,7 +102,8 @@ def resolve(
     hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int, own: Own | None = None
 ) -> dict:
     """Fields of a TrainSpec. `own` reads what only one training method takes. Raises InvalidHyperparameter for an
-    unknown name or a value out of range."""
+    unknown name or a value out of range. What is "auto" of a layout is the plainest, until one is chosen by the devices
+    (appliance.controller.models.capacity.layouts)."""
     given = Given(hyperparameters)
     fields: dict[str, Any] = {}
 
@@ -100,11 +116,9 @@ def resolve(
     fields["lora_publish"] = _lora_publish(given, model, fields)
     fields["precision"] = given.choice("precision", ("bf16", "fp32"), auto="bf16" if model.computes_bf16 else "fp32")
     fields["offload"] = given.choice("offload", ("none", "optimizer", "parameters"), auto="none")
-    fields["zero_stage"] = _zero_stage(given, model, fields)
+    fields["zero_stage"] = _zero_stage(given, fields)
     _refuse_beside_tensor_parallel(fields)
-    fields["activation_checkpointing"] = given.flag(
-        "activation_checkpointing", auto=model.n_parameters >= LORA_FROM_PARAMETERS
-    )
+    fields["activation_checkpointing"] = given.flag("activation_checkpointing", auto=False)
 
     fields["packing"] = given.flag("packing", auto=True)
     fields["data_order"] = given.choice("data_order", ("shuffled", "given"), auto="shuffled")
@@ -223,14 +237,9 @@ def _lora_publish(given: Given, model: ModelStats, fields: dict) -> str:
     return publish
 
 
-def _zero_stage(given: Given, model: ModelStats, fields: dict) -> int:
-    # Stage 1 reduces gradients once per step, 2 and 3 once per micro-batch: partition only what is large.
+def _zero_stage(given: Given, fields: dict) -> int:
     away = fields["offload"] == "parameters"
-    if away or (model.n_parameters >= ZERO3_FROM_PARAMETERS and fields["tensor_parallel"] == 1):
-        auto = 3
-    else:
-        auto = 2 if fields["full"] and model.n_parameters >= ZERO2_FROM_PARAMETERS else 1
-    stage = given.integer("zero_stage", 0, 3, auto=auto)
+    stage = given.integer("zero_stage", 0, 3, auto=3 if away else 1)
     if away and stage != 3:
         raise InvalidHyperparameter("zero_stage", stage, "3, because offload is 'parameters'")
     return stage

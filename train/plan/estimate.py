@@ -4,8 +4,8 @@ With P parameters of the model, T of them trained, N ranks and b bytes per eleme
 (under tensor parallelism of t: N / t in place of N, and of P and T what is left of them on one rank, embeddings and
 head whole and 1 / t of the rest):
 
-    weights      b P, of which ZeRO-3 keeps b P / N between layers and up to b min(P, LIVE) while it computes, or what
-                 the experts of a layer take
+    weights      b P (a quantised base less: ModelShape.base_bytes), of which ZeRO-3 keeps b P / N between layers and up
+                 to b min(P, LIVE) while it computes, or what the experts of a layer take
     gradients    4 T in ZeRO-1 (accumulated in fp32), and 4 T / N more of its reduced part where the optimizer is
                  offloaded; 4 T / N in ZeRO-2 and 3
     optimizer    12 T / N: the fp32 master and Adam's two moments
@@ -31,7 +31,8 @@ queries and of its keys, f: the width of the MLP that it passes, e: its experts.
     MLP         8 f: gate, its activation, the other matrix's result, and their product; of experts, whose input is a
                 copy for each and whose result is weighed, 4 e h more
 
-In its backward pass one layer works with 8 h + 2 f + 2 e h more: gradients that come and go. With adapters it keeps
+In its backward pass one layer works with 8 h + 2 f + 16 e h more: gradients that come and go, of experts also those of
+results weighed in fp32. With adapters it keeps
 less, because frozen weights do without their inputs, and works with as much.
 
 ZeRO's terms are those of Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054), section 3, with fp32 in place of fp16
@@ -83,7 +84,7 @@ def layer_bytes(hidden: int, heads: int, ffn: int, *, experts: int, norms: tuple
 
 def working_bytes(hidden: int, ffn: int, *, experts: int, shards: int = 1) -> int:
     """What the layer whose backward pass runs works with. Arguments as above."""
-    return 8 * hidden + (2 * ffn + 2 * experts * hidden) // shards
+    return 8 * hidden + (2 * ffn + 16 * experts * hidden) // shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,8 @@ class ModelShape:
     parameters of the adapter. (Fused experts are not linear layers and get none.)
     outside: parameters of embeddings and head, which tensor parallelism leaves whole. tensor_slices: into how many even
     slices it can cut heads and MLP, or a divisor of it; 1: a mixture of experts, which it does not cut; 0: not known.
-    queries: elements of a token's queries. experts: those that it passes. norms: see `_NORMS`.
+    queries: elements of a token's queries. experts: those that it passes. norms: see `_NORMS`. quantised_bytes: those
+    of one weight of a linear layer, with its part of the scales; 0: the base is not quantised.
     """
 
     n_parameters: int
@@ -111,6 +113,7 @@ class ModelShape:
     queries: int = 0
     experts: int = 0
     norms: tuple[int, int] = (0, 0)
+    quantised_bytes: float = 0.0
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], n_parameters: int) -> ModelShape:
@@ -152,6 +155,12 @@ class ModelShape:
         """Elements of the largest parameter as far as the shape tells: the embedding, a matrix of the MLP, or all
         experts' gates and inner matrices of a layer, which transformers keeps in one."""
         return max(self.vocab * self.hidden, self.hidden * self.ffn, self._layer_of_experts * 2 // 3)
+
+    def base_bytes(self, element: int) -> int:
+        """Bytes of all weights, `element` for each; embeddings and head of a quantised base are not quantised."""
+        if not self.quantised_bytes:
+            return element * self.n_parameters
+        return int(element * self.outside + self.quantised_bytes * (self.n_parameters - self.outside))
 
     @property
     def gathered(self) -> int:
@@ -208,14 +217,17 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
     element = ELEMENT_BYTES[fields["precision"]]
     trained = trained_parameters(shape, fields)
     everything = shape.n_parameters + (0 if fields["full"] else trained)
-    shards = fields.get("tensor_parallel", 1)
+    shards, stage = fields.get("tensor_parallel", 1), max(1, fields["zero_stage"])
     if shards > 1:  # with full tuning only
         everything = trained = shape.outside + (shape.n_parameters - shape.outside) // shards
         ranks //= shards
-    stage = max(1, fields["zero_stage"])
-    weights = element * everything
+        weights = element * everything
+    else:
+        weights = shape.base_bytes(element) + element * (everything - shape.n_parameters)
+    away = weights // ranks if fields["offload"] == "parameters" else 0
     if stage == 3:
-        weights = weights // ranks + (element * min(everything, shape.gathered) if ranks > 1 else 0)
+        live = weights * min(everything, shape.gathered) // everything if ranks > 1 or away else 0
+        weights = weights // ranks + live
     gradients = 4 * trained // (1 if stage == 1 else ranks)
     optimizer = OPTIMIZER_BYTES * trained // ranks
     buffers, offloaded, host = _buffers(shape, fields, trained), 0, 0
@@ -228,9 +240,7 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
             buffers, host = buffers + passing, host + passing
         if stage == 1:
             gradients += 4 * trained // ranks
-    if fields["offload"] == "parameters":
-        offloaded += element * everything // ranks
-        host += element * everything // ranks
+        offloaded, host = offloaded + away, host + away
     return RankMemory(
         weights_bytes=weights,
         gradients_bytes=gradients,

@@ -80,7 +80,7 @@ def hyperparameters(row: JobRow) -> dict[str, Any]:
 
 
 _JOB_COLUMNS = (
-    "reason output_model verdict gate devices min_devices max_devices allowed_sizes priority deadline_s step"
+    "reason output_model verdict estimate gate devices min_devices max_devices allowed_sizes priority deadline_s step"
     " total_steps loss valid_loss tokens_per_s eta_s snapshot resolved created_s started_s finished_s"
 )
 

@@ -7,7 +7,7 @@ import asyncio
 import math
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Verdict
-from appliance.store.objects import models
+from appliance.store.objects import job_records, models
 from appliance.store.rows import JobRow, VersionRow
 from runtime.devices.kinds import HOST, kind_of
 from scheduler.core.config import SchedulerConfig
@@ -171,11 +171,14 @@ def bounds(row: JobRow, device_count: int) -> tuple[int, int, tuple[int, ...]]:
 @dataclass(frozen=True, slots=True)
 class Settings:
     """resolved: fields of a TrainSpec. by_batch: numbers of devices that divide the work of a step; sizes: those of
-    them that were asked for."""
+    them that were asked for. verdict: whether it fits, at which of them; None if there are none. layouts: that fit, the
+    best first, which `resolved` has, as `capacity.described` has them."""
 
     resolved: dict[str, Any]
     by_batch: list[int]
     sizes: list[int]
+    verdict: Verdict | None
+    layouts: list[dict[str, Any]]
 
 
 def choose(
@@ -197,7 +200,26 @@ def choose(
         rows = math.ceil(resolved["batch_size"] / wish.min_devices) * wish.min_devices
         resolved = method.resolve({**given, "batch_size": rows}, dataset, model, most)
         by_batch, sizes = wish.divided(resolved, nodes)
-    return Settings(resolved, by_batch, sizes)
+    box, shape = box_facts(context), shape_of(base)
+    by_micro = {n: wish.divided({**resolved, "micro_batch": n}, nodes)[1] for n in auto.micro_batches(resolved)}
+    # A micro-batch that nobody asked for never costs a number of devices.
+    by_micro = {n: of_micro for n, of_micro in by_micro.items() if set(sizes) <= set(of_micro)}
+    asked = [name for name in capacity.LAYOUT if given.get(name, "auto") not in ("auto", None)]
+    if given.get("gradient_accumulation", "auto") not in ("auto", None) and "micro_batch" not in asked:
+        asked.append("micro_batch")
+    if not sizes:
+        return Settings(resolved, by_batch, sizes, None, [])
+    speed, memory = job_records.factors(context.db, base.name, method.name, resolved["full"])
+    box = replace(box, memory_factor=memory, speed_factor=speed)
+    load, steps = method.load(dataset, resolved), auto.steps(method.rows(dataset), resolved)
+    found, changed = capacity.fit(shape, resolved, by_micro, box, method, load, asked)
+    resolved = resolved | (found[0].fields if found else capacity.leanest(resolved, box))
+    by_batch, sizes = wish.divided(resolved, nodes)
+    verdict = capacity.job(shape, resolved, sizes, box, method)
+    if changed:
+        verdict = replace(verdict, warnings=(changed, *verdict.warnings))
+    described = [capacity.described(one, resolved, box, method, load, steps) for one in found]
+    return Settings(resolved, by_batch, sizes, verdict, described)
 
 
 def model_stats(context: ControllerContext, base: Resolved) -> auto.ModelStats:
@@ -232,11 +254,6 @@ def dataset_of(report: DataReport) -> auto.DatasetStats:
     )
 
 
-def verdict(context: ControllerContext, base: Resolved, settings: Settings, method: Method) -> Verdict:
-    """Whether it fits, at which of the sizes; `settings` has at least one."""
-    return capacity.job(shape_of(base), settings.resolved, settings.sizes, box_facts(context), method)
-
-
 def box_facts(context: ControllerContext) -> BoxFacts:
     now = context.scheduler.status()
     # Home's devices come first; an engine or a job is on devices of home's kind.
@@ -247,6 +264,7 @@ def box_facts(context: ControllerContext) -> BoxFacts:
         node_devices=max(1, nodes_of(context).largest),
         device_kind=devices[0]["kind"] if devices else HOST.name,
         device_memory_bytes=min((d["memory_bytes"] for d in devices), default=0),
+        device_name=devices[0]["name"] if devices else "",
         store_budget_bytes=budget,
         host_memory_bytes=now["memory"].get("host_bytes"),
         asleep_per_device=now["memory"].get("asleep_per_device", SchedulerConfig().max_asleep_per_device),

@@ -139,9 +139,8 @@ class JobValidation:
         chosen = choose(settings.wish_of(now))  # an operator may have changed it during the check
         # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
         resolved = {**chosen.resolved, "base_version": base.version.version}
-        if not chosen.sizes:
+        if (verdict := chosen.verdict) is None:
             raise TaskFailed("invalid_devices", settings.no_size(resolved, chosen.by_batch), "min_devices")
-        verdict = settings.verdict(context, base, chosen, method)
         if not verdict.fits:
             instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
             raise TaskFailed("insufficient_memory", " ".join(verdict.problems) + instead)
@@ -153,7 +152,8 @@ class JobValidation:
             for level, text in messages:
                 add_message(self._db, row.id, text, level=level)
             # Only sizes whose ranks fit their devices: on fewer devices the job would run out of memory midway.
-            jobs.update(self._db, row.id, resolved=resolved, allowed_sizes=list(verdict.sizes))
+            estimate = chosen.layouts[0]
+            jobs.update(self._db, row.id, resolved=resolved, allowed_sizes=list(verdict.sizes), estimate=estimate)
             jobs.set_phase(self._db, row.id, "queued", reason="waiting for devices")
 
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import median
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part
@@ -16,6 +17,9 @@ from appliance.store.rows import (
     JobEventRow,
     JobMetricRow,
 )
+
+MOST_GROWN = 1.5
+"""Times the estimate of memory, beyond which a job tells of itself alone."""
 
 insert_judge, find_judge, insert_event = JOB_JUDGES.insert, JOB_JUDGES.find, JOB_EVENTS.insert
 insert_checkpoint, find_checkpoint = CHECKPOINTS.insert, CHECKPOINTS.find
@@ -66,15 +70,24 @@ def steps_of(db: Database, job_id: str) -> set[int]:
     return set(db.column("SELECT step FROM job_metrics WHERE job_id = ?", [job_id]))
 
 
-def device_speeds(db: Database, model: str, method: str, full: bool, most: int = 200) -> list[float]:
-    """Tokens a second on one device, of the newest steps of jobs of this kind."""
-    rows = db.execute(
-        "SELECT m.tokens_per_s / m.devices FROM job_metrics AS m JOIN jobs AS j ON j.id = m.job_id "
-        "WHERE j.model = ? AND j.method = ? AND json_extract(j.resolved, '$.full') = ? "
-        "AND m.tokens_per_s > 0 AND m.devices > 0 ORDER BY m.created_s DESC LIMIT ?",
-        [model, method, int(full), most],
+def factors(db: Database, model: str, method: str, full: bool, most: int = 200) -> tuple[float | None, float]:
+    """(speed, memory) of jobs like this one over what arithmetic alone had estimated for them: the median of the newest
+    steps, of jobs on other models where there are none on this; None without any. Memory is only corrected upwards: a
+    job with fewer trained tokens takes less."""
+    of_kind = (
+        "FROM job_metrics AS m JOIN jobs AS j ON j.id = m.job_id WHERE j.method = ? AND j.resolved ->> '$.full' = ? "
+        "AND (j.model = ? OR ?) AND m.tokens_per_s > 0 AND m.devices > 0 AND j.estimate IS NOT NULL "
+        "ORDER BY m.created_s DESC LIMIT ?"
     )
-    return [float(speed) for (speed,) in rows]
+    speed = "m.tokens_per_s / m.devices / (j.estimate ->> '$.modelled_tokens_per_s')"
+    memory = "m.memory_bytes * (j.estimate ->> '$.memory_factor') / (j.estimate ->> '$.device_bytes')"
+    for any_model in (False, True):
+        kind = [method, int(full), model, any_model, most]
+        if speeds := db.column(f"SELECT {speed} {of_kind}", kind):
+            break
+    held = db.column(f"SELECT {memory} {of_kind}", [method, int(full), model, False, most])
+    grown = max((float(one) for one in held if one is not None), default=1.0)
+    return (median(speeds) if speeds else None), min(MOST_GROWN, max(1.0, grown))
 
 
 def all_metrics(db: Database, job_id: str) -> Iterator[JobMetricRow]:
