@@ -24,13 +24,13 @@ class Accelerator(NamedTuple):
 # GeForce has none, so that every byte passes the host twice. host_rate: pinned copies, 55 GB/s of PCIe 5, 25 of PCIe 4.
 ACCELERATORS = {
     "a10": Accelerator(125e12, 0.6e12, 20e9, 25e9, 150, 0.8),
-    "a100": Accelerator(312e12, 2.0e12, 230e9, 25e9, 400, 0.72),
-    "a800": Accelerator(312e12, 2.0e12, 160e9, 25e9, 400, 0.72),
+    "a100": Accelerator(312e12, 2.0e12, 230e9, 25e9, 400, 0.78),
+    "a800": Accelerator(312e12, 2.0e12, 160e9, 25e9, 400, 0.78),
     "b200": Accelerator(2250e12, 8.0e12, 700e9, 55e9, 1000, 0.6),
     "h20": Accelerator(148e12, 4.0e12, 360e9, 55e9, 400, 0.85),
-    "h100": Accelerator(989e12, 3.35e12, 360e9, 55e9, 700, 0.6),
-    "h800": Accelerator(989e12, 3.35e12, 160e9, 55e9, 700, 0.6),
-    "h200": Accelerator(989e12, 4.8e12, 360e9, 55e9, 700, 0.6),
+    "h100": Accelerator(989e12, 3.35e12, 360e9, 55e9, 700, 0.62),
+    "h800": Accelerator(989e12, 3.35e12, 160e9, 55e9, 700, 0.62),
+    "h200": Accelerator(989e12, 4.8e12, 360e9, 55e9, 700, 0.62),
     "l20": Accelerator(119.5e12, 0.86e12, 20e9, 25e9, 275, 0.85),
     "l4": Accelerator(121e12, 0.3e12, 20e9, 25e9, 72, 0.5),
     "l40s": Accelerator(362e12, 0.86e12, 20e9, 25e9, 350, 0.6),

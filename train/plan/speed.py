@@ -4,7 +4,8 @@ A rank computes a micro-batch, and meanwhile sends and fetches what ZeRO shares 
 LOST of the shorter. For each token, N being the weights that it passes, s the tokens that it attends to on average,
 passes 3 for all weights, 2 for adapters (their base needs no gradients), again 1 with activation checkpointing:
 
-    products     2 N (passes + again) FLOPs, the head's without `again`, at the rate that large products reach
+    products     2 N (passes + again) FLOPs, the head's without `again`, at the rate that large products reach, times
+                 h / (h + NARROW), since narrow ones reach less; those of experts at EXPERTS of that
     attention    2 q s layers (3.5 + again) FLOPs, causal, FlashAttention's backward pass being 2.5 forward ones (Dao,
                  "FlashAttention-2", arXiv:2307.08691), at ATTENTION of that rate
     memory       TRAFFIC x what its layers keep (train.plan.estimate) for each of 3 + again passes, as every kernel that
@@ -36,9 +37,11 @@ from typing import Any
 from runtime.devices.published import Accelerator
 from train.plan.estimate import ELEMENT_BYTES, ModelShape, layer_bytes, trained_parameters
 
+NARROW = 512.0
+EXPERTS = 0.3
 ATTENTION = 0.6
 TRAFFIC, FUSED_TRAFFIC = 3.0, 1.2  # kernel by kernel, as here; compiled
-ADAPTER = 4.0
+ADAPTER = 6.0
 HEAD_TRAFFIC = 40.0  # bytes of a logit
 DEQUANTISED = 13.0
 MEMORY_SHARE = 0.85  # of its published rate
@@ -99,12 +102,15 @@ def step_time(
     again, passes = float(fields["activation_checkpointing"]), 3 if fields["full"] else 2
     tokens, forwards = load.row_tokens * fields["micro_batch"], load.forwards
     micro_batches = fields["batch_size"] / (fields["micro_batch"] * groups)
-    rate = device.peak_flops * device.product_share
+    width = shape.hidden or 4096  # unknown
+    rate = device.peak_flops * device.product_share * width / (width + NARROW)
     memory_rate = device.memory_rate * MEMORY_SHARE
 
     heads, head = shape.queries + shape.kv_heads * shape.head_dim, shape.vocab * shape.hidden
     weights = shape.layers * shape.hidden * (2 * heads + 3 * shape.ffn) if shape.layers else shape.n_parameters
     layers = 3 + again + forwards
+    if shape.experts:
+        weights += (1 / EXPERTS - 1) * shape.layers * 3 * shape.hidden * shape.ffn
     flops = 2 * weights * (passes + again + forwards) / shards + 2 * head * (passes + forwards)
     flops += 2 * shape.layers * shape.queries * load.attended * (0.5 + layers) / shards / ATTENTION
     kept = layer_bytes(shape.hidden, heads, shape.ffn, experts=shape.experts, norms=shape.norms, shards=shards)
@@ -113,7 +119,7 @@ def step_time(
     compute = tokens * (flops / rate + moved * element / 2 / memory_rate)
     if shape.quantised_bytes:
         compute += DEQUANTISED * (shape.n_parameters - shape.outside) * (2 + again + forwards) / memory_rate
-    compute = max(compute, LAYER_S * shape.layers)
+    compute = max(compute, LAYER_S * max(1, shape.layers))
 
     trained = trained_parameters(shape, fields)
     cut, others = trained / shards, (groups - 1) / groups

@@ -254,7 +254,9 @@ def layouts(
     if not box.on_host:
         pairs += [*((stage, "optimizer") for stage in (1, 2, 3)), (3, "parameters")]
     found = []
-    if fields["zero_stage"] == 1 and max(map(max, sizes.values())) == 1:  # one rank has nobody to share with
+    if not fields["full"] and "offload" not in kept:  # an adapter's optimizer is small
+        pairs = [(stage, offload) for stage, offload in pairs if offload != "optimizer"]
+    if "zero_stage" not in kept and max(map(max, sizes.values())) == 1:  # one rank has nobody to share with
         pairs = [(stage, offload) for stage, offload in pairs if stage == 1 or offload == "parameters"]
     for (stage, offload), again, micro in product(pairs, (False, True), sizes):
         chosen = dict(zip(LAYOUT, (stage, offload, again, micro), strict=True))
