@@ -48,8 +48,3 @@ def accelerator(name: str) -> Accelerator | None:
     if words & _OTHER_FORMS:
         return None
     return next((row for key, row in ACCELERATORS.items() if words.issuperset(key.split("-"))), None)
-
-
-def peak_flops(name: str) -> float | None:
-    """The `peak_flops` of a device of this name."""
-    return found.peak_flops if (found := accelerator(name)) is not None else None

@@ -126,7 +126,7 @@ def resolve(
     devices = max_devices // fields["tensor_parallel"]
     length, batch = _rows(given, dataset, model, fields, devices)
     fields["max_length"] = given.integer("max_length", 32, model.max_position_embeddings, auto=length)
-    fields |= _batch(given, batch, devices)
+    fields |= _batch(given, batch)
 
     fields["learning_rate"] = _learning_rate(given, dataset, model, fields)
     fields["lr_scheduler"] = given.choice("lr_scheduler", SCHEDULES, auto="cosine")
@@ -275,20 +275,10 @@ def _row_bounds(dataset: DatasetStats, model: ModelStats) -> tuple[int, int]:
     return usual, min(usual, max(longest, SHORTEST_ROW))
 
 
-def _batch(given: Given, rows: int, max_devices: int) -> dict[str, int]:
+def _batch(given: Given, rows: int) -> dict[str, int]:
     """rows: of a step, if nothing was asked for."""
     micro = given.integer("micro_batch", 1, 1024, auto=1)
-    accumulation = given.integer("gradient_accumulation", 1, 4096, auto=0)
-    if accumulation and not given.is_set("batch_size"):
-        given.integer("batch_size", 1, 4096, auto=1)
-        return {"batch_size": micro * accumulation * max_devices, "micro_batch": micro}
     batch = given.integer("batch_size", 1, 4096, auto=rows * micro)
-    if accumulation:
-        if batch % (accumulation * max_devices):
-            raise InvalidHyperparameter(
-                "gradient_accumulation", accumulation, f"a divisor of batch_size {batch} / {max_devices} devices"
-            )
-        micro = batch // (accumulation * max_devices)
     if batch % micro:
         raise InvalidHyperparameter("micro_batch", micro, f"a divisor of batch_size {batch}")
     return {"batch_size": batch, "micro_batch": micro}

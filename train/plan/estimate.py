@@ -174,11 +174,6 @@ class ModelShape:
         experts = self.tensor_slices == 1 and self.layers
         return (self.n_parameters - self.outside) // self.layers if experts else 0
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """The bytes of keys and values in bf16, over all layers."""
-        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
-
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:

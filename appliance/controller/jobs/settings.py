@@ -205,8 +205,6 @@ def choose(
     # A micro-batch that nobody asked for never costs a number of devices.
     by_micro = {n: of_micro for n, of_micro in by_micro.items() if set(sizes) <= set(of_micro)}
     asked = [name for name in capacity.LAYOUT if given.get(name, "auto") not in ("auto", None)]
-    if given.get("gradient_accumulation", "auto") not in ("auto", None) and "micro_batch" not in asked:
-        asked.append("micro_batch")
     if not sizes:
         return Settings(resolved, by_batch, sizes, None, [])
     speed, memory = job_records.factors(context.db, base.name, method.name, resolved["full"])

@@ -20,7 +20,7 @@ from train.methods.method import Method
 from train.methods.methods import DEFAULT
 from train.plan import estimate, speed
 from train.plan.estimate import ModelShape
-from train.plan.speed import Load, StepTime
+from train.plan.speed import Load
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
 CPU_RANK_BYTES, GPU_RANK_BYTES = 200_000_000, 2 * 2**30
@@ -102,14 +102,14 @@ class BoxFacts:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """fields: values of LAYOUT. sizes: numbers of devices that it fits. device_bytes of room_bytes, time: of a rank on
-    the most of them. weighed_s: the step's time, more the longer a micro-batch is."""
+    """fields: values of LAYOUT. sizes: numbers of devices that it fits. Of a rank on the most of them: the device_bytes
+    of room_bytes that it takes, its time, and weighed_s, a step's time, more the longer a micro-batch is."""
 
     fields: dict[str, Any]
     sizes: tuple[int, ...]
     device_bytes: int
     room_bytes: int
-    time: StepTime
+    time: speed.StepTime
     weighed_s: float
 
     @property
@@ -251,11 +251,11 @@ def layouts(
     cut, stored = fields.get("tensor_parallel", 1) > 1, estimate.version_bytes(shape, fields)
     asked = {name: max(1, fields[name]) if name == "zero_stage" else fields[name] for name in kept}
     pairs = [(stage, "none") for stage in (1, 2, 3)]
-    if not box.on_host:
-        pairs += [*((stage, "optimizer") for stage in (1, 2, 3)), (3, "parameters")]
     found = []
-    if not fields["full"] and "offload" not in kept:  # an adapter's optimizer is small
-        pairs = [(stage, offload) for stage, offload in pairs if offload != "optimizer"]
+    if not box.on_host:
+        pairs.append((3, "parameters"))
+        if fields["full"] or "offload" in kept:  # an adapter's optimizer is small
+            pairs += [(stage, "optimizer") for stage in (1, 2, 3)]
     if "zero_stage" not in kept and max(map(max, sizes.values())) == 1:  # one rank has nobody to share with
         pairs = [(stage, offload) for stage, offload in pairs if stage == 1 or offload == "parameters"]
     for (stage, offload), again, micro in product(pairs, (False, True), sizes):

@@ -78,15 +78,6 @@ def test_a_rank_that_no_engine_serves_or_wider_than_the_model_is_refused():
     assert resolve({"lora_rank": 576}, GSM8K, narrow, 8)["lora_publish"] == "merged"
 
 
-def test_gradient_accumulation_fixes_batch_or_micro_batch():
-    made = resolve({"gradient_accumulation": 4}, GSM8K, SMALL, 2)
-    assert made["batch_size"] == 8 and made["micro_batch"] == 1
-    made = resolve({"gradient_accumulation": 2, "batch_size": 32}, GSM8K, SMALL, 4)
-    assert made["micro_batch"] == 4 and allowed_sizes(32, 8, 4) == [1, 2, 4, 8]
-    with pytest.raises(InvalidHyperparameter, match="divisor of batch_size 30"):
-        resolve({"gradient_accumulation": 4, "batch_size": 30}, GSM8K, SMALL, 4)
-
-
 @pytest.mark.parametrize(
     "given, param",
     [
@@ -98,6 +89,7 @@ def test_gradient_accumulation_fixes_batch_or_micro_batch():
         ({"step_patience_s": 61}, "step_patience_s"),
         ({"offload": "parameters", "zero_stage": 2}, "zero_stage"),
         ({"max_length": 4096}, "max_length"),
+        ({"batch_size": 30, "micro_batch": 4}, "micro_batch"),
     ],
 )
 def test_refuses_with_the_name_of_the_parameter(given, param):
@@ -117,7 +109,6 @@ def test_tensor_parallel_asks_for_every_weight_and_counts_groups_of_devices():
     cuttable = dataclasses.replace(LARGE, tensor_slices=8)
     made = resolve({"tensor_parallel": 2}, GSM8K, cuttable, 8)
     assert (made["tensor_parallel"], made["full"], made["zero_stage"]) == (2, True, 1)
-    assert resolve({"tensor_parallel": 4, "gradient_accumulation": 3}, GSM8K, cuttable, 8)["batch_size"] == 6
     assert resolve({}, GSM8K, cuttable, 8)["tensor_parallel"] == 1, "never chosen on its own"
     for given, model, param in (
         ({"tensor_parallel": 3}, cuttable, "tensor_parallel"),
