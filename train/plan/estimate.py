@@ -49,12 +49,14 @@ from functools import partial
 from typing import Any
 
 from runtime.devices.kinds import kind_of
-from weights.format.foreign_json import size, text_part
+from weights.format.foreign_json import size, text_part, weight_bits
 
 LIVE_ELEMENTS = 1_000_000_000  # DeepSpeed 0.19.8's stage3_max_live_parameters
 BUCKET_ELEMENTS = 50_000_000  # train.trainer.engine.MAX_BUCKET_ELEMENTS; this file must load without torch
 HOST_LOGITS_BYTES, DEVICE_LOGITS_BYTES = 64 * 2**20, 256 * 2**20  # of fp32 logits made at a time
 FRAGMENTS = 0.03  # of a device's memory that torch's allocator holds and cannot use
+SCALE_BYTES = 2 / 128  # of a quantised weight, in groups of 128
+DECODING_BYTES = 6  # of a weight while its layer is decoded, whole and in steps (train.model.quantised)
 OPTIMIZER_BYTES = 12  # per trained parameter: master, exp_avg, exp_avg_sq
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
 
@@ -148,6 +150,7 @@ class ModelShape:
             heads * head_dim,
             number("num_experts_per_tok") if experts else 0,
             _NORMS.get(str(text_part(config).get("model_type")), (0, 0)),
+            bits / 8 + SCALE_BYTES if (bits := weight_bits(config.get("quantization_config") or {})) else 0.0,
         )
 
     @property
@@ -226,6 +229,7 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
     gradients = 4 * trained // (1 if stage == 1 else ranks)
     optimizer = OPTIMIZER_BYTES * trained // ranks
     buffers, offloaded, host = _buffers(shape, fields, trained), 0, 0
+    buffers += DECODING_BYTES * shape.hidden * shape.ffn if shape.quantised_bytes else 0
     if fields["offload"] != "none":
         offloaded = optimizer
         step = 8 if stage == 3 else 4 + element + (4 if fields["precision"] == "fp32" else 0)

@@ -28,6 +28,7 @@ CPU_RANK_BYTES, GPU_RANK_BYTES = 200_000_000, 2 * 2**30
 context and pinned buffers."""
 _LEAST_TOKENS = 512  # of a row; a shorter one saves little, and cuts examples
 _MOST_DEVICES = 64
+_FOUR_BITS = "a base in 4 bits (`appliance model quantize NAME --form int4`)"
 LAYOUT = ("zero_stage", "offload", "activation_checkpointing", "micro_batch")
 """Fields of a TrainSpec that decide where a job's numbers are held and computed, and nothing of what it learns."""
 OFFLOADS = ("none", "optimizer", "parameters")
@@ -38,8 +39,6 @@ WAIT = 0.01 / 3.0
 requests wait for that."""
 SAFE = 0.92
 """The share of a device's memory up to which a layout goes where it can: estimates are off by some percent."""
-QUANTISED_BYTES = 0.5 + 2 / 128
-"""Of a weight in 4 bits in groups of 128, with a scale in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,11 +353,13 @@ def _instead(
         found = layouts(base, {**fields, **changes}, of, box, method)
         return f"{what} on {_devices(found[0].sizes[-1])}: {gb(found[0].device_bytes)} each" if found else ""
 
-    lora, small = {"full": False, "tensor_parallel": 1}, replace(shape, quantised_bytes=QUANTISED_BYTES)
+    lora, small = {"full": False, "tensor_parallel": 1}, replace(shape, quantised_bytes=0.5 + estimate.SCALE_BYTES)
     rank = f"LoRA (full false, lora_rank {fields['lora_rank']})"
     answers = [
         tried(rank, lora) if fields["full"] else "",
-        "" if shape.quantised_bytes else tried(f"{rank} on a base quantised to 4 bits", lora, small),
+        ""
+        if shape.quantised_bytes
+        else tried(f"{rank} on a base in 4 bits (`appliance model quantize NAME --form int4`)", lora, small),
     ]
     lengths = (fields["max_length"] >> halvings for halvings in range(1, 32))
     shorter = (tried(f"max_length {tokens}", {"max_length": tokens}) for tokens in lengths if tokens >= _LEAST_TOKENS)
@@ -449,20 +450,16 @@ def _devices_short(replicas: int, tensor_parallel: int, box: BoxFacts) -> tuple[
 def _other_serving(
     sizes: Callable[[int], EngineSize], replicas: int, tensor_parallel: int, box: BoxFacts
 ) -> Iterator[str]:
-    def fits(count: int, devices: int) -> bool:
-        size = sizes(devices)
-        within = size.memory.device_bytes <= box.room_per_worker(size, count * devices)
-        return count * devices <= box.devices and within and not size.problem
-
-    fewer = next((n for n in range(replicas - 1, 0, -1) if fits(n, tensor_parallel)), None)
-    if fewer is not None:
-        yield f"{_replicas(fewer)} over {_devices(tensor_parallel)} each"
-    if box.on_host:
-        return  # tensor parallelism divides memory that logical devices share anyway
-    for wider in TENSOR_PARALLEL_SIZES:
-        if tensor_parallel < wider <= box.devices and fits(min(replicas, box.devices // wider), wider):
-            yield f"{_replicas(min(replicas, box.devices // wider))} over {_devices(wider)} each"
-            break
+    # Tensor parallelism divides memory that logical devices share anyway.
+    wider = [] if box.on_host else [n for n in TENSOR_PARALLEL_SIZES if tensor_parallel < n <= box.devices]
+    fewer = [(count, tensor_parallel) for count in range(replicas - 1, 0, -1)]
+    for pairs in (fewer, [(min(replicas, box.devices // devices), devices) for devices in wider]):
+        for count, devices in pairs:
+            size = sizes(devices)
+            within = size.memory.device_bytes <= box.room_per_worker(size, count * devices)
+            if count * devices <= box.devices and within and not size.problem:
+                yield f"{_replicas(count)} over {_devices(devices)} each"
+                break
 
 
 def _devices(count: int) -> str:
