@@ -251,7 +251,7 @@ def layouts(
     asked = {name: max(1, fields[name]) if name == "zero_stage" else fields[name] for name in kept}
     pairs = [(stage, "none") for stage in (1, 2, 3)]
     found = []
-    if not box.on_host:
+    if not box.on_host or "offload" in kept:
         pairs.append((3, "parameters"))
         if fields["full"] or "offload" in kept:  # an adapter's optimizer is small
             pairs += [(stage, "optimizer") for stage in (1, 2, 3)]
