@@ -72,7 +72,7 @@ def load(dataset: DatasetStats, fields: Mapping[str, Any], *, sequences: int = 1
     rows = steps(dataset, fields) * fields["batch_size"]
     lengths = [min(length, fields["max_length"]) for length in dataset.lengths]
     tokens = sum(lengths) * dataset.n_examples / len(lengths) if lengths else dataset.n_tokens
-    attended = sum(one * one for one in lengths) / sum(lengths) if lengths else tokens / dataset.n_examples
+    attended = sum(one * one for one in lengths) / max(1, sum(lengths)) if lengths else tokens / dataset.n_examples
     full = sequences * min(fields["max_length"], tokens * fields["n_epochs"] / rows)
     return Load(max(1.0, full), min(attended, fields["max_length"]), forwards)
 

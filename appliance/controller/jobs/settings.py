@@ -200,15 +200,14 @@ def choose(
         rows = math.ceil(resolved["batch_size"] / wish.min_devices) * wish.min_devices
         resolved = method.resolve({**given, "batch_size": rows}, dataset, model, most)
         by_batch, sizes = wish.divided(resolved, nodes)
-    box, shape = box_facts(context), shape_of(base)
-    by_micro = {n: wish.divided({**resolved, "micro_batch": n}, nodes)[1] for n in auto.micro_batches(resolved)}
-    # A micro-batch that nobody asked for never costs a number of devices.
-    by_micro = {n: of_micro for n, of_micro in by_micro.items() if set(sizes) <= set(of_micro)}
-    asked = [name for name in capacity.LAYOUT if given.get(name, "auto") not in ("auto", None)]
     if not sizes:
         return Settings(resolved, by_batch, sizes, None, [])
     speed, memory = job_records.factors(context.db, base.name, method.name, resolved["full"])
-    box = replace(box, memory_factor=memory, speed_factor=speed)
+    box, shape = replace(box_facts(context), memory_factor=memory, speed_factor=speed), shape_of(base)
+    # A micro-batch that nobody asked for never costs a number of devices.
+    by_micro = {n: wish.divided({**resolved, "micro_batch": n}, nodes)[1] for n in auto.micro_batches(resolved)}
+    by_micro = {n: of_micro for n, of_micro in by_micro.items() if set(sizes) <= set(of_micro)}
+    asked = [name for name in capacity.LAYOUT if given.get(name, "auto") not in ("auto", None)]
     load, steps = method.load(dataset, resolved), auto.steps(method.rows(dataset), resolved)
     found, changed = capacity.fit(shape, resolved, by_micro, box, method, load, asked)
     resolved = resolved | (found[0].fields if found else capacity.leanest(resolved, box))

@@ -152,8 +152,8 @@ class JobValidation:
             for level, text in messages:
                 add_message(self._db, row.id, text, level=level)
             # Only sizes whose ranks fit their devices: on fewer devices the job would run out of memory midway.
-            estimate = chosen.layouts[0]
-            jobs.update(self._db, row.id, resolved=resolved, allowed_sizes=list(verdict.sizes), estimate=estimate)
+            sizes, estimate = list(verdict.sizes), next(iter(chosen.layouts), None)
+            jobs.update(self._db, row.id, resolved=resolved, allowed_sizes=sizes, estimate=estimate)
             jobs.set_phase(self._db, row.id, "queued", reason="waiting for devices")
 
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:

@@ -247,7 +247,8 @@ def layouts(
     """
     fields = {**fields, "device_kind": box.device_kind}
     load = load or Load(fields["max_length"], fields["max_length"])
-    cut, stored = fields.get("tensor_parallel", 1) > 1, estimate.version_bytes(shape, fields)
+    cut = fields.get("tensor_parallel", 1) > 1
+    stored = estimate.version_bytes(shape, fields) + estimate.snapshot_bytes(shape, fields)
     asked = {name: max(1, fields[name]) if name == "zero_stage" else fields[name] for name in kept}
     pairs = [(stage, "none") for stage in (1, 2, 3)]
     found = []
