@@ -1,4 +1,4 @@
-"""What makers publish of devices, and what their links were measured to carry, by the name that the driver gives."""
+"""Rates and power of devices by the name that the driver gives: their makers' figures, and measured rates of links."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Method(ABC):
         return estimate.rank_memory(shape, {**fields, "max_length": self.sequences * fields["max_length"]}, ranks)
 
     def load(self, dataset: DatasetStats, fields: Mapping[str, Any]) -> Load:
-        """What the rows of a run on `dataset` hold."""
+        """Return the mean content of a run's rows."""
         forwards = self.needs_divergence + self.needs_reference / fields["n_epochs"]
         return auto.load(self.rows(dataset), fields, sequences=self.sequences, forwards=forwards)
 

@@ -68,7 +68,7 @@ def steps(dataset: DatasetStats, fields: Mapping[str, Any]) -> int:
 
 
 def load(dataset: DatasetStats, fields: Mapping[str, Any], *, sequences: int = 1, forwards: float = 0.0) -> Load:
-    """What the rows of a run hold. sequences: of an example, all of them in one row. forwards: see `Load`."""
+    """Return the mean content of a run's rows. sequences: of an example, all in one row. forwards: see `Load`."""
     rows = steps(dataset, fields) * fields["batch_size"]
     lengths = [min(length, fields["max_length"]) for length in dataset.lengths]
     tokens = sum(lengths) * dataset.n_examples / len(lengths) if lengths else dataset.n_tokens
@@ -78,7 +78,7 @@ def load(dataset: DatasetStats, fields: Mapping[str, Any], *, sequences: int = 1
 
 
 def micro_batches(fields: Mapping[str, Any]) -> list[int]:
-    """Those that a step divides into. Without packing only that of `fields`: examples differ in length."""
+    """Sizes of micro-batches that divide a step. Without packing only that of `fields`: examples differ in length."""
     batch = fields["batch_size"]
     return [n for n in range(1, batch + 1) if batch % n == 0 and (fields["packing"] or n == fields["micro_batch"])]
 
@@ -104,7 +104,7 @@ def resolve(
     hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int, own: Own | None = None
 ) -> dict:
     """Fields of a TrainSpec. `own` reads what only one training method takes. Raises InvalidHyperparameter for an
-    unknown name or a value out of range. What is "auto" of a layout is the plainest, until one is chosen by the devices
+    unknown name or a value out of range. An "auto" layout is the plainest one here; the devices decide later
     (appliance.controller.models.capacity.layouts)."""
     given = Given(hyperparameters)
     fields: dict[str, Any] = {}

@@ -33,12 +33,12 @@ LAYOUT = ("zero_stage", "offload", "activation_checkpointing", "micro_batch")
 """Fields of a TrainSpec that decide where a job's numbers are held and computed, and nothing of what it learns."""
 OFFLOADS = ("none", "optimizer", "parameters")
 NEAR = 1.03
-"""Times the fastest layout's step, up to which a layout counts as fast: the estimate is no better than that."""
+"""Layouts within this factor of the fastest step count as equally fast: the estimate cannot tell them apart."""
 WAIT = 0.01 / 3.0
-"""The share of a job's speed that a second of a micro-batch is worth: a job leaves its devices between two of them, and
-requests wait for that."""
+"""Share of a job's speed that a second of a micro-batch is worth: requests wait for the end of a micro-batch when they
+take over its devices."""
 SAFE = 0.92
-"""The share of a device's memory up to which a layout goes where it can: estimates are off by some percent."""
+"""Share of a device's memory beyond which a layout is taken last: estimates are off by some percent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,11 @@ class BoxFacts:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """fields: values of LAYOUT. sizes: numbers of devices that it fits. Of a rank on the most of them: the device_bytes
-    of room_bytes that it takes, its time, and weighed_s, a step's time, more the longer a micro-batch is."""
+    """A layout that fits.
+
+    fields: values of LAYOUT. sizes: numbers of devices that it fits; the rest is of a rank on the most of them.
+    device_bytes: taken of room_bytes. weighed_s: time of a step, more the longer a micro-batch is.
+    """
 
     fields: dict[str, Any]
     sizes: tuple[int, ...]
@@ -330,8 +333,8 @@ def fit(
         for names in combinations(asked, len(asked) - left_out):
             if found := layouts(shape, fields, sizes, box, method, load=load, kept=names):
                 changed = [name for name in asked if name not in names]
-                told = [f"{name} {_shown(fields[name])}" for name in changed]
-                taken = ", ".join(f"{name} {_shown(value)}" for name, value in found[0].fields.items())
+                told = [f"{name} {_word(fields[name])}" for name in changed]
+                taken = ", ".join(f"{name} {_word(value)}" for name, value in found[0].fields.items())
                 warning = f"It does not fit with {' and '.join(told)}; it takes {taken}, which trains the same."
                 return found, warning if changed else ""
     return [], ""
@@ -372,7 +375,7 @@ def _instead(
     return list(filter(None, answers))[:3]
 
 
-def _shown(value: Any) -> str:
+def _word(value: Any) -> str:
     return str(value).lower()
 
 
