@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from statistics import median
 from typing import Unpack
@@ -70,24 +71,18 @@ def steps_of(db: Database, job_id: str) -> set[int]:
     return set(db.column("SELECT step FROM job_metrics WHERE job_id = ?", [job_id]))
 
 
-def factors(db: Database, model: str, method: str, full: bool, most: int = 200) -> tuple[float | None, float]:
-    """(speed, memory) of jobs like this one over what arithmetic alone had estimated for them: the median of the newest
-    steps, of jobs on other models where there are none on this; None without any. Memory is only corrected upwards: a
-    job with fewer trained tokens takes less."""
-    of_kind = (
-        "FROM job_metrics AS m JOIN jobs AS j ON j.id = m.job_id WHERE j.method = ? AND j.resolved ->> '$.full' = ? "
-        "AND (j.model = ? OR ?) AND m.tokens_per_s > 0 AND m.devices > 0 AND j.estimate IS NOT NULL "
-        "ORDER BY m.created_s DESC LIMIT ?"
+def factors(db: Database, model: str, method: str, full: bool) -> tuple[float | None, float]:
+    """(speed, memory) of the newest ended jobs like this one over what arithmetic alone had estimated for them: the
+    median speed, None without any. Memory is only corrected upwards: a job with fewer trained tokens takes less."""
+    rows = db.column(
+        "SELECT estimate FROM jobs WHERE model = ? AND method = ? AND resolved ->> '$.full' = ? "
+        "AND estimate ->> '$.measured' IS NOT NULL ORDER BY seq DESC LIMIT 20",
+        [model, method, int(full)],
     )
-    speed = "m.tokens_per_s / m.devices / (j.estimate ->> '$.modelled_tokens_per_s')"
-    memory = "m.memory_bytes * (j.estimate ->> '$.memory_factor') / (j.estimate ->> '$.device_bytes')"
-    for any_model in (False, True):
-        kind = [method, int(full), model, any_model, most]
-        if speeds := db.column(f"SELECT {speed} {of_kind}", kind):
-            break
-    held = db.column(f"SELECT {memory} {of_kind}", [method, int(full), model, False, most])
-    grown = max((float(one) for one in held if one is not None), default=1.0)
-    return (median(speeds) if speeds else None), min(MOST_GROWN, max(1.0, grown))
+    found = [(one, one["measured"]) for one in map(json.loads, rows)]
+    speeds = [taken["tokens_per_s"] / one["devices"] / one["modelled_tokens_per_s"] for one, taken in found]
+    grown = [(taken["device_bytes"] or 0) * one["memory_factor"] / one["device_bytes"] for one, taken in found]
+    return (median(speeds) if speeds else None), min(MOST_GROWN, max([1.0, *grown]))
 
 
 def all_metrics(db: Database, job_id: str) -> Iterator[JobMetricRow]:

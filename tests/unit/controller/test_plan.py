@@ -56,6 +56,7 @@ async def test_a_plan_has_device_hours_where_the_box_has_trained_the_like(contro
     for step, speed in ((1, 100.0), (2, 400.0), (3, 500.0)):
         row = JobMetricRow(job_id, step, float(step), tokens_per_s=speed, devices=2)
         job_records.upsert_metric(control.db, row)
+    JobEvents(control.db, control.context.files_dir, "org").conclude(job_id)
     told = (await ask(control, training_file=file_id, hyperparameters=given)).json()
     assert told["device_hours"] == pytest.approx(told["data"]["tokens"] * 2 / 200 / 3600)
     of_another_kind = {"n_epochs": 2, "lora_rank": None}
