@@ -214,14 +214,15 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
     """What each of `ranks` ranks holds. `fields` are those of a TrainSpec, as `train.plan.auto.resolve` makes them."""
     element = ELEMENT_BYTES[fields["precision"]]
     trained = trained_parameters(shape, fields)
-    everything = shape.n_parameters + (0 if fields["full"] else trained)
     shards, stage = fields.get("tensor_parallel", 1), max(1, fields["zero_stage"])
-    if shards > 1:  # with full tuning only
-        everything = trained = shape.outside + (shape.n_parameters - shape.outside) // shards
-        ranks //= shards
-        weights = element * everything
-    else:
-        weights = shape.base_bytes(element) + element * (everything - shape.n_parameters)
+    everything, weights = shape.n_parameters, shape.base_bytes(element)
+    if shards > 1:
+        everything = shape.outside + (shape.n_parameters - shape.outside) // shards
+        weights, ranks = element * everything, ranks // shards
+    if fields["full"]:
+        trained = everything
+    else:  # half of an adapter's matrices are cut too, the smaller part of what a rank holds
+        everything, weights = everything + trained, weights + element * trained
     away = weights // ranks if fields["offload"] == "parameters" else 0
     if stage == 3:
         live = weights * min(everything, shape.gathered) // everything if ranks > 1 or away else 0

@@ -250,7 +250,6 @@ def layouts(
     """
     fields = {**fields, "device_kind": box.device_kind}
     load = load or Load(fields["max_length"], fields["max_length"])
-    cut = fields.get("tensor_parallel", 1) > 1
     stored = estimate.version_bytes(shape, fields) + estimate.snapshot_bytes(shape, fields)
     asked = {name: max(1, fields[name]) if name == "zero_stage" else fields[name] for name in kept}
     pairs = [(stage, "none") for stage in (1, 2, 3)]
@@ -264,7 +263,7 @@ def layouts(
     for (stage, offload), again, micro in product(pairs, (False, True), sizes):
         chosen = dict(zip(LAYOUT, (stage, offload, again, micro), strict=True))
         differs = any(chosen[name] != value for name, value in asked.items())
-        if differs or (cut and (stage == 3 or offload != "none")) or (box.on_host and micro != fields["micro_batch"]):
+        if differs or (box.on_host and micro != fields["micro_batch"]):
             continue
         made = fields | chosen
         memory = {size: method.rank_memory(shape, made, size) for size in sizes[micro]}
@@ -342,9 +341,8 @@ def fit(
 
 def leanest(fields: Mapping[str, Any], box: BoxFacts) -> dict[str, Any]:
     """The layout of a job that takes the least memory of its devices."""
-    cut = fields.get("tensor_parallel", 1) > 1  # not with ZeRO-3 or offloading
-    offload = "none" if cut or box.on_host else "parameters"
-    return {"zero_stage": 2 if cut else 3, "offload": offload, "activation_checkpointing": True}
+    offload = "none" if box.on_host else "parameters"
+    return {"zero_stage": 3, "offload": offload, "activation_checkpointing": True}
 
 
 def _instead(
@@ -357,7 +355,7 @@ def _instead(
         found = layouts(base, {**fields, **changes}, of, box, method)
         return f"{what} on {_devices(found[0].sizes[-1])}: {gb(found[0].device_bytes)} each" if found else ""
 
-    lora, small = {"full": False, "tensor_parallel": 1}, replace(shape, quantised_bytes=0.5 + estimate.SCALE_BYTES)
+    lora, small = {"full": False}, replace(shape, quantised_bytes=0.5 + estimate.SCALE_BYTES)
     rank = f"LoRA (full false, lora_rank {fields['lora_rank']})"
     answers = [
         tried(rank, lora) if fields["full"] else "",
