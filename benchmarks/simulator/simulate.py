@@ -15,7 +15,7 @@ from benchmarks.simulator.engine import EngineModel
 from benchmarks.simulator.gateway import Gateway
 from benchmarks.simulator.journal import MemoryJournal
 from benchmarks.simulator.trace import Requests
-from runtime.devices.kinds import hardware_first
+from runtime.devices.kinds import KINDS
 from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
@@ -43,7 +43,7 @@ class Setup:
     config: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def inventory(self) -> tuple[Device, ...]:
-        kind, names = hardware_first()[0].name, [f"n0/{n}" for n in range(self.devices)]
+        kind, names = next(iter(KINDS)), [f"n0/{n}" for n in range(self.devices)]
         return tuple(
             Device(
                 name,

@@ -106,7 +106,7 @@ FENCES = {
         "serve/",
         "weights/format/torch_views.py",
         "runtime/devices/cpu.py",
-        "runtime/devices/torch_cuda.py",
+        "runtime/devices/cuda.py",
     },
     "vllm": {"serve/"},
     "deepspeed": {"train/"},
