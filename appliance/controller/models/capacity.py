@@ -28,7 +28,7 @@ CPU_RANK_BYTES, GPU_RANK_BYTES = 200_000_000, 2 * 2**30
 context and pinned buffers."""
 _LEAST_TOKENS = 512  # of a row; a shorter one saves little, and cuts examples
 _MOST_DEVICES = 64
-_FOUR_BITS = "a base in 4 bits (`appliance model quantize NAME --form int4`)"
+FOUR_BITS = 0.5 + estimate.SCALE_BYTES  # bytes of a quantised weight
 LAYOUT = ("zero_stage", "offload", "activation_checkpointing", "micro_batch")
 """Fields of a TrainSpec that decide where a job's numbers are held and computed, and nothing of what it learns."""
 OFFLOADS = ("none", "optimizer", "parameters")
@@ -355,14 +355,11 @@ def _instead(
         found = layouts(base, {**fields, **changes}, of, box, method)
         return f"{what} on {_devices(found[0].sizes[-1])}: {gb(found[0].device_bytes)} each" if found else ""
 
-    lora, small = {"full": False}, replace(shape, quantised_bytes=0.5 + estimate.SCALE_BYTES)
-    rank = f"LoRA (full false, lora_rank {fields['lora_rank']})"
-    answers = [
-        tried(rank, lora) if fields["full"] else "",
-        ""
-        if shape.quantised_bytes
-        else tried(f"{rank} on a base in 4 bits (`appliance model quantize NAME --form int4`)", lora, small),
-    ]
+    lora, small = f"LoRA (full false, lora_rank {fields['lora_rank']})", replace(shape, quantised_bytes=FOUR_BITS)
+    on_small = f"{lora} on a base in 4 bits (`appliance model quantize NAME --form int4`)"
+    answers = [tried(lora, {"full": False})] if fields["full"] else []
+    if not shape.quantised_bytes:
+        answers.append(tried(on_small, {"full": False, "tensor_parallel": 1}, small))
     lengths = (fields["max_length"] >> halvings for halvings in range(1, 32))
     shorter = (tried(f"max_length {tokens}", {"max_length": tokens}) for tokens in lengths if tokens >= _LEAST_TOKENS)
     answers.append(next(filter(None, shorter), ""))
