@@ -16,9 +16,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from train.plan.auto import ROW_MULTIPLE
 from train.plan.best_fit import best_fit, in_order
-
-UNPACKED_MULTIPLE = 32  # rows are padded to a multiple, because kernels are compiled for every new shape
 
 
 def plan_packs(lengths: np.ndarray, capacity: int, *, packing: bool = True, as_given: bool = False) -> list[np.ndarray]:
@@ -152,7 +151,7 @@ def part_of(row: Row, index: int, parts: int) -> Row:
 def build_row(packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, pad_id: int, *, packing: bool) -> Row:
     """Lay out packs of (token ids, loss mask) sequences one after the other, each pack padded to its capacity.
 
-    `capacity` is in tokens per pack; without packing a pack is padded to a multiple of UNPACKED_MULTIPLE only.
+    `capacity` is in tokens per pack; without packing a pack is padded to a multiple of ROW_MULTIPLE only.
     The first token of a sequence is never predicted, because nothing precedes it.
     """
     ids, positions, learn, segments, sizes, marks, n_tokens = [], [], [], [], [], [], 0
@@ -169,7 +168,7 @@ def build_row(packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, p
             marks.append(bool(mask[0]))
             used += size
         n_tokens += used
-        width = capacity if packing else -(-used // UNPACKED_MULTIPLE) * UNPACKED_MULTIPLE
+        width = capacity if packing else -(-used // ROW_MULTIPLE) * ROW_MULTIPLE
         if width > used:
             ids.append(np.full(width - used, pad_id))
             positions.append(np.arange(width - used))

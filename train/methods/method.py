@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from train.plan import auto, estimate
+from train.plan.errors import InvalidHyperparameter
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,7 +94,16 @@ class Method(ABC):
         self, hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int
     ) -> dict[str, Any]:
         """Fields of a TrainSpec. Raises InvalidHyperparameter for an unknown name or a value out of range."""
-        return auto.resolve(hyperparameters, self.rows(dataset), model, max_devices, own=self.own_hyperparameters)
+        fields = auto.resolve(hyperparameters, self.rows(dataset), model, max_devices, own=self.own_hyperparameters)
+        if fields["sequence_parallel"] > 1 and not self.shares_rows:
+            expected = f"1 with the method {self.name!r}, whose loss needs whole sequences"
+            raise InvalidHyperparameter("sequence_parallel", fields["sequence_parallel"], expected)
+        return fields
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether ranks can share a row's tokens: the loss is a sum over them."""
+        return self.sums
 
     def rows(self, dataset: DatasetStats) -> DatasetStats:
         """`dataset` in units of `max_length`: a row has room for that many tokens of each sequence of an example."""

@@ -26,6 +26,7 @@ RATES = ("learning_rate", "learning_rate_multiplier")
 HIGH_RATE, HIGHEST_RATE = 10.0, 100.0
 """Times the automatic rate, beyond which a learning rate gets a warning, or is refused."""
 LEAST_STEPS = 50  # fewer teach little whatever the learning rate: warm-up and decay are most of them
+ROW_MULTIPLE = 32  # tokens of a row without packing, because kernels are compiled for every new shape
 SHORTEST_ROW = 128  # tokens; a shorter one takes a device as long
 
 
@@ -48,7 +49,7 @@ class ModelStats:
 
     adapter_max_rank: the largest LoRA rank that engines serve beside this base without merging; 0: none.
     computes_bf16: see runtime.devices. tensor_slices, hidden: as in `train.plan.estimate.ModelShape`.
-    quantised: its weights stay as they are stored, and adapters alone are trained on them.
+    quantised: its weights stay as they are stored, and adapters alone are trained on them. heads: of queries, of keys.
     """
 
     n_parameters: int
@@ -59,6 +60,7 @@ class ModelStats:
     tensor_slices: int = 0
     hidden: int = 0
     quantised: bool = False
+    heads: tuple[int, int] = (0, 0)
 
 
 def steps(dataset: DatasetStats, fields: Mapping[str, Any]) -> int:
@@ -114,8 +116,10 @@ def resolve(
     fields["lora_rank"] = _lora_rank(given, model)
     fields["lora_alpha"] = given.number("lora_alpha", 0.001, 1e6, auto=2.0 * fields["lora_rank"])
     fields["lora_dropout"] = given.number("lora_dropout", 0, 0.9, auto=0.0)
-    if fields["lora_dropout"] and fields["tensor_parallel"] > 1:  # ranks of a group would drop other inputs than one
-        raise InvalidHyperparameter("lora_dropout", fields["lora_dropout"], "0 with tensor_parallel above 1")
+    fields["sequence_parallel"] = given.integer("sequence_parallel", 1, max(1, max_devices), auto=1)
+    if fields["lora_dropout"] and ranks_of_row(fields) > 1:  # ranks of a group would drop other inputs than one
+        expected = "0 with tensor_parallel or sequence_parallel above 1"
+        raise InvalidHyperparameter("lora_dropout", fields["lora_dropout"], expected)
     fields["lora_targets"] = tuple(given.names("lora_targets"))
     fields["lora_publish"] = _lora_publish(given, model, fields)
     fields["precision"] = given.choice("precision", ("bf16", "fp32"), auto="bf16" if model.computes_bf16 else "fp32")
@@ -126,9 +130,16 @@ def resolve(
     fields["packing"] = given.flag("packing", auto=True)
     fields["data_order"] = given.choice("data_order", ("shuffled", "given"), auto="shuffled")
     fields["n_epochs"] = given.integer("n_epochs", 1, 50, auto=recipe.epochs(dataset.n_examples, full=fields["full"]))
-    devices = max_devices // fields["tensor_parallel"]
+    devices = max_devices // ranks_of_row(fields)
     length, batch = _rows(given, dataset, model, fields, devices)
     fields["max_length"] = given.integer("max_length", 32, model.max_position_embeddings, auto=length)
+    if not shares_rows(model, fields):
+        raise InvalidHyperparameter(
+            "sequence_parallel",
+            fields["sequence_parallel"],
+            f"1, or a power of two to {ROW_MULTIPLE} that divides max_length {fields['max_length']} and the model's "
+            f"{model.heads[0]} attention heads, with tensor_parallel 1",
+        )
     fields |= _batch(given, batch)
 
     fields["learning_rate"] = _learning_rate(given, dataset, model, fields)
@@ -172,15 +183,28 @@ def _tensor_parallel(given: Given, model: ModelStats, max_devices: int) -> int:
     return size
 
 
-def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, tensor_parallel: int = 1) -> list[int]:
-    """World sizes a run may have: each rank (or each group of `tensor_parallel` ranks, which share a model) takes the
-    same whole number of micro-batches of every step."""
+def ranks_of_row(fields: Mapping[str, Any]) -> int:
+    """How many ranks compute one micro-batch together, by the fields of a TrainSpec."""
+    return fields.get("tensor_parallel", 1) * fields.get("sequence_parallel", 1)
+
+
+def shares_rows(model: ModelStats, fields: Mapping[str, Any]) -> bool:
+    """Whether `sequence_parallel` ranks can share the tokens of a row: in a layer's attention each has all tokens of
+    some of its heads."""
+    parts, (heads, key_heads) = fields["sequence_parallel"], model.heads
+    return parts == 1 or (
+        fields["tensor_parallel"] == 1
+        and heads > 0
+        and not any(count % parts for count in (heads, fields["max_length"], ROW_MULTIPLE))
+        and (key_heads % parts == 0 or parts % key_heads == 0)
+    )
+
+
+def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, together: int = 1) -> list[int]:
+    """World sizes a run may have: each rank (or each group of ranks that compute a row `together`) takes the same whole
+    number of micro-batches of every step."""
     micro_batches = batch_size // micro_batch
-    return [
-        tensor_parallel * groups
-        for groups in range(1, max_devices // tensor_parallel + 1)
-        if micro_batches % groups == 0
-    ]
+    return [together * groups for groups in range(1, max_devices // together + 1) if micro_batches % groups == 0]
 
 
 def _full(given: Given, model: ModelStats, fields: dict) -> bool:

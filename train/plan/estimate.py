@@ -298,7 +298,7 @@ def _on_host(fields: Mapping[str, Any]) -> bool:
 
 
 def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> int:
-    tokens, shards = fields["micro_batch"] * fields["max_length"], fields.get("tensor_parallel", 1)
+    tokens, shards = _tokens(fields), fields.get("tensor_parallel", 1)
     heads = (shape.queries or shape.hidden) + shape.kv_heads * shape.head_dim
     layer = layer_bytes(shape.hidden, heads, shape.ffn, experts=shape.experts, norms=shape.norms, shards=shards)
     works = working_bytes(shape.hidden, shape.ffn, experts=shape.experts, shards=shards)
@@ -307,9 +307,14 @@ def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> 
     return of_tokens + 2 * _logits_bytes(shape, fields) + head_bytes(shape, fields, element)
 
 
+def _tokens(fields: Mapping[str, Any]) -> int:
+    """Of a micro-batch on one rank."""
+    return fields["micro_batch"] * fields["max_length"] // fields.get("sequence_parallel", 1)
+
+
 def _logits_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
     """Bytes of fp32 logits that are made at a time."""
-    tokens = fields["micro_batch"] * fields["max_length"]
+    tokens = _tokens(fields)
     return min(HOST_LOGITS_BYTES if _on_host(fields) else DEVICE_LOGITS_BYTES, 4 * tokens * shape.vocab)
 
 
@@ -318,7 +323,7 @@ def head_bytes(shape: ModelShape, fields: Mapping[str, Any], element: int) -> in
     learnt; 0 with an adapter."""
     if not shape.vocab or not fields["full"]:
         return 0
-    tokens = fields["micro_batch"] * fields["max_length"]
+    tokens = _tokens(fields)
     rows = held_rows(tokens, _logits_bytes(shape, fields) // (4 * shape.vocab), shape.hidden, element)
     summed = 4 if tokens > rows else 0
     return shape.vocab * (element * rows + (element + summed) * shape.hidden)

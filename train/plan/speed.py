@@ -21,6 +21,8 @@ fp32 gradients):
     ZeRO-1, 2    b T (N - 1) / N once in a step: the new weights
     tensor       4 + 2 again all-reduces of tokens x h for each layer, which nothing hides (Shoeybi et al.,
                  "Megatron-LM", arXiv:1909.08053)
+    sequence     4 + 2 again exchanges of tokens x (q + k) for each layer, which nothing hides (Jacobs et al.,
+                 "DeepSpeed Ulysses", arXiv:2309.14509)
     offload      weights b P / N for both passes of a micro-batch; gradients 4 T / N down and weights b T / N up; 28 T
                  bytes of the host's memory for Adam
 
@@ -98,10 +100,10 @@ def step_time(
         traffic: bytes of memory traffic for each byte that a layer keeps.
     """
     shards, stage, offload = fields.get("tensor_parallel", 1), max(1, fields["zero_stage"]), fields["offload"]
-    groups, element = ranks // shards, ELEMENT_BYTES[fields["precision"]]
+    parts, groups, element = fields.get("sequence_parallel", 1), ranks // shards, ELEMENT_BYTES[fields["precision"]]
     again, passes = float(fields["activation_checkpointing"]), 3 if fields["full"] else 2
-    tokens, forwards = load.row_tokens * fields["micro_batch"], load.forwards
-    micro_batches = fields["batch_size"] / (fields["micro_batch"] * groups)
+    tokens, forwards = load.row_tokens * fields["micro_batch"] / parts, load.forwards
+    micro_batches = fields["batch_size"] * parts / (fields["micro_batch"] * groups)
     width = shape.hidden or 4096  # unknown
     rate = device.peak_flops * device.product_share * width / (width + NARROW)
     memory_rate = device.memory_rate * MEMORY_SHARE
@@ -127,7 +129,8 @@ def step_time(
     fetched = 2 * base * others if stage == 3 else 0.0
     links = fetched + (4 * cut * others if stage > 1 else 0.0)
     links_of_step = (4 * cut * others if stage == 1 else 0.0) + (element * cut * others if stage < 3 else 0.0)
-    reduced = (4 + 2 * again) * shape.layers * tokens * shape.hidden * element * 2 * (shards - 1) / shards
+    heads_sent = (4 + 2 * again) * shape.layers * tokens * heads * element * (parts - 1) / parts
+    reduced = heads_sent + (4 + 2 * again) * shape.layers * tokens * shape.hidden * element * 2 * (shards - 1) / shards
     host = host_of_step = 0.0
     if offload == "parameters":
         host += 2 * base / groups

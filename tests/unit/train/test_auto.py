@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from train.data.packing import StepPlan, plan_packs
+from train.methods.dpo import METHOD as DPO
 from train.methods.dpo import Dpo
 from train.plan.auto import LEAST_STEPS, SHORTEST_ROW, DatasetStats, ModelStats, allowed_sizes, resolve, steps
 from train.plan.errors import InvalidHyperparameter, InvalidSpec
@@ -78,6 +79,24 @@ def test_quantised_weights_train_adapters_alone():
             resolve(given, GSM8K, packed, 8)
     with pytest.raises(InvalidHyperparameter):
         resolve({}, GSM8K, dataclasses.replace(packed, adapter_max_rank=0), 8)
+
+
+def test_ranks_share_rows_whose_tokens_and_heads_they_divide():
+    dense = dataclasses.replace(SMALL, heads=(12, 4))
+    fields = resolve({"sequence_parallel": 4, "max_length": 256}, GSM8K, dense, 8)
+    assert fields["sequence_parallel"] == 4 and allowed_sizes(fields["batch_size"], 8, 1, 4)[0] == 4
+    for given, model in (
+        ({"sequence_parallel": 8}, dense),  # heads
+        ({"sequence_parallel": 3}, dense),  # rows without packing
+        ({"sequence_parallel": 2, "max_length": 63}, dense),
+        ({"sequence_parallel": 2}, SMALL),  # heads are not known
+        ({"sequence_parallel": 2, "tensor_parallel": 2}, dataclasses.replace(dense, tensor_slices=4)),
+    ):
+        with pytest.raises(InvalidHyperparameter) as caught:
+            resolve(given, GSM8K, model, 8)
+        assert caught.value.param == "sequence_parallel"
+    with pytest.raises(InvalidHyperparameter):
+        DPO.resolve({"sequence_parallel": 2}, GSM8K, dense, 8)
 
 
 def test_a_rank_that_no_engine_serves_or_wider_than_the_model_is_refused():
