@@ -18,7 +18,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from train.data import turns
-from train.data.formats import BadRecord
+from train.data.records import BadRecord
 from train.data.turns import Render, Row, TurnForm
 from train.plan.errors import UnsupportedModel
 from weights.format.tool_template import with_tools
@@ -39,7 +39,7 @@ def vocabulary_of(model: str | Path) -> int | None:
 
 
 class ChatEncoder:
-    """Encodes chat examples (as `formats.to_chat` makes them) for one tokenizer, and for a model that has embeddings
+    """Encodes chat examples (as `formats.convert` makes them) for one tokenizer, and for a model that has embeddings
     for the first `vocabulary` of its tokens; None: for all."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None):

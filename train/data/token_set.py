@@ -23,8 +23,8 @@ import orjson
 
 from runtime.replace_file import replace_file
 from train.data.chat import ChatEncoder, Tokens
-from train.data.formats import BadRecord, Record
 from train.data.packing import Row, build_row, plan_packs
+from train.data.records import BadRecord, Record
 from train.plan.errors import InvalidTrainingData
 from weights.format.names import TOKENIZER_FILES
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from train.data.formats import BadRecord
+from train.data.records import BadRecord
 
 Messages = Sequence[dict[str, Any]]
 Render = Callable[..., str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from train.data.check import Convert, Count, Refuses, count_left_out, estimate_tokens, read_examples
-from train.data.formats import BadRecord, NoAnswer, Record
+from train.data.check import Count, Refuses, count_left_out, estimate_tokens, read_examples
+from train.data.records import BadRecord, NoAnswer, Record
 from train.data_checks.personal_data import masked
 from train.data_checks.repeats import NearDuplicates, ValidationIndex, words_of
 
@@ -37,7 +37,6 @@ class Check:
     def __init__(
         self,
         names: Sequence[str],
-        convert: Convert,
         refuses: Refuses | None = None,
         count: Count | None = None,
         max_tokens: int | None = None,
@@ -45,7 +44,7 @@ class Check:
     ):
         """names: of all checks, as a report has them. count: gives tokens of a converted record; without it they are
         estimated. against: the validation file."""
-        self._convert, self._refuses, self._count, self._max_tokens = convert, refuses, count, max_tokens
+        self._refuses, self._count, self._max_tokens = refuses, count, max_tokens
         self._lines: list[int] = []  # of all examples
         self._lengths: list[int] = []  # tokens of the usable ones
         self.bytes, self.sha256, self.shape = 0, "", None
@@ -56,28 +55,22 @@ class Check:
         self._near = NearDuplicates()
         self._validation = None
         if against is not None:
-            other = Check(names, convert, refuses)
-            self._validation = ValidationIndex(dict(other.texts(against)))
+            read = read_examples(against, refuses)
+            self._validation = ValidationIndex({o.line: _texts_of(o.example.record)[0] for o in read if o.example})
 
     def read(self, path: Path) -> None:
         """Raises OSError."""
         with open(path, "rb") as file:
             self.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             self.bytes = file.tell()
-        for read in read_examples(path, self._convert, self._refuses):
+        for read in read_examples(path, self._refuses):
             self._lines.append(read.line)
             self.shape = read.shape or self.shape
             if read.bad is not None:
                 self._flag_bad(read.bad)
-            elif read.converted is not None:
-                count_left_out(self._keys_left_out, read.record, read.shape)
-                self._look_at(read.converted)
-
-    def texts(self, path: Path) -> Iterable[tuple[int, str]]:
-        """(line, text) of each usable example. Raises OSError."""
-        for read in read_examples(path, self._convert, self._refuses):
-            if read.converted is not None:
-                yield read.line, _texts_of(read.converted)[0]
+            elif read.example is not None:
+                count_left_out(self._keys_left_out, read.example)
+                self._look_at(read.example.record)
 
     def report(self, name: str) -> dict[str, Any]:
         """The report as plain JSON values. `usable`: whether a job would take the file, as far as a check knows.
@@ -102,18 +95,18 @@ class Check:
         kinds = {"kinds": dict(found.kinds.most_common())} if found.kinds else {}
         return {"count": found.count, "share": share, **kinds, "first": found.first}
 
-    def _look_at(self, made: Record) -> None:
+    def _look_at(self, record: Record) -> None:
         try:
-            lengths = self._tokens(made)
+            lengths = self._tokens(record)
         except BadRecord as bad:  # the model's chat template refuses it
             self._flag_bad(bad)
             return
         self._lengths.append(sum(lengths))
-        if self._max_tokens is not None and max(lengths) > self._max_tokens and "text" not in made:
+        if self._max_tokens is not None and max(lengths) > self._max_tokens and "text" not in record:
             self._flag("too_long", tokens=max(lengths))
         index = len(self._lines) - 1
-        digest = hashlib.blake2b(orjson.dumps(made, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
-        body, shared = _texts_of(made)
+        digest = hashlib.blake2b(orjson.dumps(record, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+        body, shared = _texts_of(record)
         words = words_of(body)
         if (first := self._by_digest.setdefault(digest, index)) != index:
             self._flag("duplicates", of=self._lines[first])
@@ -125,11 +118,11 @@ class Check:
             self.found["personal_data"].kinds.update(match.kind for match in matches)
             self._flag("personal_data", kind=matches[0].kind, value=matches[0].hint())
 
-    def _tokens(self, made: Record) -> list[int]:
+    def _tokens(self, record: Record) -> list[int]:
         """Tokens of each sequence. Raises BadRecord."""
         if self._count is not None:
-            return [length for row in self._count(made) for length in row]
-        return [estimate_tokens(chat) for chat in made.get("sequences", (made,))]
+            return [length for row in self._count(record) for length in row]
+        return [estimate_tokens(chat) for chat in record.get("sequences", (record,))]
 
     def _flag_bad(self, bad: BadRecord) -> None:
         if isinstance(bad, NoAnswer):
@@ -145,19 +138,19 @@ class Check:
             finding.first.append({"line": self._lines[-1], **detail})
 
 
-def _texts_of(made: Record) -> tuple[str, str]:
+def _texts_of(record: Record) -> tuple[str, str]:
     """The text of a converted example without its system prompts, which many examples share; and these, with what a
     grader sees of it."""
-    if "text" in made:
-        return made["text"], ""
+    if "text" in record:
+        return record["text"], ""
     body, shared = [], []
-    for number, chat in enumerate(made.get("sequences", (made,))):
+    for number, chat in enumerate(record.get("sequences", (record,))):
         # The sequences of a pair share their prompt.
         for message in chat["messages"] if number == 0 else chat["messages"][-1:]:
             (shared if message["role"] == "system" else body).append(message["content"])
             body += [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
-    if made.get("item"):
-        shared.append(orjson.dumps(made["item"]).decode())
+    if record.get("item"):
+        shared.append(orjson.dumps(record["item"]).decode())
     return "\n".join(body), "\n".join(shared)
 
 

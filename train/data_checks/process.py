@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from runtime.processes.bounds import Bounds
 from runtime.processes.ended import heard_out
 from train.data.check import COUNTED_EXAMPLES, Count, DataReport, check_training_file
-from train.data.formats import Record
+from train.data.records import Record
 from train.methods import methods
 from train.methods.method import Method
 from train.plan.errors import InvalidSpec, UnsupportedModel
@@ -110,7 +110,7 @@ def checked(
     tokenizer: str | Path | None = None,
     cut_at: int | None = None,
 ) -> DataReport:
-    """`check_training_file` with the method's conversion, or that of all methods, and counting tokens as the ranks will
+    """`check_training_file` counting tokens as the ranks will
     if there is a tokenizer (the directory of a model). With `cut_at` those of every example; ones of which the method
     has nothing left within so many tokens are errors too. Raises OSError."""
     how = methods.method_of(method) if method else methods.DEFAULT
@@ -118,7 +118,6 @@ def checked(
     report = check_training_file(
         path,
         chat_path=chat_path,
-        convert=how.convert if method else methods.convert,
         count=_counter(how, encoder, cut_at) if encoder else None,
         counted=COUNTED_EXAMPLES if cut_at is None else sys.maxsize,
         refuses=how.refuses if method else None,
@@ -148,8 +147,7 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
             raise BadOption(f"{model} has no tokenizer with a chat template that can be used to count tokens")
         count, max_tokens = _counter(method or methods.DEFAULT, encoder, None), max_tokens or _context_of(Path(model))
     against = Path(options["against"]) if options.get("against") else None
-    convert, refuses = (method.convert, method.refuses) if method else (methods.convert, None)
-    check = Check(CHECKS, convert, refuses, count, max_tokens, against)
+    check = Check(CHECKS, method.refuses if method else None, count, max_tokens, against)
     check.read(path)
     return check.report(request.get("name", str(path)))
 

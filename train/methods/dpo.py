@@ -7,7 +7,7 @@ from abc import ABC
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from train.data.formats import BadRecord, Record, to_pair
+from train.data.records import BadRecord
 from train.methods.method import Method, Option
 
 if TYPE_CHECKING:
@@ -57,9 +57,6 @@ class Pairs(Method, ABC):
             hint = "; the method 'kto' takes answers with a 'label'" if shape == "unpaired" else ""
             return f"has the shape {shape!r}; the method {self.name!r} wants pairs of outputs, one preferred{hint}"
         return None
-
-    def convert(self, record: Record, shape: str) -> Record:
-        return {"sequences": to_pair(record)}
 
     def cut(self, sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None:
         """Raises BadRecord for a pair of which a cut leaves nothing to compare."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from train.data.formats import Record, to_marked
+from train.data.records import Record
 from train.methods.dpo import Compared
 from train.methods.method import Option
 
@@ -40,10 +40,6 @@ class Kto(Compared):
                 "answer, false for a bad one"
             )
         return None
-
-    def convert(self, record: Record, shape: str) -> Record:
-        chat, good = to_marked(record)
-        return {"sequences": [chat], "label": good}
 
     def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
         ids, learnt = encoder.encode_whole(record["sequences"][0])

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from train.data.chat import ChatEncoder, Tokens
-    from train.data.formats import Record
     from train.data.packing import Row
+    from train.data.records import Record
     from train.data.token_set import TokenSet
     from train.plan.auto import DatasetStats, Given, ModelStats
     from train.plan.estimate import ModelShape, RankMemory
@@ -112,12 +112,6 @@ class Method(ABC):
     def refuses(self, shape: str) -> str | None:
         """Why this method cannot train on a file of records of this shape (train.data.formats); None if it can."""
 
-    @abstractmethod
-    def convert(self, record: Record, shape: str) -> Record:
-        """A record of a shape that it takes, as `encode` takes it: a chat record, {"text": …}, or {"sequences": [chat
-        record, …]}.
-        Raises BadRecord."""
-
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
         """What each of `ranks` ranks holds; `fields` as `resolve` makes them."""
         return estimate.rank_memory(shape, {**fields, "max_length": self.sequences * fields["max_length"]}, ranks)
@@ -137,8 +131,8 @@ class Method(ABC):
     # -- in a rank ---------------------------------------------------------------------------------------------------
 
     def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
-        """The rows of a converted record, each of `sequences` pairs (token ids (n,) int32, trained (n,) bool). Raises
-        BadRecord."""
+        """The rows of a record (train.data.formats.Example), each of `sequences` pairs (token ids (n,) int32, trained
+        (n,) bool). Raises BadRecord."""
         if "text" in record:
             return [[encoder.encode_text(record["text"])]]
         if "sequences" not in record:

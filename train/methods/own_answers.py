@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from train.data.formats import BadRecord, Record, to_prompt
+from train.data.records import BadRecord, Record
 from train.methods.method import AnswerCounts, Method, Option
 from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter
@@ -91,9 +91,6 @@ class OwnAnswers(Method, ABC):
                 f"{self.further_fields}"
             )
         return None
-
-    def convert(self, record: Record, shape: str) -> Record:
-        return to_prompt(record)
 
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
         options = fields["options"]

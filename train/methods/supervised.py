@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from train.data.formats import Record, to_chat
 from train.methods.method import Method
 
 if TYPE_CHECKING:
@@ -28,9 +27,6 @@ class Supervised(Method):
         if shape == "prompt":
             return f"ends with a message from the user; the method {self.name!r} wants the answer that is to be learnt"
         return None
-
-    def convert(self, record: Record, shape: str) -> Record:
-        return to_chat(record, shape)
 
     def loss(
         self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]

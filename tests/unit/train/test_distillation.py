@@ -12,7 +12,6 @@ from tests.train_support.tiny import make_model_dir, write_prompt_file
 from tests.train_support.world import METHODS
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from tests.unit.train.test_reinforcement import Box, learnt_row, run_spec
-from train.data.formats import BadRecord
 from train.methods.distillation import METHOD as DISTILLATION
 from train.methods.reinforcement_objective import to_batch
 from train.model.model import load_model
@@ -32,15 +31,6 @@ def test_it_has_the_hyperparameters_of_answers_and_how_many_there_are():
     for name, value in (("compute_multiplier", 1), ("reasoning_effort", "default"), ("samples", 0), ("packing", True)):
         with pytest.raises(InvalidHyperparameter, match=name):
             DISTILLATION.resolve({name: value}, DATASET, MODEL, 2)
-
-
-def test_it_takes_prompts_with_or_without_further_fields():
-    asked = {"messages": [{"role": "user", "content": "2 and 2?"}]}
-    assert DISTILLATION.convert(asked, "prompt") == {**asked, "item": {}}
-    assert DISTILLATION.convert({**asked, "answer": "4"}, "prompt")["item"] == {"answer": "4"}
-    assert DISTILLATION.refuses("chat")
-    with pytest.raises(BadRecord, match="last message"):
-        DISTILLATION.convert({"messages": [{"role": "assistant", "content": "4"}]}, "prompt")
 
 
 def plain_model(tmp_path):

@@ -15,15 +15,15 @@ from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.control.progress import ControlSignals, Progress
 from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
-from train.data.formats import TEXT, shape_of, to_chat
+from train.data.formats import TEXT, convert, shape_of
+from train.data.records import BadRecord
 from train.data.token_set import open_token_set, pieces
 from train.data_checks.check import Check
 from train.data_checks.process import CHECKS
-from train.methods.methods import convert, method_of
+from train.methods.methods import method_of
 from train.model.model import load_tokenizer
 from train.plan.auto import DatasetStats, steps
 from train.plan.errors import InvalidTrainingData
-from train.shapes.records import BadRecord
 from train.trainer.prepare import prepare
 
 
@@ -78,7 +78,7 @@ def test_conversation_for_a_model_without_template_is_refused_by_line(base, tmp_
 @pytest.mark.parametrize("text", ["", "  ", None, 3, ["a"]])
 def test_document_without_text_is_refused(text):
     with pytest.raises(BadRecord):
-        to_chat({"text": text}, TEXT)
+        convert({"text": text})
 
 
 def test_shape_with_a_conversation_and_a_text_is_the_conversation():
@@ -90,11 +90,11 @@ def test_shape_with_a_conversation_and_a_text_is_the_conversation():
 def test_check_of_documents_counts_and_converts_them(tmp_path):
     data = tmp_path / "docs.jsonl"
     data.write_text("".join(json.dumps({"text": "word " * n, "source": "web"}) + "\n" for n in range(1, 21)))
-    report = check_training_file(data, chat_path=tmp_path / "out.jsonl", convert=convert)
+    report = check_training_file(data, chat_path=tmp_path / "out.jsonl")
     assert (report.ok, report.shape, report.n_examples) == (True, TEXT, 20)
     assert report.left_out == {"source": 20} and not any("to chat" in note for note in report.notes)
     assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0]) == {"text": "word "}
-    check = Check(CHECKS, convert, max_tokens=8)
+    check = Check(CHECKS, max_tokens=8)
     check.read(data)
     assert not check.found["too_long"].count, "none is cut"
 

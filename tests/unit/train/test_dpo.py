@@ -14,7 +14,8 @@ from tests.train_support.tiny import make_model_dir, write_pair_file
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.control.progress import ControlSignals, Progress
 from train.data.chat import ChatEncoder
-from train.data.formats import BadRecord
+from train.data.formats import convert
+from train.data.records import BadRecord
 from train.data.token_set import open_token_set
 from train.methods import packed_objective
 from train.methods.dpo import METHOD as DPO
@@ -66,7 +67,7 @@ def parity_model(path):
 
 
 def converted(path, records):
-    path.write_text("".join(json.dumps(DPO.convert(record, "preference")) + "\n" for record in records))
+    path.write_text("".join(json.dumps(convert(record).record) + "\n" for record in records))
     return path
 
 

@@ -21,7 +21,7 @@ from train.data.check import check_training_file
 from train.data.formats import BadRecord
 from train.data.packing import RolloutRow, build_row
 from train.graders.calls import calls_in
-from train.methods.methods import convert, method_of
+from train.methods.methods import method_of
 from train.methods.reinforcement import GROUP
 from train.methods.reinforcement import METHOD as REINFORCEMENT
 from train.methods.reinforcement_objective import ReinforcementObjective, to_batch
@@ -98,19 +98,16 @@ def asked(**more):
 def test_a_file_of_prompts_is_checked_by_line(tmp_path):
     source, written = tmp_path / "p.jsonl", tmp_path / "train.jsonl"
     source.write_text("".join(json.dumps(asked(n=n)) + "\n" for n in range(12)))
-    report = check_training_file(source, chat_path=written, convert=REINFORCEMENT.convert)
+    report = check_training_file(source, chat_path=written, refuses=REINFORCEMENT.refuses)
     assert report.ok and report.shape == "prompt" and not report.warnings
     record = json.loads(written.read_bytes().splitlines()[3])
     assert record == {"messages": [{"role": "user", "content": "2 and 2?"}], "item": {"answer": "4", "n": 3}}
-    assert check_training_file(source, convert=convert).ok, "at the upload no job says which method"
     said = asked()
     said["messages"] = [*said["messages"], {"role": "assistant", "content": "4"}]
     source.write_text("".join(json.dumps(one) + "\n" for one in (asked(), said)))
-    ((line, _), *_) = check_training_file(source, convert=REINFORCEMENT.convert).errors
+    ((line, _), *_) = check_training_file(source, refuses=REINFORCEMENT.refuses).errors
     assert line == 2 and REINFORCEMENT.refuses("chat")
     assert method_of("supervised").refuses("prompt") and method_of("dpo").refuses("prompt")
-    with pytest.raises(BadRecord):
-        REINFORCEMENT.convert({"messages": ["x"]}, "prompt")
 
 
 def test_a_prompt_is_encoded_up_to_where_the_assistant_answers(tmp_path):

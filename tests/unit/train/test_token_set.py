@@ -10,8 +10,8 @@ from tests.train_support.tiny import make_model_dir
 from tests.train_support.world import METHODS
 from train.data import token_set
 from train.data.chat import ChatEncoder
-from train.data.formats import BadRecord
 from train.data.packing import plan_packs
+from train.data.records import BadRecord
 from train.data.token_set import open_token_set
 from train.methods.methods import method_of
 from train.model.model import load_tokenizer
