@@ -26,12 +26,15 @@ from train.plan.errors import InvalidSpec, UnsupportedModel
 
 if TYPE_CHECKING:
     from train.data.chat import ChatEncoder
+    from train.data.token_set import TokenWriter
 
-# An 8 GiB file of chats takes some minutes of CPU.
-BOUNDS = Bounds(cpu_s=3600, memory_bytes=6 << 30)
+# An 8 GiB file of chats takes some minutes of CPU to read, and hours to tokenise.
+BOUNDS = Bounds(cpu_s=4 * 3600, memory_bytes=6 << 30)
 # A job's check lowers its priority from this much processor time on: beside busy ranks, a dozen examples at low
 # priority waited minutes for the 2 s that they and the import of the tokenizer's library take.
 NICE_AFTER_S, _NICENESS = 5.0, 10
+TOKENS = "tokens"
+"""Folder beside a job's data that has them as tokens."""
 
 CheckName = Literal["bad_lines", "empty", "duplicates", "near_duplicates", "too_long", "contaminated", "personal_data"]
 CHECKS: tuple[CheckName, ...] = get_args(CheckName)
@@ -110,18 +113,25 @@ def checked(
     tokenizer: str | Path | None = None,
     cut_at: int | None = None,
 ) -> DataReport:
-    """`check_training_file` counting tokens as the ranks will
-    if there is a tokenizer (the directory of a model). With `cut_at` those of every example; ones of which the method
-    has nothing left within so many tokens are errors too. Raises OSError."""
+    """`check_training_file`, counting tokens if there is a tokenizer (the directory of a model): with `cut_at` those of
+    every example, and ones of which the method has nothing left within so many tokens are errors too. With a method and
+    `chat_path`, all tokens are written beside it for the ranks (train.data.token_set). Raises OSError."""
     how = methods.method_of(method) if method else methods.DEFAULT
-    encoder = encoder_of(Path(tokenizer)) if tokenizer else None
+    encoder, writer = encoder_of(Path(tokenizer)) if tokenizer else None, None
+    if encoder and chat_path and method:
+        from train.data.token_set import TokenWriter, set_of
+
+        folder = Path(chat_path).parent / TOKENS
+        writer = TokenWriter(Path(chat_path), folder)
     report = check_training_file(
         path,
         chat_path=chat_path,
-        count=_counter(how, encoder, cut_at) if encoder else None,
-        counted=COUNTED_EXAMPLES if cut_at is None else sys.maxsize,
+        count=_counter(how, encoder, cut_at, writer) if encoder else None,
+        counted=COUNTED_EXAMPLES if cut_at is None and writer is None else sys.maxsize,
         refuses=how.refuses if method else None,
     )
+    if encoder and tokenizer and chat_path and writer and report.ok:
+        writer.finish(folder / set_of(Path(chat_path), Path(tokenizer)), encoder)
     if encoder and encoder.n_without_tools:
         report.warnings.append(
             f"the model's chat template leaves the tools of {encoder.n_without_tools} examples out: neither training "
@@ -145,7 +155,7 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
     if model := options.get("model"):
         if (encoder := encoder_of(Path(model))) is None:
             raise BadOption(f"{model} has no tokenizer with a chat template that can be used to count tokens")
-        count, max_tokens = _counter(method or methods.DEFAULT, encoder, None), max_tokens or _context_of(Path(model))
+        count, max_tokens = _counter(method or methods.DEFAULT, encoder), max_tokens or _context_of(Path(model))
     against = Path(options["against"]) if options.get("against") else None
     check = Check(CHECKS, method.refuses if method else None, count, max_tokens, against)
     check.read(path)
@@ -172,14 +182,19 @@ def encoder_of(tokenizer: Path) -> ChatEncoder | None:
         return None
 
 
-def _counter(method: Method, encoder: ChatEncoder, cut_at: int | None) -> Count:
-    """Counts the tokens of each sequence of each row of a converted record; with a length, after the method's cut."""
+def _counter(
+    method: Method, encoder: ChatEncoder, cut_at: int | None = None, writer: TokenWriter | None = None
+) -> Count:
+    """Counts the tokens of each sequence of each row of a converted record, and writes them; with a length, the method
+    may refuse its cut."""
 
     def count(record: Record) -> list[list[int]]:
         rows = method.encode(encoder, record)
         if cut_at is not None:
             for row in rows:
-                method.cut(row, cut_at)
+                method.check_cut(row, cut_at)
+        if writer is not None:
+            writer.add(record, rows)
         return [[len(tokens) for tokens, _ in row] for row in rows]
 
     return count

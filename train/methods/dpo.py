@@ -58,7 +58,7 @@ class Pairs(Method, ABC):
             return f"has the shape {shape!r}; the method {self.name!r} wants pairs of outputs, one preferred{hint}"
         return None
 
-    def cut(self, sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None:
+    def check_cut(self, sequences: Sequence[Tokens], max_length: int) -> None:
         """Raises BadRecord for a pair of which a cut leaves nothing to compare."""
         short = [(ids[:max_length], learnt[:max_length]) for ids, learnt in sequences]
         for side, whole, (_, learnt) in zip(("preferred", "non-preferred"), sequences, short, strict=True):
@@ -72,7 +72,6 @@ class Pairs(Method, ABC):
             raise BadRecord(
                 f"both outputs are the same tokens within max_length {max_length}, so there is nothing to prefer"
             )
-        return short
 
     def denominator(self, tokens: TokenSet, packs: np.ndarray) -> int:
         return tokens.examples_in(packs)

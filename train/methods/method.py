@@ -58,8 +58,8 @@ class Method(ABC):
     judged_by: "grader" or "teacher" where an example is a prompt: in each step the model answers those of the step, the
     answers are judged, and the rows are made of them (train.rollouts); "" where the data itself is learnt. takes: what
     a request may say of it beside hyperparameters, by name; who judges is one of them. rate_share: part of the learning
-    rate that suits supervised tuning. cut_refuses: `cut` raises for an example that it leaves nothing of. sums: the
-    loss is minus the sum of all log-probabilities, so that the gradients of the output head are made as it runs.
+    rate that suits supervised tuning. cut_refuses: `check_cut` may raise. sums: the loss
+    is minus the sum of all log-probabilities, so that the gradients of the output head are made as it runs.
     """
 
     name: str
@@ -139,11 +139,9 @@ class Method(ABC):
             return [[tokens] for tokens in encoder.encode(record)]
         return [[encoder.encode_whole(chat) for chat in record["sequences"]]]
 
-    def cut(self, sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None:
-        """A row within `max_length` tokens for each sequence; None leaves it out. Raises BadRecord."""
-        from train.data.token_set import cut
-
-        return cut(sequences, max_length)
+    def check_cut(self, sequences: Sequence[Tokens], max_length: int) -> None:  # noqa: B027
+        """Raises BadRecord where nothing is left of a row within `max_length` tokens for each sequence; methods that do
+        not refuse it (`cut_refuses`) leave it out."""
 
     def denominator(self, tokens: TokenSet, packs: np.ndarray) -> int:
         """What the loss of the step that learns from these packs is divided by: its learnt tokens."""

@@ -123,7 +123,7 @@ class OwnAnswers(Method, ABC):
         ids = encoder.prompt(record)
         return [[(ids, ids < 0)]]  # nothing of it is trained
 
-    def cut(self, sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens]:
+    def check_cut(self, sequences: Sequence[Tokens], max_length: int) -> None:
         """Raises BadRecord instead of cutting: a prompt without its end is another one."""
         ((ids, _),) = sequences
         if len(ids) > max_length:
@@ -131,7 +131,6 @@ class OwnAnswers(Method, ABC):
                 f"the prompt has {len(ids)} tokens, and {max_length} are left for it besides max_completion_tokens: "
                 "give a larger max_length, or shorten it"
             )
-        return sequences
 
     def objective(self, model: Any, options: Mapping[str, Any]) -> torch.nn.Module:
         from train.methods.reinforcement_objective import ReinforcementObjective

@@ -125,7 +125,7 @@ class _Prompts:
 
     def __init__(self, path: str, tokens: str):
         self._lines = np.memmap(path, np.uint8, "r")
-        self._tokens = np.load(Path(tokens) / "tokens.npy", mmap_mode="r")
+        self._tokens = np.memmap(Path(tokens) / "tokens", np.int32, "r")
         self._offsets = np.load(Path(tokens) / "offsets.npy")
 
     def __len__(self) -> int:

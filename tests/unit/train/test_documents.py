@@ -17,7 +17,7 @@ from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
 from train.data.formats import TEXT, convert, shape_of
 from train.data.records import BadRecord
-from train.data.token_set import open_token_set, pieces
+from train.data.token_set import _pieces, open_token_set
 from train.data_checks.check import Check
 from train.data_checks.process import CHECKS
 from train.methods.methods import method_of
@@ -29,10 +29,9 @@ from train.trainer.prepare import prepare
 
 @given(count=st.integers(1, 400), most=st.integers(2, 50))
 def test_pieces_predict_each_token_but_the_first_once(count, most):
-    ids = np.arange(count, dtype=np.int32)
-    rows = pieces((ids, np.ones(count, bool)), most)
-    assert all(1 <= len(tokens) <= most and len(tokens) == len(trained) for tokens, trained in rows)
-    assert [token for tokens, _ in rows for token in tokens[1:]] == list(range(1, count))
+    edges = _pieces(np.array([[0, count], [count, count + 1]]), most)[:, 0].tolist()
+    assert all(1 <= end - begin <= most for begin, end in edges) and edges[-1] == [count, count + 1]
+    assert [token for begin, end in edges for token in range(begin + 1, end)] == list(range(1, count))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +49,7 @@ def opened(base, folder, rows, max_length=32):
     data = folder / "train.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     encoder = ChatEncoder(load_tokenizer(str(base)))
-    how = {"max_length": max_length, "packing": True, "rank": 0, "world_size": 1, "barrier": lambda: None}
+    how = {"max_length": max_length, "packing": True, "rank": 0, "barrier": lambda: None}
     return open_token_set(data, base, lambda: encoder, folder / "tokens", method_of("supervised"), **how)
 
 

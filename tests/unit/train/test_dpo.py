@@ -205,7 +205,6 @@ def opened(tmp_path, records, max_length):
         max_length=max_length,
         packing=True,
         rank=0,
-        world_size=1,
         barrier=lambda: None,
     )
     return tokens, encoder.tokenizer
@@ -231,4 +230,4 @@ def test_pairs_that_a_cut_leaves_without_an_output_are_refused_by_line(tmp_path)
     assert [line for line, _ in refused.value.errors] == [2, 3]
     with pytest.raises(BadRecord, match="non-preferred output"):
         ids = np.arange(9, dtype=np.int32)
-        DPO.cut([(ids[:4], ids[:4] > 2), (ids, ids > 6)], 5)
+        DPO.check_cut([(ids[:4], ids[:4] > 2), (ids, ids > 6)], 5)

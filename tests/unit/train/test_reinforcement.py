@@ -115,7 +115,7 @@ def test_a_prompt_is_encoded_up_to_where_the_assistant_answers(tmp_path):
     (((ids, learnt),),) = REINFORCEMENT.encode(ChatEncoder(tokenizer), asked())
     assert tokenizer.decode(ids).endswith("2 and 2?<|im_end|>\n<|im_start|>assistant\n") and not learnt.any()
     with pytest.raises(BadRecord, match=f"has {len(ids)} tokens, and 5 are left"):
-        REINFORCEMENT.cut([(ids, learnt)], 5)
+        REINFORCEMENT.check_cut([(ids, learnt)], 5)
 
 
 def test_advantages_are_rewards_less_the_mean_of_their_group():
