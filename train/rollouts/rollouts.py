@@ -24,11 +24,9 @@ from train.methods.method import Method
 from train.model.model import load_tokenizer
 from train.plan.errors import NothingGraded
 from train.plan.spec import TrainSpec
-from train.rollouts.grader import Grader
-from train.rollouts.judge import Judge
+from train.rollouts.judges import Grader, Judge, Teacher
 from train.rollouts.policy import Policy
 from train.rollouts.samples import Facts, Samples, SamplesFile, SamplesPlan
-from train.rollouts.teacher import Teacher
 from train.state.fragments import Grid
 from weights.memory.store import WeightStore
 

@@ -29,7 +29,7 @@ from train.model.model import load_model, load_tokenizer
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, InvalidSpec, InvalidTrainingData, NothingGraded
 from train.rollouts.form import Form
-from train.rollouts.grader import advantages, standard_error
+from train.rollouts.judges import advantages, standard_error
 from train.rollouts.samples import Samples, SamplesFile
 from train.trainer.prepare import prepare
 from weights.format.names import policy_name
