@@ -17,8 +17,8 @@ from weakref import WeakValueDictionary
 from pydantic import TypeAdapter
 
 from train.graders.errors import GradingErrors
-from train.graders.graders import Grader, Python, leaves
-from train.graders.grading import Graded, ModelAnswer
+from train.graders.graders import Grader, ModelAnswer, Python, leaves
+from train.graders.grading import Graded
 from train.graders.templates import Sample
 from train.graders.worker import LOADED
 

@@ -30,8 +30,8 @@ from runtime.processes.confinement import prepare as prepare_confinement
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
 from train.graders.errors import GradingErrors, GradingFailed
-from train.graders.graders import parse
-from train.graders.grading import ModelAnswer, grade
+from train.graders.graders import ModelAnswer, parse
+from train.graders.grading import grade
 from train.graders.templates import Sample
 
 LOADED = {

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from train.graders import formula
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
-from train.graders.graders import ScoreModel, check_threshold, leaves, parse
-from train.graders.grading import Graded, ModelAnswer, grade, requests
+from train.graders.graders import ModelAnswer, ScoreModel, check_threshold, leaves, parse
+from train.graders.grading import Graded, grade, requests
 from train.graders.templates import Sample, fill
 
 CHECK = {"type": "string_check", "name": "same", "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}

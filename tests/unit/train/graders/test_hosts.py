@@ -12,8 +12,8 @@ import pytest
 
 from train.graders import hosts as hosts_module
 from train.graders import worker
-from train.graders.graders import parse
-from train.graders.grading import Graded, ModelAnswer
+from train.graders.graders import ModelAnswer, parse
+from train.graders.grading import Graded
 from train.graders.hosts import MAX_BUSY, Bounds, ForkBroke, GraderHosts
 from train.graders.templates import Sample
 
