@@ -124,12 +124,14 @@ def check_training_file(
     count: Count | None = None,
     counted: int = COUNTED_EXAMPLES,
     refuses: Refuses | None = None,
+    look: Callable[[Read, list[list[int]]], None] = lambda read, rows: None,
 ) -> DataReport:
     """Read the whole file and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
 
     `refuses`: as `read_examples` has it. `count` gives the tokens of each sequence of each row of a converted record,
     for `counted` records, BadRecord if the model's chat template or the method refuses it; without it they are
-    estimated. The chat file exists afterwards only if the report is `ok`. Raises OSError if the file is unreadable.
+    estimated. The chat file exists afterwards only if the report is `ok`. `look` gets each example with its tokens, or
+    none of a bad one. Raises OSError if the file is unreadable.
     """
     report, tokens, partial = DataReport(), _Tokens(count, counted), Path(f"{chat_path}.partial")
     with ExitStack() as stack:
@@ -144,10 +146,14 @@ def check_training_file(
                 if read.bad is not None:
                     raise read.bad
                 assert read.example is not None
-                _add(report, read.example, tokens.of(read.example.record))
+                rows = tokens.of(read.example.record)
+                _add(report, read.example, rows)
+                look(read, rows)
                 if output:
                     output.write(orjson.dumps(read.example.record) + b"\n")
             except BadRecord as bad:
+                read.bad = bad
+                look(read, [])
                 report.add_error(read.line, str(bad))
                 if isinstance(bad, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
                     break
@@ -167,7 +173,7 @@ class _Tokens:
 
     def of(self, record: Record) -> list[list[int]]:
         """The tokens of each sequence of each row of a converted record. Raises BadRecord."""
-        estimates = [estimate_tokens(chat) for chat in record.get("sequences", (record,))]
+        estimates = [_estimate_tokens(chat) for chat in record.get("sequences", (record,))]
         if self._count is None:
             return [estimates]
         if self._counted == self._most:
@@ -183,7 +189,10 @@ class _Tokens:
 
 
 def _add(report: DataReport, example: Example, rows: list[list[int]]) -> None:
-    count_left_out(report.left_out, example)
+    for name in example.left_out:
+        short = name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "…"
+        key = short if short in report.left_out or len(report.left_out) < MAX_LEFT_OUT else "others"
+        report.left_out[key] = report.left_out.get(key, 0) + 1
     report.n_examples += 1
     report.n_rows += len(rows)
     report.n_tokens_estimate += sum(map(sum, rows))
@@ -191,15 +200,7 @@ def _add(report: DataReport, example: Example, rows: list[list[int]]) -> None:
     report.longest_example_tokens = max(report.longest_example_tokens, *map(max, rows))
 
 
-def count_left_out(counts: dict[str, int], example: Example) -> None:
-    """Adds the keys of a record that are not read; those beyond MAX_LEFT_OUT are counted together."""
-    for name in example.left_out:
-        short = name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "…"
-        key = short if short in counts or len(counts) < MAX_LEFT_OUT else "others"
-        counts[key] = counts.get(key, 0) + 1
-
-
-def estimate_tokens(chat: dict[str, Any]) -> int:
+def _estimate_tokens(chat: dict[str, Any]) -> int:
     """The tokens of a converted chat or document, estimated from its bytes."""
     if "text" in chat:
         return int(len(chat["text"].encode()) / _BYTES_PER_TOKEN) + 1

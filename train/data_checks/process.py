@@ -150,7 +150,6 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
         method = methods.method_of(options["method"]) if options.get("method") else None
     except InvalidSpec as error:
         raise BadOption(str(error)) from error
-
     count, max_tokens = None, options.get("max_tokens")
     if model := options.get("model"):
         if (encoder := encoder_of(Path(model))) is None:
@@ -158,8 +157,7 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
         count, max_tokens = _counter(method or methods.DEFAULT, encoder), max_tokens or _context_of(Path(model))
     against = Path(options["against"]) if options.get("against") else None
     check = Check(CHECKS, method.refuses if method else None, count, max_tokens, against)
-    check.read(path)
-    return check.report(request.get("name", str(path)))
+    return check.report(path, request.get("name", str(path)))
 
 
 def encoder_of(tokenizer: Path) -> ChatEncoder | None:

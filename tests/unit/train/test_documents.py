@@ -94,7 +94,7 @@ def test_check_of_documents_counts_and_converts_them(tmp_path):
     assert report.left_out == {"source": 20} and not any("to chat" in note for note in report.notes)
     assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0]) == {"text": "word "}
     check = Check(CHECKS, max_tokens=8)
-    check.read(data)
+    check.report(data, "")
     assert not check.found["too_long"].count, "none is cut"
 
 

@@ -24,7 +24,7 @@ def repeats(path: Path) -> dict[int, int]:
     """By the index of each (near) duplicate that of the example before it."""
     check = Check(CHECKS)
     with patch("train.data_checks.check._MOST_SHOWN", 10**6):
-        check.read(path)
+        check.report(path, "")
     found = [one for name in ("duplicates", "near_duplicates") for one in check.found[name].first]
     return {one["line"] - 1: one["of"] - 1 for one in found}
 
