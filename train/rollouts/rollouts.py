@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from train.control.progress import ControlSignals, Events, Progress
 from train.control.rank_messages import any_rank
-from train.data.packing import RolloutRow, Row, StepPlan, build_row
+from train.data.packing import Row, StepPlan, build_row
 from train.data.token_set import TokenSet
 from train.methods.method import Method
 from train.model.model import load_tokenizer
@@ -121,7 +122,7 @@ class Rollouts:
     def _sizes(self) -> np.ndarray:
         return np.array([len(ids) for ids in self._samples.ids])
 
-    def _row(self, prompt: np.ndarray, members: Sequence[int]) -> RolloutRow:
+    def _row(self, prompt: np.ndarray, members: Sequence[int]) -> Row:
         # Answers without an advantage change nothing, but every rank runs equally many forward passes.
         learnt = [one for one in members if self._advantages[one] is not None]
         answers = [self._samples.ids[one] for one in learnt] or [self._samples.ids[members[0]][:1]]
@@ -132,8 +133,8 @@ class Rollouts:
             whole = np.concatenate([prompt, ids])
             sequences.append((whole, np.arange(len(whole)) >= len(prompt)))
         row, form = build_row([sequences], 0, 0, packing=False), self._form
-        return RolloutRow(
-            **{name: getattr(row, name) for name in row.__dataclass_fields__},
+        return replace(
+            row,
             advantages=np.concatenate([np.broadcast_to(b, len(ids)) for b, ids in zip(better, answers, strict=True)]),
             sampled=np.concatenate(log_probs),
             allowed=None if form is None else lambda: np.concatenate([form.allowed(ids) for ids in answers]),

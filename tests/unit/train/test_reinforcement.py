@@ -19,7 +19,7 @@ from train.control.progress import ControlSignals, Progress
 from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
 from train.data.formats import BadRecord
-from train.data.packing import RolloutRow, build_row
+from train.data.packing import build_row
 from train.graders.calls import calls_in
 from train.methods.methods import method_of
 from train.methods.reinforcement import GROUP
@@ -161,9 +161,7 @@ def learnt_row(sequences, advantages, sampled, **more):
     """A row of (prompt, answer) pairs with an advantage and a log-probability for each token of the answers."""
     whole = [(np.concatenate([p, ids]), np.arange(len(p) + len(ids)) >= len(p)) for p, ids in sequences]
     row = build_row([whole], 0, 0, packing=False)
-    fields = {name: getattr(row, name) for name in row.__dataclass_fields__}
-    as_floats = {"advantages": np.float32(advantages), "sampled": np.float32(sampled)}
-    return RolloutRow(**fields, **as_floats, **more)
+    return replace(row, advantages=np.float32(advantages), sampled=np.float32(sampled), **more)
 
 
 def rollout_row(vocabulary=384, sequences=5, seed=0):
