@@ -54,12 +54,14 @@ def quantise(source: Path, target: Path, form: str) -> float:
     head = model.get_output_embeddings()
     ignored = [name for name, module in layers.items() if module is head]
     size = scheme.weights.group_size
-    if odd := [name for name, one in layers.items() if size and one.in_features % size and name not in ignored]:
+    if odd := [name for name in layers if size and layers[name].in_features % size and name not in ignored]:
         width = layers[odd[0]].in_features
         raise NotQuantisable(
             f"{form} needs rows of a multiple of {size} weights, {odd[0]} has {width}; take int8 or fp8"
         )
-    if sum(one.weight.numel() for one in layers.values()) < sum(p.numel() for p in model.parameters() if p.dim() > 2):
+    if sum(layer.weight.numel() for layer in layers.values()) < sum(
+        p.numel() for p in model.parameters() if p.dim() > 2
+    ):
         raise NotQuantisable("most of its weights are experts in one tensor, whose quantised form this does not write")
     apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=ignored))
     moved = total = 0.0
