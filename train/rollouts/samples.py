@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -176,7 +177,8 @@ class SamplesPlan:
         return self.counts.valid if file.purpose == "valid" else self.counts.group
 
     def prompts(self, file: SamplesFile) -> list[Prompt]:
-        source, order = self._train, self._steps.packs_of_step(file.step).tolist()
+        source = self._train
+        order: Sequence[int] = self._steps.packs_of_step(file.step).tolist()
         if file.purpose == "valid":
             assert self._valid is not None
             source, order = self._valid, range(len(self._valid))

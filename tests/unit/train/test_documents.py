@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
-from train.control.progress import ControlSignals, Progress
 from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
 from train.data.formats import TEXT, convert, shape_of
@@ -24,7 +22,6 @@ from train.methods.methods import method_of
 from train.model.model import load_tokenizer
 from train.plan.auto import DatasetStats, steps
 from train.plan.errors import InvalidTrainingData
-from train.trainer.prepare import prepare
 
 
 @given(count=st.integers(1, 400), most=st.integers(2, 50))
@@ -108,30 +105,3 @@ def test_steps_of_one_long_document_are_counted_in_rows():
     stats = DatasetStats(1, 10_000, 10_000, (10_000,), documents=True)
     assert steps(stats, fields) == 50
     assert steps(DatasetStats(40, 400, 10, documents=True), fields | {"packing": False}) == 20
-
-
-def test_run_on_two_long_documents_lowers_the_loss(base, tmp_path):
-    data = tmp_path / "train.jsonl"
-    data.write_text("".join(json.dumps({"text": f"{word} jumps over the dog " * 60}) + "\n" for word in ("fox", "cat")))
-    losses = []
-
-    def emit(event, **fields):
-        if event == "metrics":
-            losses.append(fields["loss"])
-
-    spec = host_spec(
-        base,
-        train_path=str(data),
-        run_dir=str(tmp_path / "run"),
-        shm_root=str(tmp_path / "store"),
-        n_epochs=2,
-        batch_size=2,
-        max_length=64,
-        learning_rate=1e-2,
-        precision="fp32",
-    )
-    run = prepare(spec, emit, ControlSignals(), Progress())
-    assert run.train.n_examples > 10 and run.train.n_truncated == 0
-    assert run.run()["outcome"] == "succeeded"
-    run.close()
-    assert losses[-1] < 0.5 * losses[0]
