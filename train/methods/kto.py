@@ -28,18 +28,11 @@ class Kto(Compared):
     )
     metric_names = ("rewards/accuracies", "rewards/margins", "kl", "logps")
     needs_divergence = True
+    data = "unpaired"
 
     @property
     def measured(self) -> tuple[str, ...]:
         return self.metric_names  # the accuracy of tokens counts those of bad answers too
-
-    def refuses(self, shape: str) -> str | None:
-        if shape != "unpaired":
-            return (
-                f"has the shape {shape!r}; the method {self.name!r} wants conversations with 'label': true for a good "
-                "answer, false for a bad one"
-            )
-        return None
 
     def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
         ids, learnt = encoder.encode_whole(record["sequences"][0])

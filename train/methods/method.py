@@ -3,7 +3,6 @@ in its own file and a row in `methods`."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +20,15 @@ if TYPE_CHECKING:
     from train.data.token_set import TokenSet
     from train.plan.auto import DatasetStats, Given, ModelStats
     from train.plan.estimate import ModelShape, RankMemory
+
+
+DATA = {
+    "conversation": ("conversations with the answer that is to be learnt, without a mark", "supervised"),
+    "preference": ("pairs of outputs, one preferred", "dpo"),
+    "unpaired": ("conversations with 'label': true for a good answer, false for a bad one", "kto"),
+    "prompt": ("conversations that end with the user, with what a grader needs in further fields", "reinforcement"),
+}
+"""Kinds of data: in the words of a refusal, and a method that takes it. Every shape that is not here is the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +53,27 @@ class AnswerCounts:
     valid: int = 1
 
 
-class Method(ABC):
+class Method:
     """What is particular to one way of training.
 
-    name: as OpenAI's `method.type` and in a TrainSpec. summary: for commands. metric_names, peak_names: of what
-    the objective reports, in order. sequences: how many sequences of tokens an example is; max_length is the limit
-    of each, and all of them stand in one micro-batch. needs_reference: before the first step the run asks the objective
-    about every sequence once and keeps the answers with the job (train.trainer.reference); rows have them from then on.
-    needs_divergence: before the first gradient of a step the ranks ask the objective about all its sequences, without
-    gradients, which takes the time of a forward pass and less memory than the pass that learns; every batch then has as
-    "divergence" the sum over the step, times the scale, of their log-probabilities less the reference.
-    judged_by: "grader" or "teacher" where an example is a prompt: in each step the model answers those of the step, the
-    answers are judged, and the rows are made of them (train.rollouts); "" where the data itself is learnt. takes: what
-    a request may say of it beside hyperparameters, by name; who judges is one of them. rate_share: part of the learning
-    rate that suits supervised tuning. cut_refuses: `check_cut` may raise. sums: the loss
-    is minus the sum of all log-probabilities, so that the gradients of the output head are made as it runs.
+    name: as OpenAI's `method.type` and in a TrainSpec. summary: for commands. data: the kind that it takes, of
+    DATA. metric_names, peak_names: of what the objective reports, in order. sequences: how many sequences of tokens
+    an example is; max_length is the limit of each, and all of them stand in one micro-batch. needs_reference:
+    before the first step the run asks the objective about every sequence once and keeps the answers with the job
+    (train.trainer.reference); rows have them from then on. needs_divergence: before the first gradient of a step
+    the ranks ask the objective about all its sequences, without gradients, which takes the time of a forward pass
+    and less memory than the pass that learns; every batch then has as "divergence" the sum over the step, times the
+    scale, of their log-probabilities less the reference. judged_by: "grader" or "teacher" where an example is a
+    prompt: in each step the model answers those of the step, the answers are judged, and the rows are made of them
+    (train.rollouts); "" where the data itself is learnt. takes: what a request may say of it beside
+    hyperparameters, by name; who judges is one of them. rate_share: part of the learning rate that suits supervised
+    tuning. cut_refuses: `check_cut` may raise. sums: the loss is minus the sum of all log-probabilities, so that
+    the gradients of the output head are made as it runs.
     """
 
     name: str
     summary: str
+    data: str = "conversation"
     options: tuple[Option, ...] = ()
     metric_names: tuple[str, ...] = ()
     peak_names: tuple[str, ...] = ()
@@ -108,9 +118,13 @@ class Method(ABC):
         if not given.is_set("learning_rate"):
             fields["learning_rate"] *= self.rate_share
 
-    @abstractmethod
     def refuses(self, shape: str) -> str | None:
         """Why this method cannot train on a file of records of this shape (train.data.formats); None if it can."""
+        kind = shape if shape in DATA else "conversation"
+        if kind == self.data:
+            return None
+        takes, other = DATA[self.data][0], DATA[kind][1]
+        return f"has the shape {shape!r}; the method {self.name!r} wants {takes}; such data is for the method {other!r}"
 
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
         """What each of `ranks` ranks holds; `fields` as `resolve` makes them."""

@@ -39,14 +39,13 @@ ANSWER_OPTIONS = (
 
 
 class OwnAnswers(Method, ABC):
-    """rate_share: part of the learning rate that suits supervised tuning. further_fields: what those of a prompt are
-    for, in the words of a refusal."""
+    """rate_share: part of the learning rate that suits supervised tuning."""
 
     metric_names = ("mismatch_kl", "mismatch_mean", "clipped")
     peak_names = ("mismatch_max",)
+    data = "prompt"
     cut_refuses = True
     rate_share: float
-    further_fields: str = ""
 
     @abstractmethod
     def group(self, options: Mapping[str, Any]) -> int:
@@ -83,14 +82,6 @@ class OwnAnswers(Method, ABC):
         row = _HOST_ROW if estimate.kind_of(model.device_kind).on_host else _DEVICE_ROW
         together = max(1, row // fields["max_length"])
         options["rows"] = next(n for n in range(1, options["group"] + 1) if _shares(options["group"], n) <= together)
-
-    def refuses(self, shape: str) -> str | None:
-        if shape != "prompt":
-            return (
-                f"has the shape {shape!r}; the method {self.name!r} wants conversations that end with the user"
-                f"{self.further_fields}"
-            )
-        return None
 
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
         options = fields["options"]
