@@ -79,11 +79,11 @@ async def check_apart(path: Path, **how: Any) -> DataReport:
     request = {"job": {name: str(value) if isinstance(value, Path) else value for name, value in job.items()}}
     status, out, _ = await heard_out(*command_of(request))
     try:
-        found = json.loads(out)
-        return DataReport(**{**found, "errors": [(line, reason) for line, reason in found["errors"]]})
+        answer = json.loads(out)
+        if number := answer.get("errno"):  # it is gone, or the disk is full
+            raise OSError(number, answer["error"])
+        return DataReport(**{**answer, "errors": [(line, reason) for line, reason in answer["errors"]]})
     except (ValueError, TypeError, KeyError):
-        if not path.exists():
-            raise FileNotFoundError(f"{path} was deleted while it was checked") from None
         report = DataReport()
         report.add_error(1, f"the file could not be checked with {BOUNDS.how_it_ended(status)}")
         return report
@@ -101,7 +101,8 @@ def main() -> None:
             os.nice(request.get("niceness", _NICENESS))
             answer = carried_out(request)
     except (BadOption, CheckFailed, OSError, ValueError) as error:
-        print(json.dumps({"error": str(error), "bad_option": isinstance(error, BadOption)}))
+        bad, number = isinstance(error, BadOption), getattr(error, "errno", None)
+        print(json.dumps({"error": str(error), "bad_option": bad, "errno": number}))
         sys.exit(2)
     print(json.dumps(answer, ensure_ascii=False))
 
