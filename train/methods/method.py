@@ -28,7 +28,7 @@ DATA = {
     "unpaired": ("conversations with 'label': true for a good answer, false for a bad one", "kto"),
     "prompt": ("conversations that end with the user, with what a grader needs in further fields", "reinforcement"),
 }
-"""Kinds of data: in the words of a refusal, and a method that takes it. Every shape that is not here is the first."""
+"""Kinds of data: in words, and a method that takes it. Every shape that is not here is the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +123,9 @@ class Method:
         kind = shape if shape in DATA else "conversation"
         if kind == self.data:
             return None
-        takes, other = DATA[self.data][0], DATA[kind][1]
-        return f"has the shape {shape!r}; the method {self.name!r} wants {takes}; such data is for the method {other!r}"
+        has, other = DATA[kind]
+        wants = f"the method {self.name!r} wants {DATA[self.data][0]}"
+        return f"has the shape {shape!r} ({has}), which is for the method {other!r}; {wants}"
 
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
         """What each of `ranks` ranks holds; `fields` as `resolve` makes them."""
