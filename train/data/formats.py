@@ -228,7 +228,7 @@ def _question_turns(fields: Fields, question: tuple[str, ...]) -> list[Record]:
             raise BadRecord("has a list of messages as the prompt and a text besides; expected one of the two")
         return [*history, *map(untrained, asked)]
     for value, names in ((asked, question), (more, further)):
-        if value is not None and not isinstance(value, str):
+        if has_value(value) and not isinstance(value, str):
             raise BadRecord(f"{fields.name(*names)!r} must be a text or a list of messages, and is a {kind_of(value)}")
     text = "\n".join(part for part in (asked, more) if part)
     if not text.strip():
