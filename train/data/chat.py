@@ -152,8 +152,8 @@ class ChatEncoder:
         return [token for token in self.tokenizer.get_added_vocab() if token.strip()]
 
     def _in_first_form(self, example: dict[str, Any], make: Callable[[Render, list[dict[str, Any]]], Result]) -> Result:
-        """What `make` makes of the example's messages, each call's arguments parsed, in the first form of a message in
-        which nothing is lost: templates differ in how they take calls. Raises BadRecord."""
+        """The result of `make` for the example's messages, with parsed arguments of calls, in the first form of a
+        message in which nothing is lost: templates differ in how they take calls. Raises BadRecord."""
         messages = [self._without_end(index, _parsed(one)) for index, one in enumerate(example["messages"])]
         forms = self._forms if any(message.get("tool_calls") for message in messages) else self._forms[:1]
         refusals = []

@@ -257,8 +257,7 @@ def _document(fields: Fields) -> Record:
 
 
 def _prompt(fields: Fields) -> Record:
-    """A conversation that the model goes on with while it trains; all further fields are the item, which a grader sees
-    with the messages."""
+    """A conversation that the model answers while it trains. All further fields are the item, which a grader sees."""
     messages = read_messages(with_system(fields.take("messages"), fields), fields.left)
     if any("weight" in message for message in messages):
         raise BadRecord("has a message with a 'weight'; nothing of a prompt is trained")
@@ -271,7 +270,7 @@ def _prompt(fields: Fields) -> Record:
 
 
 def _marked(fields: Fields, read: Callable[[Fields], Record]) -> Record:
-    """A chat of which only the answer to its last question is trained, and whether that answer is a good one."""
+    """A chat that trains only the answer to its last question, with the mark of that answer."""
     mark = fields.take(*MARKS)
     if not isinstance(mark, (bool, int, float)) or mark not in (0, 1):
         raise BadRecord(f"{fields.name(*MARKS)!r} is {mark!r}; expected true for a good answer, false for a bad one")
@@ -291,7 +290,7 @@ def _openai_preference(fields: Fields) -> Record:
 
 
 def _preference(pair: Pair, request: Fields) -> Record:
-    """Two chats, with the preferred output and with the other, of which only the output is trained."""
+    """Two chats that train only their outputs, the preferred one first."""
     prompt, outputs = pair
     chats = []
     for output in outputs:

@@ -125,7 +125,5 @@ def _lines(file: BinaryIO, limit: int) -> Iterator[Line]:
                     break
             yield Line(number, _too_long(size, limit))
             continue
-        while raw.startswith(MARK):
-            raw = raw[len(MARK) :]
-        if raw.strip():
+        if raw := _bare(raw):
             yield Line(number, raw)

@@ -164,7 +164,7 @@ def _message(fields: Fields, where: str, calls_before: int) -> Record:
     message["content"] = content or ""
     if role == "assistant" and not calls and not message["content"].strip():
         raise NoAnswer(f"{where} is an assistant message without text")
-    weight = _weight(fields.given(*WEIGHT), role, where)
+    weight = _weight(fields.values_of(*WEIGHT), role, where)
     optional = {"weight": weight, "name": fields.text("name")}
     if role == "assistant":
         optional["reasoning_content"] = fields.text(*_REASONING)
@@ -203,7 +203,7 @@ def _text(content: Any, left: set[str], where: str) -> str | None:
 
 
 def _calls_in(fields: Fields, role: str, where: str) -> list[Any]:
-    given = {key: calls for key, calls in fields.given(*CALLS).items() if has_value(calls)}
+    given = {key: calls for key, calls in fields.values_of(*CALLS).items() if has_value(calls)}
     if given and role != "assistant":
         raise BadRecord(f"{where}.{next(iter(given))} belongs to assistant messages only")
     if len(given) > 1:

@@ -64,12 +64,12 @@ def is_conversations(record: Record) -> bool:
     """Whether both sides are whole conversations. A list of messages as the prompt is only a repeat if they begin with
     it."""
     sides, prompt = [record.get(name) for name in SIDES], record.get("prompt")
-    if not all(isinstance(side, list) and any(map(_is_asked, side)) for side in sides):
+    if not all(isinstance(side, list) and any(map(_is_prompt, side)) for side in sides):
         return False
     return not isinstance(prompt, list) or all(side[: len(prompt)] == prompt for side in sides)
 
 
-def _is_asked(turn: Any) -> bool:
+def _is_prompt(turn: Any) -> bool:
     return role_of(turn) in ("system", "user")
 
 
@@ -77,7 +77,7 @@ def _of_whole(fields: Fields, sides: list[list[Any]]) -> Pair:
     one, other = sides
     shared = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(map(len, sides)))
     for name, side in zip(SIDES, sides, strict=True):
-        if any(map(_is_asked, side[shared:])):
+        if any(map(_is_prompt, side[shared:])):
             raise BadRecord(f"the prompts differ: {name}[{shared}:] has more than what the assistant answers")
     return _pair(fields, sides[0][:shared], SIDES[0], [side[shared:] for side in sides], SIDES)
 

@@ -148,7 +148,7 @@ class Fields:
             path = re.sub(r"\[\d+\]", "[]", f"{self._where}." if self._where else "")
             self.left.update(f"{path}{key}" for key, value in unread.items() if has_value(value))
 
-    def given(self, *names: str) -> dict[str, Any]:
+    def values_of(self, *names: str) -> dict[str, Any]:
         """The values under these names that are not null."""
         self._taken.update(names)
         return {name: self.record[name] for name in names if self.record.get(name) is not None}
@@ -156,7 +156,7 @@ class Fields:
     def take(self, *names: str) -> Any:
         """The value under the first of several names of one field; None without any. Raises BadRecord where two
         differ."""
-        given = self.given(*names)
+        given = self.values_of(*names)
         full = [name for name, value in given.items() if has_value(value)]
         for other in full[1:]:
             if given[other] != given[full[0]]:
@@ -175,7 +175,7 @@ class Fields:
 
     def name(self, *names: str) -> str:
         """The one of these names that the object has."""
-        return next(iter(self.given(*names)), next((name for name in names if name in self.record), names[0]))
+        return next(iter(self.values_of(*names)), next((name for name in names if name in self.record), names[0]))
 
     def unread(self) -> Record:
         """The fields that nothing took. Raises BadRecord for one that the object must not have."""

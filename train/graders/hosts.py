@@ -36,7 +36,7 @@ devices would wait two minutes for each of its answers."""
 START_S = 60.0
 """For the worker, which imports packages for a second or more, to fork a child."""
 MOST_ROWS = 256
-"""Of a process without users' code."""
+"""Rows that one process grades where no code of users runs."""
 RETRY_S = 1.0
 """Before a retry: the ended process is reaped meanwhile, and a machine without memory may have some."""
 _RESULT_BYTES = 256 << 10  # of one sample

@@ -21,7 +21,7 @@ from train.data_checks.personal_data import personal_data
         ("-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----", "secret"),
     ],
 )
-def test_personal_data_is_found_by_its_form(text, kind):
+def test_personal_data_matches_each_form(text, kind):
     (match,) = personal_data(text)
     assert match.kind == kind and match.value in text and match.value not in match.hint()
 
