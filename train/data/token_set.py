@@ -88,8 +88,8 @@ class TokenWriter:
             "digest": self._digest.hexdigest(),
         }
         (self._folder / "facts.json").write_bytes(orjson.dumps(facts))
-        if not directory.exists():
-            os.rename(self._folder, directory)
+        shutil.rmtree(directory, ignore_errors=True)
+        os.rename(self._folder, directory)
 
 
 class TokenSet:
