@@ -105,6 +105,11 @@ class Row:
     (sequences,) float32, what the starting model says of each (train.trainer.reference); None where it is not known.
     weight: 1, or 0 where the row only fills a step, so that every rank computes equally many. marks: of each sequence,
     the loss mask of its first token: no loss reads it, so that it may carry a label of the example (train.methods.kto).
+
+    Of answers that the model itself has sampled: advantages: (n,) float32, how much better than expected each label is.
+    sampled: (n,) float32, its log-probability when it was sampled. allowed: a function that returns (n, words) int32, a
+    bit for each token of the vocabulary that could have been sampled in its place; None if all could. It is called for
+    the row that is learnt from, and its result is not kept: 20 KB for each token.
     """
 
     input_ids: np.ndarray
@@ -117,15 +122,6 @@ class Row:
     reference: np.ndarray | None = None
     weight: float = 1.0
     marks: tuple[bool, ...] = ()
-
-
-@dataclass(frozen=True)
-class RolloutRow(Row):
-    """A row of answers that the model itself has sampled. advantages: (n,) float32, how much better than expected each
-    label is. sampled: (n,) float32, its log-probability when it was sampled. allowed: a function that returns (n,
-    words) int32, a bit for each token of the vocabulary that could have been sampled in its place; None if all could.
-    It is called for the row that is learnt from, and its result is not kept: 20 KB for each token."""
-
     advantages: np.ndarray | None = None
     sampled: np.ndarray | None = None
     allowed: Callable[[], np.ndarray] | None = None

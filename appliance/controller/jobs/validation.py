@@ -7,6 +7,7 @@ phase stays "validating" until everything is on disk.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator
 from functools import partial
 from hashlib import blake2b
@@ -25,8 +26,9 @@ from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message, fail
 from appliance.store.objects import files, job_records, jobs
 from appliance.store.rows import FileRow, JobEventRow, JobRow, TaskRow
-from train.data.check import COUNTED_EXAMPLES, DataReport
+from train.data.check import DataReport
 from train.data.same_tokens import differ
+from train.data_checks.process import TOKENS
 from train.methods.methods import method_of
 from train.plan.errors import InvalidHyperparameter
 
@@ -58,6 +60,7 @@ def remove_copies(context: ControllerContext, job_id: str) -> None:
     for name in _COPIES.values():
         for half in ("", ".partial"):  # of a check that was killed
             (context.jobs_dir / job_id / f"{name}{half}").unlink(missing_ok=True)
+    shutil.rmtree(context.jobs_dir / job_id / TOKENS, ignore_errors=True)
 
 
 class JobValidation:
@@ -176,7 +179,7 @@ class JobValidation:
     async def _check_cut(self, row: JobRow, tokenizer: Path, most: int, reports: dict[str, DataReport]) -> None:
         """Refuse, by line, what ranks would refuse only once they held devices. most: tokens. Raises InvalidData."""
         for param, report in reports.items():
-            if report.longest_example_tokens <= most and report.n_examples <= COUNTED_EXAMPLES:
+            if report.longest_example_tokens <= most:
                 continue
             context, file_id = self._context, self._file(getattr(row, param)).id
             how = {"method": method_of(row.method), "tokenizer": tokenizer, "cut_at": most}
