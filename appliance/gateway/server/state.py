@@ -76,7 +76,7 @@ class State:
         self.token = b"" if config.token_path is None else Path(config.token_path).read_bytes().strip()
         self.keys: dict[str, Caller] = {}
         self.sessions: dict[str, tuple[Login, Caller]] = {}
-        self.spending = UsageLimits(config.workers)
+        self.spending = UsageLimits()
         self.generation = -1
         self.stopping = False
         self.background = BackgroundTasks()
@@ -177,7 +177,7 @@ class State:
             self.spending.closed(use, checked.tokens)
         inferred = checked if exchange.infers else None
         if inferred is not None and use.batch and status == 503:
-            self.spending.correct(use, -1, -inferred.tokens)
+            use.spend(-1, -inferred.tokens)
             inferred = None  # it counts once, when it is answered
         if exchange.broke_off:
             self.metrics.events["broke_off"] += 1
@@ -186,7 +186,7 @@ class State:
             if not tokens.completion and exchange.sent_s and status in (200, 401, 499):
                 # No usage came: the client left, its key was revoked, or the engine died in mid-stream.
                 tokens.prompt, tokens.completion = tokens.prompt or inferred.prompt_tokens, exchange.stream_events
-            self.spending.correct(use, 0, tokens.prompt + tokens.completion - inferred.tokens)
+            use.spend(0, tokens.prompt + tokens.completion - inferred.tokens)
             counts = {"prompt_tokens": tokens.prompt, "completion_tokens": tokens.completion}
             counts |= {"requests": 1, "errors": int(status >= 500 or exchange.broke_off)}
             self.spending.count(exchange.caller.id, exchange.model, exchange.model_version, counts)
