@@ -30,7 +30,8 @@ class Bucket:
 
 
 class OwnerUse:
-    """Open work of all keys of one owner: requests and bytes of bodies. Ten keys do not allow ten times as much."""
+    """Open work of a class of all keys of one owner: requests and bytes of bodies. Ten keys do not allow ten times as
+    much."""
 
     requests: int = 0
     body_bytes: int = 0
@@ -76,7 +77,7 @@ class UsageLimits:
         # By key, owner and class: a key may get another owner, whose open requests it then shares, and class batch has
         # an allowance of its own.
         self._uses: dict[tuple[str, str, bool], KeyUse] = {}
-        self._owners: defaultdict[str, OwnerUse] = defaultdict(OwnerUse)
+        self._owners: defaultdict[tuple[str, bool], OwnerUse] = defaultdict(OwnerUse)
         # By key, model and version.
         self._sums: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
 
@@ -90,7 +91,7 @@ class UsageLimits:
     def use_of(self, caller: Caller, *, batch: bool = False) -> KeyUse:
         name = caller.id, caller.owner, batch
         if name not in self._uses:
-            self._uses[name] = KeyUse(caller.id, self._owners[caller.owner], batch)
+            self._uses[name] = KeyUse(caller.id, self._owners[caller.owner, batch], batch)
             self._uses[name].limit(caller, time.monotonic())
         return self._uses[name]
 

@@ -93,8 +93,10 @@ class State:
     # -- bodies in memory
 
     def take_body(self, exchange: Exchange, nbytes: int) -> None:
-        """Account for body bytes in memory. Raises HttpError 503 if all bodies together are too large."""
-        if self.buffered_bytes + nbytes > self.limits.buffered_body_bytes:
+        """Account for body bytes in memory. Raises HttpError 503 if all bodies together are too large; class batch
+        leaves half of the memory to people."""
+        most = self.limits.buffered_body_bytes // (2 if exchange.use.batch else 1)
+        if self.buffered_bytes + nbytes > most:
             raise errors.unavailable("The server is busy with other large requests. Please retry.", "overloaded", 2)
         owner = exchange.use.owner
         if owner.body_bytes + nbytes > self.limits.owner_body_bytes:
@@ -157,9 +159,9 @@ class State:
     def place_held(self) -> None:
         """Give waiting requests the places that replicas have for them."""
         now_s = time.monotonic()
-        for host in self.holds.hosts():
+        for queue in self.holds.queues():
             full: set[tuple[str, ...]] = set()
-            while (ticket := self.holds.next(host, full)) is not None:
+            while (ticket := self.holds.next(queue, full)) is not None:
                 choice = self.router.choose(ticket.names, ticket.work, now_s, ticket.avoided)
                 if choice is None:
                     full.add(ticket.names)
