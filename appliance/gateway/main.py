@@ -121,7 +121,7 @@ class Gateway:
         await state.background.stop()
         if lost := self.controller.copies:
             log.warning("%d answered responses are not stored: the controller is away", lost)
-        await state.engines.keep(())
+        await state.engines.close()
         if state.access_log is not None:
             state.write_access_log()
             state.access_log.close()
@@ -188,15 +188,12 @@ class Gateway:
         return None
 
     async def sweep(self) -> None:
-        """Write the access log; look at paused replicas, late heads, sockets that are gone, and the certificate."""
+        """Write the access log; look at paused replicas, late heads and the certificate."""
         state, now_s = self.state, time.monotonic()
         state.write_access_log()
         state.place_held()
         for connection in list(state.connections):
             connection.end_if_late(now_s)
-        wanted = {replica.socket for model in state.router.models.values() for replica in model.replicas}
-        busy = {exchange.choice.replica.socket for exchange in state.exchanges if exchange.choice is not None}
-        await state.engines.keep({self.config.controller_socket} | wanted | busy)
         if state.certificate is not None:
             state.certificate.reload_changed()
 

@@ -14,7 +14,6 @@ from asyncio import Future
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Final, Generic, TypeVar
 
 from appliance.gateway.core.table import OPEN, Model, Replica
@@ -240,25 +239,23 @@ class Holds:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._queues: defaultdict[tuple[str, bool], FairQueue[Ticket]] = defaultdict(FairQueue)
-        self._names: defaultdict[tuple[str, bool], Counter[tuple[str, ...]]] = defaultdict(Counter)
+        self.queues: defaultdict[tuple[str, bool], FairQueue[Ticket]] = defaultdict(FairQueue)
 
     def count(self, batch: bool = False) -> int:
         """How many wait."""
-        return sum(len(queue) for (_, of_batch), queue in self._queues.items() if of_batch is batch)
+        return sum(len(queue) for (_, of_batch), queue in self.queues.items() if of_batch is batch)
 
     def add(self, ticket: Ticket) -> bool:
         """Queue a request; False if too many wait already."""
         if self.count(ticket.work.batch) >= self.most:
             return False
-        self._queues[ticket.queue].add(ticket.work.owner, ticket, ticket.work.tokens)
-        self._names[ticket.queue][ticket.names] += 1
+        self.queues[ticket.queue].add(ticket.work.owner, ticket, ticket.work.tokens)
         return True
 
     def take(self, ticket: Ticket, choice: Choice) -> None:
         """Give a queued request its place."""
-        self._queues[ticket.queue].take(ticket.work.owner, ticket)
-        self._removed(ticket)
+        self.queues[ticket.queue].take(ticket.work.owner, ticket)
+        self.remove(ticket)
         ticket.place.set_result(choice)
 
     def refuse(self, ticket: Ticket, error: Exception) -> None:
@@ -268,31 +265,18 @@ class Holds:
 
     def remove(self, ticket: Ticket) -> bool:
         """Remove a request that waits no longer; False if it is not queued."""
-        queue = self._queues.get(ticket.queue)
-        if queue is None or not queue.discard(ticket.work.owner, ticket):
-            return False
-        self._removed(ticket)
-        return True
-
-    def _removed(self, ticket: Ticket) -> None:
-        names = self._names[ticket.queue]
-        names -= Counter((ticket.names,))
-        if not names:
-            del self._names[ticket.queue], self._queues[ticket.queue]
+        found = self.queues[ticket.queue].discard(ticket.work.owner, ticket)
+        if not self.queues[ticket.queue]:
+            del self.queues[ticket.queue]
+        return found
 
     def next(self, queue: tuple[str, bool], full: Collection[tuple[str, ...]] = ()) -> Ticket | None:
         """The request of this queue that is next for a place; it stays there. full: names without a place."""
-        if len(full) >= len(self._names.get(queue, ())):
-            return None  # without a look at each, of which there may be thousands
-        return next(ticket for ticket in self._queues[queue] if ticket.names not in full)
-
-    def queues(self) -> list[tuple[str, bool]]:
-        """Class batch last."""
-        return sorted(self._queues, key=itemgetter(1))
+        return next((ticket for ticket in self.queues.get(queue, ()) if ticket.names not in full), None)
 
     def models(self) -> Counter[str]:
         """People's requests that wait, by model."""
-        waiting = (queue for (_, batch), queue in self._queues.items() if not batch)
+        waiting = (queue for (_, batch), queue in self.queues.items() if not batch)
         return Counter(ticket.model for queue in waiting for ticket in queue)
 
 

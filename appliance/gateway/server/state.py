@@ -10,8 +10,9 @@ import os
 import secrets
 import ssl
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import lru_cache, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
@@ -158,7 +159,7 @@ class State:
     def place_held(self) -> None:
         """Give waiting requests the places that replicas have for them."""
         now_s = time.monotonic()
-        for queue in self.holds.queues():
+        for queue in sorted(self.holds.queues, key=itemgetter(1)):  # class batch last
             full: set[tuple[str, ...]] = set()
             while (ticket := self.holds.next(queue, full)) is not None:
                 choice = self.router.choose(ticket.names, ticket.work, now_s, ticket.avoided)
@@ -260,10 +261,8 @@ class Sessions:
         except (aiohttp.ClientError, OSError):
             return False
 
-    async def keep(self, addresses: Collection[str]) -> None:
-        """Closes the sessions of addresses that are not among these."""
-        gone = [self._sessions.pop(address) for address in list(self._sessions) if address not in addresses]
-        for session in gone:
+    async def close(self) -> None:
+        for session in self._sessions.values():
             await session.close()
 
 
