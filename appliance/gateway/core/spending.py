@@ -40,11 +40,10 @@ class OwnerUse:
 class KeyUse:
     """One key's requests of class batch, or all others of it: the buckets of its limits, its owner's open work, and
     under_way, the tokens that its open requests may take. A request takes its estimated tokens, and its cost corrects
-    them later. key: its id."""
+    them later."""
 
-    def __init__(self, key: str, owner: OwnerUse, batch: bool = False) -> None:
-        self.key, self.owner, self.batch = key, owner, batch
-        self.under_way = 0
+    def __init__(self, owner: OwnerUse, batch: bool = False) -> None:
+        self.owner, self.batch, self.under_way = owner, batch, 0
         self.buckets: dict[str, Bucket] = {}
 
     def limit(self, caller: Caller, now_s: float) -> None:
@@ -54,6 +53,14 @@ class KeyUse:
             if limit is not None:
                 same = name in before and before[name].limit == limit
                 self.buckets[name] = before[name] if same else Bucket(limit, now_s)
+
+    def take(self, requests: int, tokens: int) -> None:
+        """Spend this, or nothing at all: raises HttpError 429. A bucket in debt refuses whatever is taken."""
+        for name, bucket in self.buckets.items():
+            if wait_s := bucket.wait_s(requests if name == "requests" else tokens, time.monotonic()):
+                message = f"Rate limit reached: {bucket.limit} {name} per minute. Please try again in {wait_s:.3g}s."
+                raise errors.over_limit(message, name, wait_s)
+        self.spend(requests, tokens)
 
     def spend(self, requests: int, tokens: int) -> None:
         """Spend this even if it is not available; less than nothing is given back."""
@@ -85,15 +92,15 @@ class UsageLimits:
         """Apply a new table: drop the state of removed keys; their open requests keep a reference to it."""
         self.callers = {caller.id: caller for caller in callers}
         self._uses = {name: use for name, use in self._uses.items() if name[0] in self.callers}
-        for use in self._uses.values():
-            use.limit(self.callers[use.key], time.monotonic())
+        for (key, _, _), use in self._uses.items():
+            use.limit(self.callers[key], time.monotonic())
 
     def use_of(self, caller: Caller, *, batch: bool = False) -> KeyUse:
         name = caller.id, caller.owner, batch
-        if name not in self._uses:
-            self._uses[name] = KeyUse(caller.id, self._owners[caller.owner, batch], batch)
-            self._uses[name].limit(caller, time.monotonic())
-        return self._uses[name]
+        if (use := self._uses.get(name)) is None:
+            use = self._uses[name] = KeyUse(self._owners[caller.owner, batch], batch)
+            use.limit(caller, time.monotonic())
+        return use
 
     def admit(self, caller: Caller, use: KeyUse) -> None:
         """Charge a request to its key, also one whose body is invalid. Raises HttpError 429 past a quota or the
@@ -103,7 +110,7 @@ class UsageLimits:
             used = f"This API key has used up its quota of {caller.spent_quota or 'tokens'}"
             message, code = f"{used}. It is renewed at {minute(caller.spent_until_s)}.", "insufficient_quota"
             raise HttpError(429, message, kind=code, code=code, should_retry=False)
-        self._take(use, 1, 0)
+        use.take(1, 0)
 
     def opened(self, caller: Caller, use: KeyUse, tokens: int, most_requests: int) -> None:
         """Count a request that goes to an engine with its estimated tokens; `closed` must follow. Raise HttpError 429
@@ -117,7 +124,7 @@ class UsageLimits:
                 f"quota allows {caller.quota} at once. Please retry when one has ended."
             )
             raise errors.over_limit(message, "tokens", 1)
-        self._take(use, 0, tokens)
+        use.take(0, tokens)
         use.under_way += tokens
         use.owner.requests += 1
 
@@ -128,14 +135,6 @@ class UsageLimits:
     def too_many_at_once(self, things: str, limit: int) -> HttpError:
         message = f"Your API keys have {limit} {things} open, the most at once. Please retry."
         return errors.over_limit(message, "requests", 1)
-
-    def _take(self, use: KeyUse, requests: int, tokens: int) -> None:
-        """Spend this, or nothing at all: raises HttpError 429. A bucket in debt refuses whatever is taken."""
-        for name, bucket in use.buckets.items():
-            if wait_s := bucket.wait_s(requests if name == "requests" else tokens, time.monotonic()):
-                message = f"Rate limit reached: {bucket.limit} {name} per minute. Please try again in {wait_s:.3g}s."
-                raise errors.over_limit(message, name, wait_s)
-        use.spend(requests, tokens)
 
     def count(self, key: str, model: str, version: str, counts: dict[str, int]) -> None:
         """Add to the sums for the controller."""

@@ -119,7 +119,7 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
     prompt_tokens = max(0, body_bytes - media_chars) // 4 + media_tokens
     opening = _opening(prompt)
     # What the client calls the person or conversation that it serves.
-    named = [str(data.get(name, "")) for name in ("prompt_cache_key", "user", "safety_identifier")]
+    named = [str(data[name]) for name in ("prompt_cache_key", "user", "safety_identifier") if name in data]
     return Checked(
         model=data["model"],
         data=data,

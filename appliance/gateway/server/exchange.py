@@ -66,7 +66,7 @@ _NAMES: Final = {b"input": b"prompt", b"output": b"completion"}
 _ONCE: Final = frozenset(
     {b"host", b"content-length", b"transfer-encoding", b"authorization", b"content-type", b"expect"}
 )
-_NO_USE: Final = KeyUse("", OwnerUse())
+_NO_USE: Final = KeyUse(OwnerUse())
 
 
 class ClientGone(Exception):

@@ -144,8 +144,8 @@ class Inference:
             raise state.unknown_model(self.model, exchange.caller)  # it was removed while this waited
         host, names, choice = model.host or self.model, self._names(), None
         # Those who wait go first; otherwise a stream of new requests could starve them.
-        queues = [(host, False), (host, True)] if work.batch else [(host, False)]
-        if not work.sequences or all(state.holds.next(queue) is None for queue in queues):
+        ahead = state.holds.queues and any(state.holds.next((host, batch)) for batch in {False, work.batch})
+        if not work.sequences or not ahead:
             choice = state.router.choose(names, work, time.monotonic(), self.failures)
         if choice is None and self.continues and exchange.routed_model != self.model:
             raise errors.engine_failed()  # the canary is gone in mid-stream, and no other version continues it

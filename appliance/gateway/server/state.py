@@ -154,7 +154,8 @@ class State:
         self.report_due = True
         if self.router.end(choice):
             self.report_now()
-        self.place_held()
+        if self.holds.queues:
+            self.place_held()
 
     def place_held(self) -> None:
         """Give waiting requests the places that replicas have for them."""
