@@ -151,7 +151,8 @@ class App:
             up += b"# TYPE appliance_controller_up gauge\nappliance_controller_up %d\n" % bool(theirs)
             await exchange.whole(200, CONTENT_TYPE_PLAIN_0_0_4.encode(), await metrics_text(state) + up + theirs)
         elif kind is Kind.PAGE:
-            await self._page(exchange)
+            file = site().get(exchange.path, TO_THE_PAGE)
+            await exchange.whole(303 if file is TO_THE_PAGE else 200, file.content_type, file.body, file.headers)
         else:
             ready = state.generation >= 0 and not state.stopping
             failing = {*state.background.names(), *state.box_troubles} | (
@@ -168,10 +169,6 @@ class App:
             kept.append(data)
         exchange.received_s = time.monotonic()
         return b"".join(kept)
-
-    async def _page(self, exchange: Exchange) -> None:
-        file = site().get(exchange.path, TO_THE_PAGE)
-        await exchange.whole(303 if file is TO_THE_PAGE else 200, file.content_type, file.body, file.headers)
 
     async def _inference(self, exchange: Exchange) -> Inference | None:
         """Check a request, in order of cost: the key's limits, the body's content, the model, the work that is asked

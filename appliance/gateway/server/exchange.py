@@ -232,7 +232,14 @@ class Exchange:
             await self.write(body)
         else:  # in one write: uvicorn writes head and body apart, each a system call
             await self._drained()
-            self.connection.write_whole(response_bytes(status, self._headers(typed), body, head_only=self.head_only))
+            if not running.disconnected:  # then its cycle takes only an empty last piece of the body
+                running.response_started, running.waiting_for_100_continue, running.chunked_encoding = (
+                    True,
+                    False,
+                    False,
+                )
+                data = response_bytes(status, self._headers(typed), body, head_only=self.head_only)
+                self.connection.transport.write(data)
             self.head_sent, self.status, self.sent_bytes = True, status, len(body)
             await self._drained()  # the end waits for a client that reads slowly
         if not self.body_complete:
@@ -340,13 +347,6 @@ class Connection(HttpToolsProtocol):
         self.tasks.add(self._task)
         self._task.add_done_callback(self.tasks.discard)
 
-    def write_whole(self, data: bytes) -> None:
-        """Write a whole response past uvicorn, whose cycle then takes only an empty last piece of the body."""
-        running = self.running
-        if not running.disconnected:
-            running.response_started, running.waiting_for_100_continue, running.chunked_encoding = True, False, False
-            self.transport.write(data)
-
     # -- bytes
 
     def data_received(self, data: bytes) -> None:
@@ -448,7 +448,9 @@ class Connection(HttpToolsProtocol):
             self.cycle.message_event.set()
             return
         self.state.metrics.requests("unknown", error.status).inc()
-        self.transport.write(error_response(error, self.state.new_request_id()))
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", self.state.new_request_id())]
+        headers += [*_error_headers(error), (b"connection", b"close")]
+        self.transport.write(response_bytes(error.status, headers, error.body()))
         # Closed with unread bytes, the connection is reset, which can destroy the answer on its way.
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -496,12 +498,6 @@ def response_bytes(status: int, headers: Pairs, body: bytes, *, head_only: bool 
     lines = b"".join([b"%b: %b\r\n" % pair for pair in headers])
     head = b"%b%bcontent-length: %d\r\n\r\n" % (STATUS_LINE[status], lines, len(body))
     return head if head_only else head + body
-
-
-def error_response(error: HttpError, request_id: bytes) -> bytes:
-    """A whole response that ends its connection, for bytes that are no request."""
-    headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id), *_error_headers(error)]
-    return response_bytes(error.status, [*headers, (b"connection", b"close")], error.body())
 
 
 def error_event(error: HttpError, exchange: Exchange, sent: int) -> bytes:
