@@ -400,13 +400,15 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head, self._unparsed_bytes, self._head_since_s = False, 0, None
         version, method, headers = self.parser.get_http_version(), self.parser.get_method(), dict[bytes, bytes]()
+        head_bytes = len(self.url)
         for name, value in self.headers:
+            head_bytes += len(name) + len(value) + 4
             if name in headers and name in _ONCE:
                 raise errors.protocol_error("A header was sent twice that a request has once.")
             headers[name] = b"%b, %b" % (headers[name], value) if name in headers else value
         self.scope["method"], self.scope["http_version"] = method.decode(), version
         coding = headers.get(b"transfer-encoding")
-        if len(self.url) + sum(len(n) + len(value) + 4 for n, value in self.headers) > self.state.limits.head_bytes:
+        if head_bytes > self.state.limits.head_bytes:
             raise errors.protocol_error("The URL and the headers of the request are too long.", 431)
         if method == b"CONNECT":
             raise errors.protocol_error("CONNECT is not supported.")
