@@ -27,8 +27,8 @@ from weights.checkpoint.folder import (
     read_tokenizer_config,
 )
 from weights.checkpoint.vocabulary import tokens_of
-from weights.format.foreign_json import size, text_part
-from weights.format.layout import MAX_INDEX_BYTES, MAX_INDEX_VALUES, Layout, read_header
+from weights.format.foreign_json import size, text_part, weight_bits
+from weights.format.layout import FileLayout, Layout, read_index
 from weights.format.names import MANIFEST_FILE, VOCABULARIES
 from weights.format.source import AUX_SUFFIXES
 from weights.format.tool_template import with_tools
@@ -48,6 +48,8 @@ MAX_TEMPLATES = 8
 # an audio tokenizer, another model.
 _NEVER_TAKEN = (MANIFEST_FILE, ADAPTER_CONFIG_FILE, "params.json", "audio_tokenizer_config.json")
 _HEADS = ("Classification", "RewardModel", "QuestionAnswering")
+TRAINED_FORM = "compressed-tensors"
+"""The format (quant_method) of quantised weights that adapters are trained on."""
 _CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 
 
@@ -68,7 +70,7 @@ def choose_files(directory: Path) -> dict[str, Path]:
 
     A symlink is followed if it ends inside the directory or in the `blobs` of the hub cache that the directory is
     part of (that is how `huggingface_hub` lays out `snapshots/<revision>`). Raises NotACheckpoint, PickleRefused,
-    UnsafeLink.
+    UnsafeLink, IntegrityError.
     """
     names = sorted(os.listdir(directory))
     weights = _weight_files(directory, names)
@@ -92,29 +94,20 @@ def choose_files(directory: Path) -> dict[str, Path]:
 def check_header(path: Path, name: str) -> None:
     """Refuses a hostile or damaged safetensors file before any of its bytes are copied. Raises IntegrityError."""
     with path.open("rb") as file:
-        read_header(file, path=path.parent, name=name)
+        FileLayout.read(file, path=path.parent, name=name)
 
 
 def _weight_files(directory: Path, names: list[str]) -> frozenset[str]:
     if f"model{INDEX_SUFFIX}" in names:
         path = regular(directory, f"model{INDEX_SUFFIX}")
-        index = read_json(path, f"model{INDEX_SUFFIX}", MAX_INDEX_BYTES, MAX_INDEX_VALUES)
-        weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise NotACheckpoint(f"model{INDEX_SUFFIX}", "has no object 'weight_map'")
-        for name in weight_map.values():
-            if not isinstance(name, str) or "/" in name or name.startswith(".") or not name.endswith(WEIGHT_SUFFIX):
-                raise NotACheckpoint(
-                    f"model{INDEX_SUFFIX}", f"names {str(name)[:80]!r}; expected *{WEIGHT_SUFFIX} files"
-                )
-        single, shards = f"model{WEIGHT_SUFFIX}", sorted(set(weight_map.values()))
+        single, shards = f"model{WEIGHT_SUFFIX}", sorted({*read_index(path.parent, path.name).values()})
         if single in names and single not in shards:
             raise NotACheckpoint(
                 f"model{INDEX_SUFFIX}",
                 f"names {shards[0]}{' and others' if len(shards) > 1 else ''}, and there is a {single} too, which "
                 f"transformers would take instead: which one? Remove {single}, or model{INDEX_SUFFIX} with its files",
             )
-        return frozenset(weight_map.values())
+        return frozenset(shards)
     tensors = [name for name in names if name.endswith(WEIGHT_SUFFIX) and not name.startswith(".")]
     if tensors == [ADAPTER_WEIGHTS_FILE]:
         raise NotACheckpoint(
@@ -198,13 +191,16 @@ def examine(directory: Path, layout: Layout) -> Facts:
             "needs. Add that to tokenizer and embedding and import again, or choose another parser: `appliance model "
             "deploy NAME --tool-parser PARSER`"
         )
-    quantization = config.get("quantization_config")
-    if quantization:
-        warnings.append("the weights are quantised: they cannot be fine-tuned")
+    quantization = config.get("quantization_config") or {}
+    if not isinstance(quantization, dict):
+        raise NotACheckpoint("config.json", "'quantization_config' must be an object")
+    form = str(quantization.get("quant_method", "unnamed")) if quantization else None
+    if form not in (None, TRAINED_FORM):
+        warnings.append(f"the weights are quantised ({form}): they cannot be fine-tuned")
     return Facts(
         arch=arch,
         task=task,
-        params=sum(placed.spec.numel for placed in layout),
+        params=_parameters(layout, quantization),
         max_model_len=size(text, "max_position_embeddings") or None,
         warnings=tuple(warnings),
         info={
@@ -217,8 +213,19 @@ def examine(directory: Path, layout: Layout) -> Facts:
             "chat_template": template is not None,
             "tool_parser": None if missing_tokens(calls, tokens) else calls,
             "reasoning_parser": reasoning_parser(family, shown),
-            "quantized": bool(quantization),
+            "quantization": form,
         },
+    )
+
+
+def _parameters(layout: Layout, quantization: Mapping[str, Any]) -> int:
+    """How many weights there are; scales of quantised ones do not count, and compressed-tensors packs several weights
+    into 32 bits."""
+    each = 32 // (weight_bits(quantization) or 32)
+    return sum(
+        placed.spec.numel * (each if placed.spec.name.endswith("_packed") else 1)
+        for placed in layout
+        if not placed.spec.name.endswith(("_scale", "_shape", "_zero_point", "_g_idx"))
     )
 
 

@@ -49,6 +49,7 @@ class ModelStats:
 
     adapter_max_rank: the largest LoRA rank that engines serve beside this base without merging; 0: none.
     computes_bf16: see runtime.devices. tensor_slices, hidden: as in `train.plan.estimate.ModelShape`.
+    quantised: its weights stay as they are stored, and adapters alone are trained on them.
     """
 
     n_parameters: int
@@ -58,6 +59,7 @@ class ModelStats:
     computes_bf16: bool = True
     tensor_slices: int = 0
     hidden: int = 0
+    quantised: bool = False
 
 
 def steps(dataset: DatasetStats, fields: Mapping[str, Any]) -> int:
@@ -96,12 +98,13 @@ def resolve(
     fields["lora_rank"] = _lora_rank(given, model)
     fields["lora_alpha"] = given.number("lora_alpha", 0.001, 1e6, auto=2.0 * fields["lora_rank"])
     fields["lora_dropout"] = given.number("lora_dropout", 0, 0.9, auto=0.0)
+    if fields["lora_dropout"] and fields["tensor_parallel"] > 1:  # ranks of a group would drop other inputs than one
+        raise InvalidHyperparameter("lora_dropout", fields["lora_dropout"], "0 with tensor_parallel above 1")
     fields["lora_targets"] = tuple(given.names("lora_targets"))
     fields["lora_publish"] = _lora_publish(given, model, fields)
     fields["precision"] = given.choice("precision", ("bf16", "fp32"), auto="bf16" if model.computes_bf16 else "fp32")
     fields["offload"] = given.choice("offload", ("none", "optimizer", "parameters"), auto="none")
     fields["zero_stage"] = _zero_stage(given, model, fields)
-    _refuse_beside_tensor_parallel(fields)
     fields["activation_checkpointing"] = given.flag(
         "activation_checkpointing", auto=model.n_parameters >= LORA_FROM_PARAMETERS
     )
@@ -136,6 +139,9 @@ def _tensor_parallel(given: Given, model: ModelStats, max_devices: int) -> int:
     # Never chosen on its own: it talks in every layer, ZeRO once per step, so it pays only between devices with fast
     # links and for models that one device cannot hold.
     size = given.integer("tensor_parallel", 1, max(1, max_devices), auto=1)
+    if size > 1 and model.quantised:
+        expected = "1: quantised weights are not cut; zero_stage 3 shares them out"
+        raise InvalidHyperparameter("tensor_parallel", size, expected)
     if size > 1 and model.tensor_slices == 1:
         raise InvalidHyperparameter(
             "tensor_parallel",
@@ -152,14 +158,6 @@ def _tensor_parallel(given: Given, model: ModelStats, max_devices: int) -> int:
     return size
 
 
-def _refuse_beside_tensor_parallel(fields: dict) -> None:
-    shards = fields["tensor_parallel"]
-    for name, fitting in (("full", (True,)), ("zero_stage", (0, 1, 2)), ("offload", ("none",))):
-        if shards > 1 and fields[name] not in fitting:
-            expected = " or ".join(map(repr, fitting)).lower()
-            raise InvalidHyperparameter(name, fields[name], f"{expected} with tensor_parallel {shards}")
-
-
 def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, tensor_parallel: int = 1) -> list[int]:
     """World sizes a run may have: each rank (or each group of `tensor_parallel` ranks, which share a model) takes the
     same whole number of micro-batches of every step."""
@@ -173,10 +171,13 @@ def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, tenso
 
 def _full(given: Given, model: ModelStats, fields: dict) -> bool:
     # LoRA above a size where the optimizer's 12 bytes per parameter hurt; asking for anything that adapters alone have
-    # asks for LoRA, and asking for tensor parallelism for every weight.
+    # asks for LoRA.
     of_lora = [name for name in OF_LORA if given.is_set(name)]
-    small = model.n_parameters < LORA_FROM_PARAMETERS or fields["tensor_parallel"] > 1
-    full = given.flag("full", auto=not of_lora and small)
+    small = model.n_parameters < LORA_FROM_PARAMETERS
+    full = given.flag("full", auto=not of_lora and small and not model.quantised)
+    if full and model.quantised:
+        expected = "false: the model's weights are quantised, and adapters alone are trained on them"
+        raise InvalidHyperparameter("full", full, expected)
     alone = [name for name in of_lora if name != "lora_publish"]  # which _lora_publish judges, by its value
     if full and alone:
         named = " and ".join(alone)
@@ -216,6 +217,12 @@ def why_no_adapter(model: ModelStats, fields: Mapping[str, Any]) -> str:
 def _lora_publish(given: Given, model: ModelStats, fields: dict) -> str:
     # An adapter wherever the base's engines take it: hundreds of them share one engine, and it has 1 % of the bytes.
     why = why_no_adapter(model, fields)
+    if model.quantised:
+        publish = given.choice("lora_publish", ("adapter", "merged"), auto="adapter")
+        if why or publish == "merged":
+            expected = f"'adapter', which quantised weights stay beside{why and f', but {why}'}"
+            raise InvalidHyperparameter("lora_publish", publish, expected)
+        return publish
     refusal = f"'merged': {why}" if why else ""
     publish = given.choice("lora_publish", ("adapter", "merged"), auto="merged" if refusal else "adapter")
     if publish == "adapter" and refusal:

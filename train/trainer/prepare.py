@@ -84,13 +84,14 @@ def prepare(
             emit("message", level=level, text=text)
 
     progress.enter("loading")
-    # Under ZeRO-3 the first rank sends every parameter to all (zero.Init). The others would read theirs for nothing,
-    # and would hold a copy in host memory where loading makes one: to join experts, or to change precision.
-    sent = spec.zero_stage == 3 and rank > 0
+    # Under ZeRO-3 the first rank (each of the first group) sends every parameter to all (zero.Init). The others would
+    # read theirs for nothing, and would hold a copy in host memory where loading makes one: to join experts, or to
+    # change precision.
+    sent = spec.zero_stage == 3 and rank >= spec.tensor_parallel
     model = load_model(spec, weights=snapshot_path is None, sent=sent)
     refuse_shared_rows(model, spec)
     engine = build_engine(method.objective(model, spec.options), spec)
-    if snapshot_path is None:
+    if snapshot_path is None and spec.published_kind == "version":
         base_names(engine, spec.base_path)  # before any step
     run = Run(spec, store, engine, train, valid, emit, signals, progress)
     if snapshot_path:
@@ -103,11 +104,12 @@ def refuse_shared_rows(model: PreTrainedModel, spec: TrainSpec) -> None:
     each sequence would begin with the state that the one before left."""
     method = method_of(spec.method)
     alone = not spec.packing and spec.micro_batch == 1 and method.sequences == 1 and not method.rolls_out
+    alone = alone and spec.sequence_parallel == 1
     if keeps_state(model) and not alone:
         raise UnsupportedModel(
             f"{model.config.get_text_config().model_type} has layers that keep a state from token to token (mamba, "
             "linear attention, convolutions), and examples in one row would pass it on to each other: it is trained "
-            "by the method 'supervised' alone, with packing false and micro_batch 1"
+            "by the method 'supervised' alone, with packing false, micro_batch 1 and sequence_parallel 1"
         )
 
 

@@ -41,5 +41,5 @@ def test_numbers_go_on_where_every_handover_was_kept_long_enough(tmp_path):
         for number in (1, 2):
             journal.begin(replace(RECORD, id=number))
             journal.end(number, "done", 12.0)
-        retention.delete_aged(db, "handovers", 1e9)
+        retention.delete_records(db, 1e9)
         assert journal.last_id() == 2
