@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -100,7 +101,15 @@ class GatewayConfig:
         try:
             config = msgspec.convert(data, cls)
         except msgspec.ValidationError as error:
-            raise ConfigInvalid(str(error)) from error
+            raise ConfigInvalid(_named(str(error), data)) from error
         if (config.tls_cert_path is None) != (config.tls_key_path is None):
             raise ConfigInvalid("tls_cert_path and tls_key_path: one given, expected both or neither")
         return config
+
+
+def _named(message: str, data: Any) -> str:
+    """msgspec's message with the key and the value in front: `Expected … - at `$.limits.n``."""
+    expected, _, path = message.removesuffix("`").partition(" - at `$.")
+    for part in re.findall(r"\w+", path):
+        data = data[int(part) if part.isdigit() else part]
+    return f"{path}: {data!r} given, e{expected[1:]}" if path else message

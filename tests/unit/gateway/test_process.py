@@ -157,8 +157,8 @@ SOCKETS = {"controller_socket": "/c", "bus_socket": "/b"}
     ("data", "where"),
     [
         ({}, "missing required field `controller_socket`"),
-        ({**SOCKETS, "port": "8000"}, r"at `\$\.port`"),
-        ({**SOCKETS, "limits": {"sequences": -1}}, r"at `\$\.limits\.sequences`"),
+        ({**SOCKETS, "port": "8000"}, "port: '8000' given"),
+        ({**SOCKETS, "limits": {"sequences": -1}}, r"limits\.sequences: -1 given"),
         ({**SOCKETS, "tls_cert_path": "x"}, "tls_cert_path and tls_key_path"),
     ],
 )
