@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from appliance.controller.bus.load import Arrived
-from appliance.gateway.core.load import BUCKETS_PER_DOUBLING, SHORTEST_S
+from appliance.gateway.core.table import BUCKETS_PER_DOUBLING, SHORTEST_S
 from scheduler.autoscale import demand as demand_
 from scheduler.autoscale.standby import Seen, StandbyLearner
 from scheduler.core.config import SchedulerConfig

@@ -17,7 +17,7 @@ class ModelLoad(Struct, frozen=True):
     computed_part: tokens that engines compute for an estimated one, the most at a gateway. prefill_tokens_per_s: of one
     replica, the lowest that a gateway measured. None where unknown.
 
-    Of one gateway since it began, by bucket (`appliance.gateway.core.load`): arrived_prompts, requests by their
+    Of one gateway since it began, by bucket (`appliance.gateway.core.table`): arrived_prompts, requests by their
     prompt tokens; first_tokens, streams by the time to their first token."""
 
     inflight: int = 0
@@ -47,7 +47,7 @@ _COMBINED: Mapping[str, Callable[[Iterable[float]], float]] = {
 
 class VersionLoad(Struct, frozen=True):
     """Counts for one version since a canary began. first_byte, duration: those that succeeded, by bucket of their time
-    (`appliance.gateway.core.load`)."""
+    (`appliance.gateway.core.table`)."""
 
     requests: int = 0
     errors: int = 0
