@@ -216,6 +216,21 @@ class DeploymentView:
     def floor_replicas(self) -> int:
         return max(self.min_replicas, 1 if self.pinned and self.max_replicas else 0)
 
+    @property
+    def idle_after_s(self) -> float:
+        """Seconds without a request after which its replicas sleep even if nobody wants their devices."""
+        return next((s for s in (self.idle_sleep_s, self.idle_limit_s) if s is not None), math.inf)
+
+    @property
+    def last_s(self) -> float:
+        """When its last request came; -inf: never."""
+        return -math.inf if self.demand.last_request_s is None else self.demand.last_request_s
+
+    def asleep(self, now_s: float) -> bool:
+        """Whether that time is over. A model that never had a request has no such time."""
+        asked = self.demand.last_request_s is not None
+        return asked and not self.demand.requests and now_s >= self.last_s + self.idle_after_s
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:

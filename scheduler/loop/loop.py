@@ -147,7 +147,7 @@ class SchedulerLoop(ClusterState):
         plan_input = self._plan_input(policy)
         now_s = self._clock()
         allocation = plan(plan_input, now_s, self._config)
-        explanation = explain(self._moves(plan_input, allocation), allocation, plan_input, self._config, now_s)
+        explanation = explain(self._moves(plan_input, allocation), allocation, plan_input, now_s)
         steps = (step for runner in self._running.values() for step in runner.running_steps)
         return {**explanation, "under_way": [waits_for(step, now_s) for step in steps]}
 
