@@ -170,7 +170,7 @@ class DeploymentView:
     `version`: the active one. `target_inflight`: requests per replica (None: the scheduler's setting).
     `idle_sleep_s`: an operator's number: one replica stays awake for that long after the last request, then it sleeps;
     None: it sleeps only when the devices are wanted. `idle_limit_s`: of models that nobody deployed, which sleep after
-    it at the latest (`scheduler.autoscale.idle`).
+    it at the latest.
     `kv_tokens`: what the KV cache of one replica holds, None if unknown.
     `prefill_tokens_per_s`, `ttft_target_s`: measured rate of one replica and target for the time to first token; where
     both are known, waiting tokens also raise the replica count. `tpot_target_s`: target per further token; while the
