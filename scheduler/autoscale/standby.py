@@ -34,7 +34,8 @@ class Shadow:
 
     def __init__(self, choice: Standby, target_s: float, config: SchedulerConfig, devices: int):
         self.choice, self._target_s, self._config, self._devices = choice, target_s, config, devices
-        self._level, self._free, self._opens_s = Hysteresis(choice.replicas), [0.0] * choice.replicas, math.inf
+        self._level, self._free = Hysteresis(choice.replicas), [0.0] * choice.replicas
+        self._opens_s, self._rested_s = math.inf, 0.0
         self.late = self.cost_s = 0.0
 
     @property
@@ -60,7 +61,7 @@ class Shadow:
             self.choice.asked_by_load(load),
             self.choice.asked_by_backlog(backlog_s, self._target_s),
         )
-        if self._opens_s == math.inf:
+        if self._rested_s <= now_s:
             self._change(min(want, most), now_s)
 
     def _change(self, want: int, now_s: float) -> None:
@@ -69,6 +70,7 @@ class Shadow:
         if (replicas := self._level.replicas) == before:
             return
         self.cost_s += self.stop_s
+        self._rested_s = now_s + self._config.job_pause_s
         if replicas < before:
             self._spread(now_s)
         else:
