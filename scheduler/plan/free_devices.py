@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from itertools import combinations
 
 from scheduler.core.inventory import Device, node_of
 
@@ -77,17 +76,38 @@ class FreeDevices:
 
 def _pick(devices: list[Device], count: int, prefer: frozenset[str]) -> tuple[str, ...]:
     """`count` of one node's devices: most direct links among them, then as few NUMA nodes as possible, then most of
-    those in `prefer`, then the tightest NUMA node."""
+    those in `prefer`, then the tightest NUMA node. A node is small (at most 16), so a group grows from every device."""
     if count < len(devices):
-        linked, on_numa = any(d.linked for d in devices), Counter(d.numa_node for d in devices)
+        on_numa = Counter(d.numa_node for d in devices)
 
-        def score(group: tuple[Device, ...]) -> tuple[int, ...]:
-            ids, numa = {d.id for d in group}, {d.numa_node for d in group}
-            inside = sum(len(d.linked & ids) for d in group) if linked else 0
-            broken = sum(len(d.linked & ids) for d in devices if d.id not in ids) if linked else 0
-            crowd = sum(on_numa[n] for n in numa)
-            return -inside, broken, len(numa), -len(ids & prefer), crowd, *(d.index for d in group)
+        def score(group: list[Device]) -> tuple[int, ...]:
+            ids = {d.id for d in group}
+            numa = {d.numa_node for d in group}
+            return (
+                -sum(len(d.linked & ids) for d in group),
+                sum(len(d.linked & ids) for d in devices if d.id not in ids),  # links of the others that it breaks
+                len(numa),
+                -len(ids & prefer),
+                sum(on_numa[n] for n in numa),
+                *sorted(d.index for d in group),
+            )
 
-        ordered = sorted(devices, key=lambda d: d.index)
-        devices = list(min(combinations(ordered, count), key=score))
+        seeds: Iterable[Device] = devices
+        if not any(d.linked for d in devices):  # then one of each NUMA node is enough
+            first = sorted(devices, key=lambda d: (d.id not in prefer, d.index), reverse=True)
+            seeds = {d.numa_node: d for d in first}.values()
+        devices = min((_grown(seed, devices, count, prefer) for seed in seeds), key=score)
     return tuple(d.id for d in sorted(devices, key=lambda d: d.index))
+
+
+def _grown(seed: Device, devices: list[Device], count: int, prefer: frozenset[str]) -> list[Device]:
+    """`count` devices around this one: the best linked next, then the nearest."""
+    group, rest = [seed], [d for d in devices if d is not seed]
+    while len(group) < count:
+        ids = {d.id for d in group}
+        nearest = min(
+            rest, key=lambda d: (-len(d.linked & ids), d.numa_node != seed.numa_node, d.id not in prefer, d.index)
+        )
+        group.append(nearest)
+        rest.remove(nearest)
+    return group
