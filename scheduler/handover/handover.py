@@ -19,7 +19,7 @@ from scheduler.core.inventory import Holder
 from scheduler.core.workload import Policy, ReplicaState, Workload
 from scheduler.handover.effects import Box, Detail, Effects, GroupView
 from scheduler.handover.moves import SERVING, Handover, Move
-from scheduler.handover.ports import HandoverRecord, HandoverState, Journal, StepRecord, StepState
+from scheduler.handover.ports import HandoverState, Journal, StepRecord, StepState
 
 log = logging.getLogger(__name__)
 
@@ -105,9 +105,7 @@ class Runner:
         """Write the journal record. Nothing else happens before this has returned."""
         loop = asyncio.get_running_loop()
         self._released = {move.holder: loop.create_future() for move in self.handover.moves if move.side == "free"}
-        now_s = self._now_s()
-        record = HandoverRecord(self.handover.id, reason, "running", now_s, asked_by=asked_by, asked_for=asked_for)
-        self._journal.begin(record)
+        self._journal.begin(self.handover.id, reason, self._now_s(), asked_by, asked_for)
 
     async def run(self) -> None:
         """Carry out the moves and close the journal record."""

@@ -188,8 +188,8 @@ class SchedulerLoop(ClusterState):
         that was judged then failed for want of memory."""
         if self._adopted:
             return
-        for record in self._journal.unfinished():
-            self._journal.end(record.id, "undone", self._clock(), "interrupted by a restart of the controller")
+        for handover_id in self._journal.unfinished():
+            self._journal.end(handover_id, "undone", self._clock(), "interrupted by a restart of the controller")
         attempt = 0
         while not await self.observe(self._transitions):
             attempt += 1

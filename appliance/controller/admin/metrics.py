@@ -153,8 +153,7 @@ class ControllerCollector(Collector):
         totals = handovers.totals(self._db)
         for state in get_args(HandoverState):
             # A series that begins with its first failure has had no increase for Prometheus.
-            if state != "running":
-                ended.add_metric([state], *totals.get(state, (0, 0.0)))
+            ended.add_metric([state], *totals.get(state, (0, 0.0)))
         yield ended
         yield _gauge("handovers_running", "Hand-overs in progress.", "", [((), len(handovers.list_open(self._db)))])
         yield _gauge("scheduler_plan_seconds", "How long the last plan took.", "", [((), now["plan_s"])])
