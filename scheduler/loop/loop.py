@@ -27,7 +27,7 @@ from scheduler.core.inventory import Holder
 from scheduler.core.workload import Allocation, Build, PlanInput, Policy, Workload
 from scheduler.handover import moves as moves_
 from scheduler.handover.effects import Box, Detail, Effects
-from scheduler.handover.handover import MoveEnd, Runner
+from scheduler.handover.handover import MoveState, Runner
 from scheduler.handover.moves import Handover, Move
 from scheduler.handover.ports import Journal, StateStore
 from scheduler.loop import cancellation, mode_schedule, view
@@ -385,8 +385,8 @@ class SchedulerLoop(ClusterState):
 
     # --- what the runner reports --------------------------------------------------------------------------------
 
-    def unwanted(self, move: Move) -> str:
-        return "the job ended by itself in the meantime" if self._transitions[move.holder].over else ""
+    def unwanted(self, move: Move) -> bool:
+        return self._transitions[move.holder].over
 
     def step_done(self, move: Move, verb: str, took_s: float, detail: Detail) -> None:
         self._transitions[move.holder].over = verb == "suspend_group" and "ended" in (detail or {})
@@ -394,12 +394,12 @@ class SchedulerLoop(ClusterState):
         if verb == "start_group":
             self._store.job_running(move.holder.id, move.devices)
 
-    def move_ended(self, end: MoveEnd) -> None:
-        move, holder, failure = end.move, end.move.holder, end.failure
-        if end.state != "done" or holder in self._discarded or self._transitions[holder].over:
+    def move_ended(self, move: Move, state: MoveState, failure: EffectFailed | None = None) -> None:
+        holder = move.holder
+        if state != "done" or holder in self._discarded or self._transitions[holder].over:
             self.observe_again_s = 0.0
         if failure is None:  # done, skipped or cancelled
-            if end.state == "done":
+            if state == "done":
                 self.failures.moves.pop(move.name, None)
             elif move.side == "take":
                 self._transitions[holder].target, self._transitions[holder].take = (), None
@@ -411,7 +411,7 @@ class SchedulerLoop(ClusterState):
             self.failures.moves[move.name] += 1
             wait_s = self.failures.backoff_s(self.failures.moves[move.name])
             ids = {"job_id" if holder.kind == "job" else "replica": holder.id}
-            log.warning("%s failed, next try in %.1f s: %s", move.name, wait_s, end.error, extra=ids)
+            log.warning("%s failed, next try in %.1f s: %s", move.name, wait_s, failure.reason, extra=ids)
             asyncio.get_running_loop().call_later(wait_s, self._try_again, holder)
             return
         if move.plan is None:
