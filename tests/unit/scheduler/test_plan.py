@@ -60,19 +60,6 @@ def opened(name: str, device: int, **fields) -> ReplicaView:  # noqa: ANN003
 M = DeploymentView("m", "v1", max_replicas=8)
 
 
-def test_train_takes_all_but_the_floor() -> None:
-    hot = replace(M, demand=Demand(inflight=3, held=2, last_request_s=999))
-    assert sizes(planned(policy=Policy("train"), jobs=(job(),), deployments=(hot,))) == {"j1": 8}
-    a = planned(policy=Policy("train", serving_floor=1), jobs=(job(),), deployments=(hot,))
-    assert sizes(a) == {"j1": 4} and awake(a) == {"m": 2}, "7 are left: 4 fit the job, the rest is lent to demand"
-
-
-def test_split_bounds_training() -> None:
-    a = planned(policy=Policy("split", 6), jobs=(job(allowed_sizes=()),), deployments=(replace(M, min_replicas=1),))
-    assert sizes(a) == {"j1": 6} and awake(a) == {"m": 2}
-    assert sizes(planned(policy=Policy("split", 0), jobs=(job(),))) == {}
-
-
 @pytest.mark.parametrize("floor", [8, 20])
 @pytest.mark.parametrize(
     ("policy", "why"),
@@ -142,14 +129,6 @@ def test_reasons_for_paused_held_and_impossible_jobs() -> None:
     assert a.waiting["p"].startswith("Paused") and a.waiting["h"].startswith("Held")
     assert a.waiting["x"] == "Needs 16 devices; only 8 of the box work."
     assert "tries again in 4 s" in a.waiting["f"] and a.review_at_s == 1004.0
-
-
-def test_a_running_job_does_not_grow_in_its_dwell_but_shrinks() -> None:
-    young = job(phase="running", devices=("n0/0", "n0/1"), since_s=990.0)
-    a = planned(jobs=(young,))
-    assert sizes(a) == {"j1": 2} and a.review_at_s == 1020.0
-    assert sizes(planned(1020.0, jobs=(young,))) == {"j1": 8}
-    assert sizes(planned(policy=Policy("train"), jobs=(young,))) == {"j1": 8}, "a person's mode takes hold at once"
 
 
 def test_a_sleeping_engine_wakes_where_it_sleeps() -> None:

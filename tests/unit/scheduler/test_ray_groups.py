@@ -11,7 +11,6 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device
-from scheduler.handover.effects import GroupEnded
 from scheduler.ray import actors, groups
 from scheduler.ray.groups import RANK, Groups, is_whole
 
@@ -199,13 +198,6 @@ async def test_one_that_nobody_knows_yet_is_waited_for(box, monkeypatch):
     box.find_or_make(None, f"{RANK}n0/0").do_not_answer()
     with pytest.raises(EffectFailed, match="rank:n0/0 has not answered"):
         await box.groups.observe_groups()
-
-
-async def test_start_group_of_a_job_that_has_ended_leaves_its_end_to_be_observed(box):
-    await box.groups.start_group(*START)
-    box.groups._groups["j"].ended = GroupEnded("succeeded")
-    assert await box.groups.start_group("j", ("n0/0", "n0/1"), "l2:job:j") is None
-    assert [group.ended for group in await box.groups.observe_groups()] == [GroupEnded("succeeded")]
 
 
 async def test_ranks_that_are_being_stopped_are_not_adopted(box):

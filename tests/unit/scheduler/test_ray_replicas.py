@@ -87,18 +87,6 @@ async def test_one_that_serves_another_version_than_gateways_know_is_told_to_the
     assert told == [("r0", "m", "v1", "/r")]
 
 
-async def test_observe_of_an_engine_that_just_died_waits_for_its_cause(two, monkeypatch):
-    monkeypatch.setattr(replicas, "LOOK_S", 5.0)
-    found, (died, _) = two
-    await found.observe_replicas()
-    died.state = "dead"
-    looking = asyncio.create_task(found.observe_replicas())
-    await asyncio.sleep(0.01)
-    died.dead.set_result({"exit": "the host's memory ran out", "starved": True})
-    dead = {replica.id: replica for replica in await looking}["r0"]
-    assert (dead.state, dead.failed, dead.blame) == ("dead", "the host's memory ran out", "memory")
-
-
 async def test_one_that_nobody_knows_yet_is_waited_for(two):
     """After a restart of the controller its devices would look free."""
     found, supervisors = two

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from appliance.memory.box_memory import BoxMemory, Means
+from appliance.memory.box_memory import STARTING_FOR_S, BoxMemory, Means
 from appliance.store.objects import jobs
 from appliance.store.records import audit
 from scheduler.core.errors import EffectFailed
@@ -141,3 +141,12 @@ async def test_a_node_that_is_gone_or_fails_holds_up_nothing(box, world, monkeyp
     world.there = False
     await box.look(world.status())
     assert box.nodes() == {} and box.notes() == [] and box.max_asleep() == {}
+
+
+async def test_engines_that_start_count_before_their_memory_shows(box, world):
+    world.home = replace(world.home, available=6 * GB)
+    await box.look(world.status())
+    assert [box.book_engine(model, "n0") for model in ("chat", "code", "third")] == [True, True, False]
+    world.now_s += STARTING_FOR_S
+    await box.look(world.status())
+    assert box.book_engine("third", "n0")

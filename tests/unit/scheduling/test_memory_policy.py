@@ -96,17 +96,6 @@ def test_decide_under_a_program_that_takes_all_gives_all_but_engines_and_takes_i
     assert box.now_s - began_s <= 120
 
 
-def test_between_the_marks_nothing_moves():
-    """What is given back at the reserve comes back at half as much again: no to and fro in between."""
-    box = Box(others=4 * GB, pool=0, versions=0, sleepers=0, engines={}, jobs=("a",))
-    box.others += box.available - RESERVE // 2
-    assert box.run(5) == ["-job a"]
-    box.others += box.available - int(RESERVE * 1.2)
-    assert box.run(600) == [] and box.state.jobs == ("a",)
-    box.others -= 5 * GB
-    assert box.run(CALM_S + 2) == ["+job a"]
-
-
 def test_decide_gives_back_a_suspended_job_while_another_waits_for_more_than_there_is():
     reading, waits = MemoryReading(24 * GB, 10 * GB), Holdings(job_wanted=20 * GB)
     state, action = decide(reading, waits, MemoryState(jobs=("small",)), 0.0, RESERVE)
