@@ -117,19 +117,18 @@ class Shares:
         return total
 
     def _training_budget(self, replicas: Mapping[str, int]) -> tuple[int, str]:
-        total, policy, claimed = self._total, self._policy, self._cost(replicas)
-        floor = min(policy.serving_floor, total)
+        """Devices that training may have, and what holds the others."""
+        total, policy = self._total, self._policy
+        kept, floor = self._serving_capacity(), min(policy.serving_floor, total)
         if policy.kind == "serve":
             return 0, "mode serve gives training no devices"
         if policy.kind == "split":
-            share = policy.train_devices or 0
-            given = min(share, total - floor)
-            why = f", because the serving floor keeps {floor} of {total} devices" if given < share else ""
-            return given, f"mode split gives training {given}{why}"
+            short = total - kept < (policy.train_devices or 0)
+            why = f", because the serving floor keeps {floor} of {total} devices" if short else ""
+            return total - kept, f"mode split gives training {total - kept}{why}"
         if policy.kind == "train":
-            kept = self._serving_capacity()
             return total - kept, f"mode train keeps {kept} of {total} devices for serving"
-        if floor > claimed:
+        if floor > (claimed := self._cost(replicas)):
             return total - floor, f"the serving floor keeps {floor} of {total} devices"
         return total - claimed, f"serving needs {claimed} of {total} devices now{self._of_idle(replicas)}"
 

@@ -92,6 +92,7 @@ class _Engine:
     supervisor: Supervisor
     node_config: NodeConfig | None = None
     last_view: ReplicaView | None = None
+    rss_bytes: int = 0
     watcher: asyncio.Task[Blame] | None = None
     hanging: bool = False
     stopping: bool = False
@@ -331,7 +332,7 @@ class Replicas:
         except (SupervisorDied, RayError) as error:
             return ReplicaView(replica_id, "", "", "dead", (), failed=first_line(error), blame="outside")
         state, node = status["state"], status["node"]
-        engine.node_config = self._nodes.config(node) or engine.node_config
+        engine.node_config, engine.rss_bytes = self._nodes.config(node) or engine.node_config, status["rss_bytes"]
         if status.get("silent", False) != engine.hanging:
             engine.hanging = not engine.hanging
             self._routing.avoid(replica_id, engine.hanging)
@@ -356,14 +357,6 @@ class Replicas:
         )
         return engine.last_view
 
-    async def resident_bytes(self) -> dict[str, int]:
-        """Resident memory of each engine, by replica id. Leaves out silent ones, and dead ones, whose watchers report
-        them."""
-        resident = {}
-
-        async def read(replica_id: str, engine: _Engine) -> None:
-            with contextlib.suppress(SupervisorDied, RayError, EffectFailed):
-                resident[replica_id] = (await engine.supervisor.status())["rss_bytes"]
-
-        await asyncio.gather(*(read(*known) for known in list(self._engines.items())))
-        return resident
+    def resident_bytes(self) -> dict[str, int]:
+        """Resident memory of each engine, by replica id, as it last reported."""
+        return {replica_id: engine.rss_bytes for replica_id, engine in self._engines.items()}
