@@ -133,11 +133,11 @@ class Shares:
         return total - claimed, f"serving needs {claimed} of {total} devices now{self._of_idle(replicas)}"
 
     def _of_idle(self, replicas: Mapping[str, int]) -> str:
-        """What of that nobody asks now. It names no model, because the owner of a job reads it."""
-        idle = (self.deployments[model] for model in replicas)
-        kept = sum(
-            replicas[d.model] * d.tensor_parallel for d in idle if not d.demand.requests and not d.floor_replicas
+        """How many of those devices no request needs now. It names no model, because the owner of a job reads it."""
+        idle = (
+            d for d in map(self.deployments.__getitem__, replicas) if not d.demand.requests and not d.floor_replicas
         )
+        kept = sum(replicas[d.model] * d.tensor_parallel for d in idle)
         if not kept:
             return ""
         least_s, most_s = self.config.give_back_after_s, self.config.give_back_at_latest_s
