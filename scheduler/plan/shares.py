@@ -134,10 +134,8 @@ class Shares:
 
     def _of_idle(self, replicas: Mapping[str, int]) -> str:
         """How many of those devices no request needs now. It names no model, because the owner of a job reads it."""
-        idle = (
-            d for d in map(self.deployments.__getitem__, replicas) if not d.demand.requests and not d.floor_replicas
-        )
-        kept = sum(replicas[d.model] * d.tensor_parallel for d in idle)
+        asked = {d.model for d in self.deployments.values() if d.demand.requests or d.floor_replicas}
+        kept = self._cost({model: count for model, count in replicas.items() if model not in asked})
         if not kept:
             return ""
         least_s, most_s = self.config.give_back_after_s, self.config.give_back_at_latest_s

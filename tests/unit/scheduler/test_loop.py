@@ -313,29 +313,6 @@ async def test_of_an_engine_that_no_memory_is_enough_for_who_asks_is_told_and_no
         assert rig.world.replicas == {} and "j1" in rig.world.groups
 
 
-@in_virtual_time
-async def test_a_loop_knows_the_devices_before_its_first_round() -> None:
-    world, looked = World(box_of(3)), []
-    effects = FakeEffects(world)
-    observe = effects.observe
-
-    async def observed() -> Box:
-        looked.append(1)
-        return await observe()
-
-    effects.observe = observed
-    loop = SchedulerLoop(effects, FakeStore(Policy("serve")), MemoryJournal(), clock=virtual_time.now_s)
-    assert loop.status()["devices"] == []
-    await loop.adopt()
-    assert len(loop.status()["devices"]) == 3 and looked == [1]
-    running = asyncio.create_task(loop.run())
-    await asyncio.sleep(0)
-    assert looked == [1], "it is done once"
-    await loop.wait_settled(loop.nudge())
-    loop.stop()
-    await running
-
-
 SET_UP = replace(MODEL, settings="old", served=Build())
 
 
@@ -388,22 +365,3 @@ async def test_settings_stay_where_something_else_may_be_at_fault(blame: Blame, 
         change(rig, settings="new", **changes)
         await rig.settle()
         assert not rig.store.gone_back and rig.store.troubles["m"].blame == blame
-
-
-@in_virtual_time
-async def test_handovers_name_the_newest_unsettled_request() -> None:
-    store = FakeStore(Policy("auto"), (), (MODEL,))
-    async with Rig(store) as rig:
-        await rig.settle()
-        store.policy = Policy("train")
-        store.jobs["j1"] = JOB
-        rig.loop.nudge("ops", "job j1")
-        generation = rig.loop.nudge("alice", "mode train")
-        first = await rig.loop.next_handover(generation)
-        record = rig.journal.since(first - 1)[0]
-        assert (record.asked_by, record.asked_for) == ("alice", "mode train")
-        await rig.loop.wait_settled(generation)
-        assert await rig.loop.next_handover(rig.loop.nudge()) is None
-        del store.jobs["j1"]
-        after = await rig.loop.next_handover(rig.loop.nudge())
-        assert rig.journal.since(after - 1)[0].asked_by == "scheduler"

@@ -77,16 +77,6 @@ def test_a_floor_of_all_devices_or_more_keeps_what_there_is(policy: Policy, why:
     assert a.waiting["j1"] == f"Needs 1 device: {why}."
 
 
-def test_a_job_that_waits_for_idle_models_is_told_so_and_for_how_long() -> None:
-    asked, idle = Demand(inflight=1, last_request_s=999.0), Demand(last_request_s=998.0)
-    models = tuple(replace(M, model=f"m{n}", max_replicas=1, demand=asked if n < 3 else idle) for n in range(8))
-    a = planned(jobs=(job(),), deployments=models, replicas=tuple(opened(f"m{n}", n, model=f"m{n}") for n in range(8)))
-    assert a.waiting["j1"] == (
-        "Needs 1 device: serving needs 8 of 8 devices now, 5 of them for models that were asked a moment ago, which "
-        "give theirs back 60 to 300 s after their last request."
-    )
-
-
 def test_auto_takes_idle_engines_when_a_job_waits() -> None:
     replicas = tuple(opened(f"r{i}", i) for i in range(8))
     idle = replace(M, min_replicas=1, demand=Demand(last_request_s=100.0))
@@ -114,21 +104,6 @@ def test_who_is_ahead_has_a_name_for_the_same_owner_alone() -> None:
         "a": "Needs 1 device; 0 of training's 8 are left by jobs ahead of it.",
         "b": "Needs 1 device; 0 of training's 8 are left by job z and others ahead of it.",
     }
-
-
-def test_reasons_for_paused_held_and_impossible_jobs() -> None:
-    a = planned(
-        jobs=(
-            job("p", phase="paused", devices=("n0/0",)),
-            job("h", held=True),
-            job("x", min_devices=16, max_devices=16, allowed_sizes=()),
-            job("f", not_before_s=1004.0),
-        )
-    )
-    assert sizes(a) == {}
-    assert a.waiting["p"].startswith("Paused") and a.waiting["h"].startswith("Held")
-    assert a.waiting["x"] == "Needs 16 devices; only 8 of the box work."
-    assert "tries again in 4 s" in a.waiting["f"] and a.review_at_s == 1004.0
 
 
 def test_a_sleeping_engine_wakes_where_it_sleeps() -> None:
