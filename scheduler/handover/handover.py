@@ -166,8 +166,9 @@ class Runner:
         holder, plan = move.holder, move.plan
         try:
             if plan is None:
-                await self._do(move, "start_group", holder.id, move.devices, move.lease)
-                self._box = self._box.with_group(GroupView(holder.id, move.devices, self._now_s(), run=move.lease))
+                run = self._lease(move)
+                await self._do(move, "start_group", holder.id, move.devices, run)
+                self._box = self._box.with_group(GroupView(holder.id, move.devices, self._now_s(), run=run))
             else:
                 if move.how == "wake":
                     await self._do(move, "wake_replica", plan.id, plan.model, plan.version)
@@ -195,10 +196,10 @@ class Runner:
                 continue
             self._note(move, "acquire", "failed", {"error": reason})
             failure = EffectFailed(reason, "outside")
-            failure.step = f"acquire {move.lease}"
+            failure.step = f"acquire {self._lease(move)}"
             raise failure
         if plan is None:
-            self._box = self._box.with_group(GroupView(move.holder.id, move.devices, now_s, run=move.lease))
+            self._box = self._box.with_group(GroupView(move.holder.id, move.devices, now_s, run=self._lease(move)))
         elif plan.id in self._box.replicas:
             self._replica(plan.id, "starting")
         else:
@@ -216,6 +217,10 @@ class Runner:
         if self._box.replicas[plan.id].state != "open":
             await self._do(move, "open_replica", plan.id)
             self._replica(plan.id, "open")
+
+    def _lease(self, move: Move) -> str:
+        """Names the holder's right to its devices in the history. Never used before."""
+        return f"{self.handover.id}:{move.holder.kind}:{move.holder.id}"
 
     async def _move(self, move: Move) -> MoveState:
         do = {"free": self.release_devices, "take": self.take_devices, "swap": self.change_in_place}[move.side]
@@ -293,8 +298,8 @@ class Runner:
 
     def _note(self, move: Move, verb: str, state: StepState = "done", detail: Mapping[str, Any] | None = None) -> None:
         """Journal a step that takes no time: devices are in the books only."""
-        now_s, target = self._now_s(), move.lease
-        record = StepRecord(self._seq, move.name, verb, target, state, now_s, None, {"devices": list(move.devices)})
+        devices = {"devices": list(move.devices)}
+        record = StepRecord(self._seq, move.name, verb, self._lease(move), state, self._now_s(), None, devices)
         self._seq += 1
         self._end(move, record, state, detail)
 
