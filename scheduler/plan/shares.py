@@ -164,19 +164,18 @@ class Shares:
             turns = [r.since_s for r in self.plan_input.replicas if r.state == "open"]
             turns += [d.demand.last_request_s or 0.0 for d in self.deployments.values()]
             self.reviews += [since_s + self.config.turn_s for since_s in turns]
-        for slot in wishes:
-            if slot.nth < counts.get(slot.model, 0) or not (slot.wanted or eager):
+        for model, nth, wanted in wishes:
+            width, have = self.deployments[model].tensor_parallel, counts.get(model, 0)
+            if nth < have or not (wanted or eager) or nth >= limits.get(model, nth + 1):
                 continue
-            if slot.nth >= limits.get(slot.model, slot.nth + 1):
-                continue
-            if slot.nth == counts.get(slot.model, 0) and slot.tensor_parallel <= left:
-                counts[slot.model] = slot.nth + 1
-                left -= slot.tensor_parallel
-                self.notes.pop(slot.model, None)
-            elif slot.wanted and slot.model not in self.notes:
-                self.notes[slot.model] = (
-                    f"Wants a replica on {slot.tensor_parallel} device{'s' * (slot.tensor_parallel > 1)}; "
-                    f"{max(left, 0)} are left for serving in mode {self.policy.kind}."
+            if nth == have and width <= left:
+                counts[model] = nth + 1
+                left -= width
+                self.notes.pop(model, None)
+            elif wanted and model not in self.notes:
+                self.notes[model] = (
+                    f"Wants a replica on {width} device{'s' * (width > 1)}; {max(left, 0)} are left for serving in "
+                    f"mode {self.policy.kind}."
                 )
         return counts
 
