@@ -220,9 +220,8 @@ class Nodes:
         return known.config if known else None
 
     def config_of(self, device_ids: tuple[str, ...]) -> NodeConfig:
-        """The node that has these devices. Raises EffectFailed when one is gone."""
-        nodes = {self.device(device_id).node for device_id in device_ids}
-        return self._known[nodes.pop()].config
+        """The node that has these devices. Raises EffectFailed when it is gone."""
+        return self._of(self.device(device_ids[0]).node).config
 
     def here(self, body: type, name: str, node_config: NodeConfig, *arguments: Any) -> Any:
         """Start or find an actor on this node. Raises EffectFailed when the node is gone."""

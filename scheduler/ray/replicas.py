@@ -127,7 +127,7 @@ class Replicas:
                 engine = self._record_engine(plan.id, actor)
             engine.node_config = node_config
             detail = await ask(engine.supervisor.call("start", spec))
-        engine.last_view = replace(plan, state="ready")
+        engine.last_view, engine.supervisor.reported = replace(plan, state="ready"), True
         self._watch(plan.id, engine)
         # Versions on other nodes are not read here.
         home = node_config.name == self._nodes.home.name
