@@ -233,3 +233,14 @@ def status(rank, size=3, alive=True, done=False):
 )
 def test_a_world_is_whole_when_every_rank_of_it_is_there(statuses, whole):
     assert is_whole(statuses) is whole
+
+
+async def test_observe_leaves_out_ranks_of_a_node_that_is_gone(box):
+    def gone(*_: Any) -> Any:
+        raise EffectFailed("device n1/0 is gone", "outside")
+
+    await box.groups.start_group(*START)
+    box.find_or_make(None, f"{RANK}n1/0")  # Ray still lists it
+    here = box.groups._nodes.config_of
+    box.groups._nodes.config_of = lambda ids: gone() if ids == ("n1/0",) else here(ids)
+    assert [group.job_id for group in await box.groups.observe_groups()] == ["j"]
