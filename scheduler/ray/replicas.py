@@ -56,8 +56,6 @@ class Routing(Protocol):
     def offer_adapters(self, replica_id: str) -> None:
         """Send requests for adapters again."""
 
-    def is_open(self, replica_id: str) -> bool: ...
-
     def version(self, replica_id: str) -> str:
         """The version that gateways have for an open replica; "" for any other."""
 
@@ -190,7 +188,7 @@ class Replicas:
         except BaseException:  # also where the time of the step is up
             self._routing.offer_adapters(replica_id)
             raise
-        if self._routing.is_open(replica_id):
+        if self._routing.version(replica_id):
             status = await self._ask_replica(replica_id, "status")
             opening = self._routing.open(replica_id, model, version, status["address"])
             await self._while_alive(replica_id, opening, "right after it loaded the new weights")
@@ -271,8 +269,7 @@ class Replicas:
             self._versions.taken(model, version)
 
     async def _ask_replica(self, replica_id: str, method: str, *arguments: Any) -> Any:
-        engine = self._engines.get(replica_id)
-        if engine is None:
+        if (engine := self._engines.get(replica_id)) is None:
             raise EffectFailed("there is no such engine", "outside")
         return await ask(engine.supervisor.call(method, *arguments))
 
