@@ -16,7 +16,7 @@ from benchmarks.simulator.gateway import Gateway, Reports
 from benchmarks.simulator.journal import MemoryJournal
 from benchmarks.simulator.trace import Requests
 from runtime.devices.kinds import hardware_first
-from scheduler.autoscale.standby import StandbyLearner
+from scheduler.autoscale.standby import Bounds, StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
 from scheduler.core.workload import DeploymentView, Policy
@@ -99,9 +99,7 @@ class Setup:
         )
 
     def learner(self) -> StandbyLearner:
-        return StandbyLearner(
-            self.config, self.devices, least=self.min_replicas, most=self.devices, target_s=self.slo_ttft_s
-        )
+        return StandbyLearner(self.config, Bounds(self.devices, self.min_replicas, self.devices, self.slo_ttft_s))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from scheduler.autoscale.demand import follow
 from scheduler.core.config import SchedulerConfig
@@ -87,16 +88,24 @@ class Shadow:
         self._free = [now_s + waits_s / count] * count if count else []
 
 
+class Bounds(NamedTuple):
+    """devices: how many replicas' worth of them there is. least, most: replicas. target_s: for the time to first
+    token."""
+
+    devices: int
+    least: int
+    most: int
+    target_s: float
+
+
 class StandbyLearner:
-    """The learner of one model. Owned by the receiver of the load reports, which calls `seen` for each of them.
+    """The learner of one model. Owned by the receiver of the load reports, which calls `seen` for each of them."""
 
-    devices: how many replicas' worth of them there is. least, most: replicas. target_s: for the time to first token.
-    """
-
-    def __init__(self, config: SchedulerConfig, devices: int, *, least: int, most: int, target_s: float):
-        self._most, self._late_share = most, config.late_requests_share
-        choices = [Standby(n, share) for share in (EARLY, PATIENT) for n in range(least, max(most, least) + 1)]
-        self._shadows = [Shadow(choice, target_s, config, devices) for choice in choices]
+    def __init__(self, config: SchedulerConfig, bounds: Bounds):
+        self.bounds, self._late_share = bounds, config.late_requests_share
+        numbers = range(bounds.least, max(bounds.most, bounds.least) + 1)
+        choices = [Standby(n, share) for share in (EARLY, PATIENT) for n in numbers]
+        self._shadows = [Shadow(choice, bounds.target_s, config, bounds.devices) for choice in choices]
         self._in_force = next((shadow for shadow in self._shadows if shadow.choice.replicas), self._shadows[-1])
         self._at_s: float | None = None
         self._seen_s = self._requests = 0.0  # since the first request; a faded sum
@@ -119,7 +128,7 @@ class StandbyLearner:
         for shadow in self._shadows:
             shadow.late *= fade
             shadow.cost_s *= fade
-            shadow.live(now_s, passed_s, works_s, load, self._most)
+            shadow.live(now_s, passed_s, works_s, load, self.bounds.most)
         if self._seen_s >= KNOWN_S and self._requests >= KNOWN_REQUESTS:
             allowed = max(self._late_share * self._requests, min(shadow.late for shadow in self._shadows))
             able = [shadow for shadow in self._shadows if shadow.late <= allowed]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from appliance.gateway.core.load import BUCKETS_PER_DOUBLING
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.standby import StandbyLearner
+from scheduler.autoscale.standby import Bounds, StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView
 
@@ -28,14 +28,6 @@ class Traffic:
     names: tuple[str, ...] = ()
     prefill_tokens_per_s: float | None = None
     kv_tokens: int | None = None
-
-
-@dataclass(slots=True)
-class _Learned:
-    """bounds: what the learner was made for."""
-
-    bounds: tuple[float, ...]
-    learner: StandbyLearner
 
 
 class DemandLearning:
@@ -59,7 +51,7 @@ class DemandLearning:
     ):
         self._traffic, self._arrivals, self._config = traffic, arrivals, config
         self._devices, self._now_s = devices, now_s
-        self._learned: dict[str, _Learned] = {}
+        self._learned: dict[str, StandbyLearner] = {}
         self._looked_s = now_s()
 
     def learned(self, deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
@@ -82,22 +74,16 @@ class DemandLearning:
             self._learned.pop(deployment.model, None)
             return replace(deployment, kv_tokens=traffic.kv_tokens)
         deployment = replace(deployment, kv_tokens=traffic.kv_tokens, prefill_tokens_per_s=rate)
-        known = self._known(deployment, target_s)
+        replicas = self._devices // deployment.tensor_parallel  # with tensor parallelism one is several devices
+        bounds = Bounds(replicas, deployment.floor_replicas, deployment.max_replicas, target_s)
+        learner = self._learned.get(deployment.model)
+        if learner is None or learner.bounds != bounds:
+            learner = self._learned[deployment.model] = StandbyLearner(self._config, bounds)
         if arrived is not None:
             works_s = [
                 2 ** ((bucket - 0.5) / BUCKETS_PER_DOUBLING) / rate
                 for name in traffic.names
                 for bucket in arrived.get(name, Counter()).elements()
             ]
-            known.learner.seen(now_s, works_s, demand_.load(deployment, self._config))
-        return replace(deployment, standby=known.learner.best)
-
-    def _known(self, deployment: DeploymentView, target_s: float) -> _Learned:
-        replicas = self._devices // deployment.tensor_parallel  # with tensor parallelism one is several devices
-        least, most = deployment.floor_replicas, deployment.max_replicas
-        bounds = (least, most, target_s, replicas)
-        known = self._learned.get(deployment.model)
-        if known is None or known.bounds != bounds:
-            learner = StandbyLearner(self._config, replicas, least=least, most=most, target_s=target_s)
-            known = self._learned[deployment.model] = _Learned(bounds, learner)
-        return known
+            learner.seen(now_s, works_s, demand_.load(deployment, self._config))
+        return replace(deployment, standby=learner.best)
