@@ -35,11 +35,11 @@ soak: setup ## the long runs, and new examples of each property
 
 bench: setup ## each script in benchmarks/ in turn, then one table: claim, measured, aim, met or missed
 	@failed=""; for script in benchmarks/[a-z]*.py; do echo "== $$script"; \
-	  $(PY) "$$script" || { [ $$? -lt 128 ] || exit 1; failed="$$failed $$script"; }; done; \
-	echo "== what was claimed, and what was measured"; $(PY) benchmarks/_claims.py; \
+	  $(PY) -m "benchmarks.$$(basename "$$script" .py)" || { [ $$? -lt 128 ] || exit 1; failed="$$failed $$script"; }; done; \
+	echo "== what was claimed, and what was measured"; $(PY) -m benchmarks._claims; \
 	[ -z "$$failed" ] || { echo "not measured, their errors stand above:$$failed"; exit 1; }
 
-gpu-smoke: ## on a machine with GPUs, the first thing to run: ten minutes, a verdict per line and what to do (GPUS=8: how many there have to be; PARTS=copies,compute with torch alone)
+gpu-smoke: ## on a machine with GPUs, after the install: ten minutes, a line per check and what to do (GPUS=8: how many there have to be; PARTS=copies,ranks: these alone)
 	@$(PY) -m benchmarks.gpu.smoke $(if $(GPUS),--gpus $(GPUS)) $(if $(PARTS),--parts $(PARTS))
 
 sdk-conformance: setup ## openai-python's own tests of our routes against a running box: stored things, and what real engines answer

@@ -1,13 +1,9 @@
-"""Sends each problem of the box by webhook and e-mail: as it begins, daily while it lasts, and as it ends.
-
-python -m appliance.alerts < CONFIG      sends a test message by the configuration of a box, as JSON
-"""
+"""Sends each problem of the box by webhook and e-mail: as it begins, daily while it lasts, and as it ends."""
 
 from __future__ import annotations
 
 import smtplib
 import ssl
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from email.message import EmailMessage
@@ -17,7 +13,7 @@ from typing import Any, Final, Literal
 
 import httpx
 
-from appliance.config import AlertSettings, BoxConfig
+from appliance.config import AlertSettings
 
 SETTLE_S: Final = 240.0
 """A shorter problem is not reported, and a shorter gap is no end of one."""
@@ -131,20 +127,3 @@ def _mail(settings: AlertSettings, message: Message, box: str) -> None:
         if settings.smtp_user and settings.smtp_password_path:
             server.login(settings.smtp_user, Path(settings.smtp_password_path).read_text().strip())
         server.send_message(mail)
-
-
-def main() -> int:
-    config = BoxConfig.model_validate_json(sys.stdin.read())
-    box = config.box.public_url or config.url
-    failed = []
-    for channel in channels(config.alerts):
-        try:
-            send(config.alerts, channel, Message("test", "test", "This is a test. Nothing is wrong."), box)
-        except Undelivered as error:
-            failed.append(str(error))
-    print("; ".join(failed), file=sys.stderr)
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from appliance import DEFAULT_DATA_DIR, DEFAULT_PORT
-from appliance.controller.interfaces.config import ControllerConfig, PublicUrl
+from appliance.controller.interfaces.config import ControllerConfig, PublicUrl, is_secure
 from appliance.gateway.core.config import GatewayConfig, HoldLimits, Limits
 from appliance.gateway.core.errors import ConfigInvalid
 from scheduler.core.config import SchedulerConfig
@@ -63,7 +63,7 @@ class BoxSettings(_Section):
     public_url: PublicUrl = Field(
         "",
         description="URL of the box as browsers see it, such as `https://box.example.org`: links to its page begin "
-        "with it, and logins come back there; unset: `box_url` of `[controller.oidc]`, else host and port",
+        "with it, and logins come back there (`PUBLIC_URL/ui`); unset: host and port",
     )
     devices: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
@@ -206,9 +206,9 @@ class TrackingSettings(_Section):
     )
 
     @property
-    def is_on(self) -> bool:
-        """Whether the box has an exporter at all."""
-        return self.mlflow_uri is not None or self.wandb_mode is not None
+    def trackers(self) -> tuple[Literal["mlflow", "wandb"], ...]:
+        """Those that hear of jobs."""
+        return (("mlflow",) if self.mlflow_uri else ()) + (("wandb",) if self.wandb_mode else ())
 
 
 class BoxConfig(_Section):
@@ -226,6 +226,20 @@ class BoxConfig(_Section):
     power: PowerSettings = Field(default_factory=PowerSettings)
     alerts: AlertSettings = Field(default_factory=AlertSettings)
 
+    @model_validator(mode="after")
+    def _logins_come_back(self) -> BoxConfig:
+        if self.controller.oidc.issuer and not is_secure(self.box.public_url):
+            raise ValueError(
+                f"box.public_url is {self.box.public_url!r}, to which logins of [controller.oidc] come back: expected "
+                "a URL that begins with https://"
+            )
+        return self
+
+    @property
+    def public_url(self) -> str:
+        """URL of the box as browsers see it."""
+        return self.box.public_url or self.url
+
     @property
     def scheme(self) -> str:
         """The scheme of the endpoint's URLs. A client that used the other one would send its key in clear."""
@@ -238,26 +252,16 @@ class BoxConfig(_Section):
 
 
 Table = dict[str, Any]
+Key = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layer:
-    """Settings from one source; `name_of` says how a key is called there."""
+class _Given:
+    """The value of a key, the source that has it, and how the key is called there."""
 
+    value: Any
     source: str
-    table: Table
-    variables: bool = False
-
-    def name_of(self, location: tuple[str, ...]) -> str:
-        return _variable(location) if self.variables else ".".join(location)
-
-    def has(self, location: tuple[str, ...]) -> bool:
-        found: Any = self.table
-        for part in location:
-            if not isinstance(found, Mapping) or part not in found:
-                return False
-            found = found[part]
-        return True
+    name: str
 
 
 def load_config(
@@ -268,41 +272,61 @@ def load_config(
     `overrides` are [box] settings from the command line; those that are None are left out. Raises ConfigError.
     """
     typed = {key: value for key, value in (overrides or {}).items() if value is not None}
-    layers = [_Layer("the command line", {"box": typed}), _Layer("the environment", _environment(environ), True)]
-    data_dir = next((layer.table["box"]["data_dir"] for layer in layers if layer.has(("box", "data_dir"))), None)
+    above = _environment(environ) | _flat({"box": typed}, "the command line")
     beside = path is None
     if path is None:
-        path = Path(data_dir or DEFAULT_DATA_DIR).expanduser() / FILE_NAME
-    if not beside or path.exists():
-        layers.append(_Layer(str(path), _toml(path)))
-        if beside and layers[-1].has(("box", "data_dir")):
-            raise ConfigError(
-                f"{path}: box.data_dir: this file was found in the data directory and cannot name another; use "
-                "--data-dir or APPLIANCE_DATA_DIR, or name the file with --config"
-            )
-    if hub := environ.get("HF_ENDPOINT"):
-        layers.append(_Layer("the environment", {"box": {"hub_endpoint": hub.rstrip("/")}}, True))
-    return _checked(layers, path.parent)
+        data_dir = above.get(("box", "data_dir"))
+        path = Path(data_dir.value if data_dir else DEFAULT_DATA_DIR).expanduser() / FILE_NAME
+    file = _flat(_toml(path), str(path)) if not beside or path.exists() else {}
+    if beside and ("box", "data_dir") in file:
+        raise ConfigError(
+            f"{path}: box.data_dir: this file was found in the data directory and cannot name another; use "
+            "--data-dir or APPLIANCE_DATA_DIR, or name the file with --config"
+        )
+    hub = environ.get("HF_ENDPOINT", "").rstrip("/")
+    below = {("box", "hub_endpoint"): _Given(hub, "the environment", "HF_ENDPOINT")} if hub else {}
+    return _checked(below | file | above, path.parent)
 
 
 def load_resolved(path: Path) -> BoxConfig:
     """A configuration that another process of the box resolved before and wrote into a file. Raises ConfigError."""
-    return _checked([_Layer(str(path), json.loads(path.read_text()))], Path.cwd())
+    return _checked(_flat(json.loads(path.read_text()), str(path)), Path.cwd())
 
 
-def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
-    """`folder`: relative paths of certificates are meant from there."""
+def _flat(table: Table, source: str, at: Key = ()) -> dict[Key, _Given]:
+    found: dict[Key, _Given] = {}
+    for key, value in table.items():
+        place = (*at, key)
+        if value and isinstance(value, dict):
+            found |= _flat(value, source, place)
+        elif not at and not isinstance(value, dict):
+            raise ConfigError(f"{source}: {key} is {value!r}; expected a section, [{key}]")
+        else:
+            found[place] = _Given(value, source, ".".join(place))
+    return found
+
+
+def _nested(given: Mapping[Key, _Given]) -> Table:
     table: Table = {}
-    for layer in reversed(layers):
-        for section, keys in layer.table.items():
-            if not isinstance(keys, dict):
-                raise ConfigError(f"{layer.source}: {section} is {keys!r}; expected a section, [{section}]")
-        table = _merged(table, layer.table)
-    table = _with_public_url(table)
+    for keys, one in given.items():
+        (*sections, key), place = keys, table
+        for section in sections:
+            place = place.setdefault(section, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"{one.source}: {one.name}: {section} is {place!r}; expected a section")
+        if one.value != {}:
+            place[key] = one.value
+        else:
+            place.setdefault(key, {})
+    return table
+
+
+def _checked(given: Mapping[Key, _Given], folder: Path) -> BoxConfig:
+    """`folder`: relative paths of certificates are meant from there."""
     try:
-        config = BoxConfig.model_validate(table)
+        config = BoxConfig.model_validate(_nested(given))
     except ValidationError as error:
-        raise ConfigError(_message(error.errors(), layers)) from error
+        raise ConfigError(_message(error.errors(), given)) from error
     gateway = config.gateway.model_copy(
         update={
             key: str(folder / value)
@@ -318,46 +342,35 @@ def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
         )
     except ConfigInvalid as error:
         location = ("gateway", *str(error).partition(":")[0].split("."))
-        layer = next((layer for layer in layers if layer.has(location)), layers[-1])
-        raise ConfigError(f"{layer.source}: gateway.{error}") from error
+        source = given[location].source if location in given else "the configuration"
+        raise ConfigError(f"{source}: gateway.{error}") from error
     data_dir = str(Path(config.box.data_dir).expanduser().resolve())
     return config.model_copy(update={"gateway": gateway, "box": config.box.model_copy(update={"data_dir": data_dir})})
 
 
-def _with_public_url(table: Table) -> Table:
-    """The URL that browsers know is one, whichever of its two keys is set."""
-    box, controller = table.get("box", {}), table.get("controller", {})
-    oidc = controller.get("oidc", {})
-    if not isinstance(oidc, dict):
-        return table
-    known = box.get("public_url") or oidc.get("box_url") or ""
-    both = {"box": {"public_url": known}, "controller": {"oidc": {"box_url": oidc.get("box_url") or known}}}
-    return _merged(table, both) if known else table
-
-
-def _merged(below: Table, above: Table) -> Table:
-    both = dict(below)
-    for key, value in above.items():
-        tables = isinstance(value, dict) and isinstance(both.get(key), dict)
-        both[key] = _merged(both[key], value) if tables else value
-    return both
-
-
-def _message(errors: list[Any], layers: list[_Layer]) -> str:
+def _message(errors: list[Any], given: Mapping[Key, _Given]) -> str:
     """What is wrong with the first key at fault, and where it comes from."""
-    error = errors[0]
-    location = _place(error, layers)
-    layer = next((layer for layer in layers if layer.has(location)), layers[-1])
-    name = layer.name_of(location) if location else "the file"
+
+    def place(error: Any) -> Key:
+        location = tuple(map(str, error["loc"]))
+        # pydantic adds the branch of a union behind the key ("devices", "int"); no source has such a key.
+        while not any(key[: len(location)] == location for key in given):
+            location = location[:-1]
+        return location
+
+    error, location = errors[0], place(errors[0])
+    expected = " or ".join(dict.fromkeys(_expected(e) for e in errors if place(e) == location))
+    section = ".".join(location)
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         known = sorted(_known_keys(location[:-1]))
         close = difflib.get_close_matches(location[-1], known, n=1)
         guess = f"; did you mean {close[0]}?" if close else ""
-        return f"{layer.source}: unknown key {name}{guess} (known there: {', '.join(known)})"
-    expected = " or ".join(dict.fromkeys(_expected(e) for e in errors if _place(e, layers) == location))
+        first = next(one for key, one in given.items() if key[: len(location)] == location)
+        name = first.name if location in given else section
+        return f"{first.source}: unknown key {name}{guess} (known there: {', '.join(known)})"
     if isinstance(error["input"], dict):  # settings that do not fit each other, maybe of several sources
-        return f"the configuration: [{'.'.join(location)}]: {expected}"
-    return f"{layer.source}: {name} is {error['input']!r}: {expected}"
+        return f"the configuration: {f'[{section}]: ' if section else ''}{expected}"
+    return f"{given[location].source}: {given[location].name} is {error['input']!r}: {expected}"
 
 
 FORMS = {
@@ -370,14 +383,6 @@ FORMS = {
 def _expected(error: Any) -> str:
     form = FORMS.get(error["ctx"]["pattern"]) if error["type"] == "string_pattern_mismatch" else None
     return f"expected {form}" if form else str(error["msg"]).removeprefix("Value error, ")
-
-
-def _place(error: Any, layers: list[_Layer]) -> tuple[str, ...]:
-    location = tuple(str(part) for part in error["loc"])
-    # pydantic adds the branch of a union behind the key ("devices", "int"); no source has such a key.
-    while location and not any(layer.has(location) for layer in layers):
-        location = location[:-1]
-    return location
 
 
 def _known_keys(location: tuple[str, ...]) -> set[str]:
@@ -398,32 +403,22 @@ def _toml(path: Path) -> Table:
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
-def _environment(environ: Mapping[str, str]) -> Table:
+def _environment(environ: Mapping[str, str]) -> dict[Key, _Given]:
     """Settings among the variables, as text; pydantic makes numbers of them. Empty ones count as not set."""
-    table: Table = {}
+    found: dict[Key, _Given] = {}
     for variable, text in environ.items():
         name = variable.removeprefix(_PREFIX)
         if name == variable or name in _NO_SETTINGS or not text:
             continue
-        *sections, key = (part.lower() for part in name.split("__"))
-        if not sections:
+        location = tuple(part.lower() for part in name.split("__"))
+        if len(location) == 1:
             # A name without a section may be somebody else's (Kubernetes sets APPLIANCE_SERVICE_HOST for a service
             # called appliance); one that is nearly ours is a slip.
-            if key not in BoxSettings.model_fields:
-                close = difflib.get_close_matches(key, list(BoxSettings.model_fields), n=1, cutoff=0.75)
-                if close:
-                    raise ConfigError(
-                        f"the environment: unknown variable {variable}; did you mean {_variable(('box', close[0]))}?"
-                    )
+            if location[0] not in BoxSettings.model_fields:
+                if close := difflib.get_close_matches(location[0], list(BoxSettings.model_fields), n=1, cutoff=0.75):
+                    guess = f"{_PREFIX}{close[0].upper()}"
+                    raise ConfigError(f"the environment: unknown variable {variable}; did you mean {guess}?")
                 continue
-            sections = ["box"]
-        place = table
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[key] = text
-    return table
-
-
-def _variable(location: tuple[str, ...]) -> str:
-    parts = location[1:] if location[0] == "box" else location
-    return _PREFIX + "__".join(parts).upper()
+            location = ("box", *location)
+        found[location] = _Given(text, "the environment", variable)
+    return found

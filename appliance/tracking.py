@@ -1,24 +1,22 @@
-"""Send the figures of jobs to MLflow and W&B: a script that the box's main process starts.
+"""Send the figures of jobs to MLflow or W&B: a script that the box's main process starts for each tracker.
 
     python -P appliance/tracking.py SETTINGS        JSON, see `appliance.boot.tracking`
 
-It runs in the interpreter that has the trackers' libraries, which need not be the box's own, so it imports nothing of
-the box. A thread for each tracker reads the database; no job waits for it. A file of the tracker names the ended jobs
-that are sent; a new process sends all points of the others again, and each tracker takes a point that it has once.
-`status.json` says which trackers fail.
+It runs in the interpreter that has the tracker's library, which need not be the box's own, so it imports nothing of the
+box. It reads the database; no job waits for it. A file names the ended jobs that are sent. When sending fails it ends
+with the reason, and is started again: a new process sends all points of the other jobs again, and the tracker takes a
+point that it has once.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import shutil
 import sqlite3
 import stat
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -26,11 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-log = logging.getLogger("tracking")
-
 Settings = dict[str, Any]
 LOOK_EVERY_S = 2.0
-RETRY_EVERY_S = 30.0
 GIVE_UP_S = 7 * 24 * 3600.0  # after a job's end
 EVENTS_AT_ONCE = 40  # MLflow's server takes 1000 values in a request; an event has less than 25
 PARAMS, PARAM_CHARACTERS, TAG_CHARACTERS = 100, 6000, 5000  # what it takes at most
@@ -66,57 +61,57 @@ class Point(NamedTuple):
 @dataclass
 class Sent:
     """What this process has sent of a job: up to event `seq`, with the last step of each kind. A step that a job
-    repeats after a sudden end is sent once."""
+    repeats after a sudden end is sent once. run: the tracker's."""
 
-    begun: bool = False
+    run: Any
     seq: int = 0
     last: dict[str, int] = field(default_factory=dict)
 
 
 class Follower:
-    """Sends what is new to one tracker, `Mlflow` or `Wandb`. When it fails for a job, `begin` resumes its run, and
-    all points are sent again. path: a file with the time of its begin and the ended jobs that are sent."""
+    """Sends what is new to one tracker, `Mlflow` or `Wandb`. path: a file with the time of its first start and the
+    ended jobs that are sent."""
 
-    def __init__(self, tracker: Any, database: Path, path: Path, only_wandb: bool = False) -> None:
-        self._tracker, self._database, self._path, self._only_wandb = tracker, database, path, only_wandb
+    def __init__(self, tracker: Any, database: Path, path: Path) -> None:
+        self._tracker, self._database, self._path = tracker, database, path
         known = json.loads(path.read_text()) if path.exists() else {"since_s": time.time(), "done": []}
         self._since_s, self._done = known["since_s"], set(known["done"])
         self._sent: dict[str, Sent] = {}
 
-    def look(self) -> str:
-        """Returns why a job could not be sent, "" if all were. Raises OSError, sqlite3.Error."""
-        why = ""
+    def look(self) -> None:
+        """Raises the first error of the library, OSError or sqlite3.Error; other jobs are sent all the same."""
+        first: Exception | None = None
         rows = self._rows(
             "SELECT * FROM jobs WHERE started_s IS NOT NULL AND (finished_s IS NULL OR finished_s > ?) ORDER BY seq",
             max(self._since_s, time.time() - GIVE_UP_S),
         )
         self._done &= {row["id"] for row in rows}
-        for row in rows:
-            if row["id"] in self._done or not (job := self._job(row)).wandb and self._only_wandb:
-                continue
+        for job in (self._job(row) for row in rows if row["id"] not in self._done):
             try:
-                self._send(job, self._sent.setdefault(job.id, Sent()))
-            except Exception as error:  # noqa: BLE001 - anything of a library; tried again
-                log.warning("%s: %r", job.id, error)
-                del self._sent[job.id]
-                why = why or str(error) or repr(error)
-        replace(self._path, json.dumps({"since_s": self._since_s, "done": sorted(self._done)}))
-        return why
+                if self._tracker.wants(job):
+                    self._send(job)
+            except Exception as error:  # noqa: BLE001 - raised below
+                first = first or error
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps({"since_s": self._since_s, "done": sorted(self._done)}))
+        os.replace(partial, self._path)
+        if first is not None:
+            raise first
 
-    def _send(self, job: Job, at: Sent) -> None:
-        if not at.begun:
-            self._tracker.begin(job)
-            at.begun = True
+    def _send(self, job: Job) -> None:
+        if job.id not in self._sent:
+            self._sent[job.id] = Sent(self._tracker.begin(job))
+        at = self._sent[job.id]
         while points := self._points(job.id, at.seq):
             new = []
             for point in points:
                 if point.step > at.last.get(point.kind, -1):
                     at.last[point.kind] = point.step
                     new += [point] if point.values else []
-            self._tracker.log(job, new)
+            self._tracker.log(at.run, new)
             at.seq = points[-1].seq
         if job.finished_s is not None:
-            self._tracker.end(job)
+            self._tracker.end(at.run, job)
             self._done.add(job.id)
             del self._sent[job.id]
 
@@ -183,9 +178,11 @@ class Mlflow:
 
         self._experiment = settings["mlflow_experiment"]
         self._client = MlflowClient(tracking_uri=settings["mlflow_uri"])
-        self._runs: dict[str, str] = {}
 
-    def begin(self, job: Job) -> None:
+    def wants(self, job: Job) -> bool:
+        return True
+
+    def begin(self, job: Job) -> str:
         from mlflow.entities import Param
 
         found = self._client.get_experiment_by_name(self._experiment)
@@ -194,11 +191,12 @@ class Mlflow:
         if not runs:
             tags = {"appliance.job": job.id, "appliance.model": job.output_model}
             runs = [self._client.create_run(experiment, run_name=job.name, tags=tags)]
-        self._runs[job.id] = runs[0].info.run_id
+        run: str = runs[0].info.run_id
         params = [Param(name, text[:PARAM_CHARACTERS]) for name, text in sorted(job.params.items())]
-        self._client.log_batch(self._runs[job.id], params=params[:PARAMS])
+        self._client.log_batch(run, params=params[:PARAMS])
+        return run
 
-    def log(self, job: Job, points: list[Point]) -> None:
+    def log(self, run: str, points: list[Point]) -> None:
         from mlflow.entities import Metric
 
         metrics = [
@@ -206,18 +204,15 @@ class Mlflow:
             for one in points
             for name, value in one.values.items()
         ]
-        self._client.log_batch(self._runs[job.id], metrics=metrics)
+        self._client.log_batch(run, metrics=metrics)
 
-    def end(self, job: Job) -> None:
+    def end(self, run: str, job: Job) -> None:
         from mlflow.entities import RunTag
 
         tags = {"appliance.state": job.phase, "appliance.error": job.error, "appliance.version": job.version}
-        run_id, end_ms = self._runs[job.id], round((job.finished_s or 0) * 1000)
-        self._client.log_batch(
-            run_id, tags=[RunTag(name, text[:TAG_CHARACTERS]) for name, text in tags.items() if text]
-        )
-        self._client.set_terminated(run_id, status=STATUS[job.phase], end_time=end_ms)
-        del self._runs[job.id]
+        rows = [RunTag(name, text[:TAG_CHARACTERS]) for name, text in tags.items() if text]
+        self._client.log_batch(run, tags=rows)
+        self._client.set_terminated(run, status=STATUS[job.phase], end_time=round((job.finished_s or 0) * 1000))
 
 
 class Wandb:
@@ -230,22 +225,25 @@ class Wandb:
 
         self._wandb, self._mode, self._url = wandb, settings["wandb_mode"], settings["wandb_url"]
         self._folder = Path(settings["wandb_dir"])
-        self._runs: dict[str, list[Any]] = {}
 
-    def begin(self, job: Job) -> None:
+    def wants(self, job: Job) -> bool:
+        return bool(job.wandb)
+
+    def begin(self, job: Job) -> list[Any]:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._runs[job.id] = [self._init(job, f"{job.id}-{number}", one) for number, one in enumerate(job.wandb)]
+        return [self._init(job, f"{job.id}-{number}", one) for number, one in enumerate(job.wandb)]
 
-    def log(self, job: Job, points: list[Point]) -> None:
-        for run in self._runs[job.id]:
+    def log(self, runs: list[Any], points: list[Point]) -> None:
+        for run in runs:
             for one in points:
-                if one.seq >= next_step(run):
+                # The least step that W&B still takes: `step` of a resumed run is 0 until something is logged.
+                if one.seq >= max(run.step, run.starting_step):
                     row = {STEP[one.kind]: one.step, **one.values, "_timestamp": one.at_s}
                     run.log(row, step=one.seq)
 
-    def end(self, job: Job) -> None:
+    def end(self, runs: list[Any], job: Job) -> None:
         outcome = {"state": job.phase, "error": job.error, "model": job.output_model, "version": job.version}
-        for run in self._runs.pop(job.id):
+        for run in runs:
             run.summary.update({f"appliance.{name}": text for name, text in outcome.items() if text})
             run.finish(exit_code=0 if job.phase == "succeeded" else 1)
 
@@ -287,35 +285,6 @@ class Wandb:
         return run
 
 
-def next_step(run: Any) -> int:
-    """The least of its own steps that W&B still takes. `step` of a run that goes on is 0 until it is told something."""
-    return max(run.step, run.starting_step)
-
-
-def follow(
-    name: str, make: type[Mlflow] | type[Wandb], settings: Settings, troubles: dict[str, dict[str, Any]]
-) -> None:
-    """Follows the database for one tracker, for ever. Its trouble is in `troubles` while there is one."""
-    follower, path = None, Path(settings["folder"]) / f"{name}.since"
-    while True:
-        try:
-            if follower is None:
-                follower = Follower(make(settings), Path(settings["database"]), path, only_wandb=make is Wandb)
-            why = follower.look()
-        except ModuleNotFoundError as error:
-            why = f"{error} for {sys.executable}; docs/tracking.md says how to install it, and [tracking] python where"
-        except Exception as error:  # noqa: BLE001 - anything of a library; tried again
-            why = str(error) or repr(error)
-        pause_s = RETRY_EVERY_S if why else LOOK_EVERY_S
-        if why:
-            first = troubles.get(name, {"name": f"tracking: {name}", "since_s": time.time(), "failures": 0})
-            again_s = time.time() + pause_s
-            troubles[name] = {**first, "why": why[:300], "failures": first["failures"] + 1, "next_try_s": again_s}
-        else:
-            troubles.pop(name, None)
-        time.sleep(pause_s)
-
-
 def read_credentials(path: Path) -> dict[str, str]:
     """The variables of MLflow and W&B in a file of lines NAME=VALUE. Exits where it is open to others."""
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
@@ -327,25 +296,28 @@ def read_credentials(path: Path) -> dict[str, str]:
     return found
 
 
-def replace(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    os.replace(partial, path)
+def follow(settings: Settings) -> None:
+    """Follow the database for one tracker, for ever. Raises what the library raises."""
+    name = settings["tracker"]
+    if settings["credentials_file"]:
+        os.environ.update(read_credentials(Path(settings["credentials_file"]).expanduser()))
+    try:
+        tracker = {"mlflow": Mlflow, "wandb": Wandb}[name](settings)
+    except ModuleNotFoundError as error:
+        how = "docs/tracking.md says how to install it, and [tracking] python where"
+        raise SystemExit(f"{error} for {sys.executable}; {how}") from error
+    follower = Follower(tracker, Path(settings["database"]), Path(settings["folder"]) / f"{name}.since")
+    while True:
+        follower.look()
+        time.sleep(LOOK_EVERY_S)
 
 
 def main(argv: Sequence[str]) -> None:
-    settings: Settings = json.loads(argv[1])
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    if settings["credentials_file"]:
-        os.environ.update(read_credentials(Path(settings["credentials_file"]).expanduser()))
-    troubles: dict[str, dict[str, Any]] = {}
-    makers: dict[str, Any] = {"mlflow": Mlflow} if settings["mlflow_uri"] else {}
-    makers |= {"wandb": Wandb} if settings["wandb_mode"] else {}
-    for name, make in makers.items():
-        threading.Thread(target=follow, args=(name, make, settings, troubles), daemon=True).start()
-    while True:
-        replace(Path(settings["folder"]) / "status.json", json.dumps({"troubles": list(troubles.values())}))
-        time.sleep(LOOK_EVERY_S)
+    try:
+        follow(json.loads(argv[1]))
+    except Exception as error:  # noqa: BLE001 - the last line that it writes is the reason
+        print(str(error) or repr(error), file=sys.stderr, flush=True)
+        os._exit(1)  # W&B would else wait for its server
 
 
 if __name__ == "__main__":

@@ -132,28 +132,6 @@ def _output(kind: Traffic, rng: random.Random) -> int:
 
 
 KINDS: dict[str, Traffic] = {
-    "chat, steady": Traffic(30.0, prompt=1000, output=200),
-    "chat, few clients on and off": Traffic(15.0, clients=5, on_s=60, off_s=120),
-    "chat, many clients on and off": Traffic(25.0, clients=200, on_s=120, off_s=600),
-    "gamma gaps, cv 3": Traffic(20.0, clients=20, gap_cv=3.0),
-    "weibull gaps, cv 2": Traffic(20.0, clients=20, gaps="weibull", gap_cv=2.0),
-    "long prompts": Traffic(1.0, prompt=12_000, output=343, prompt_sigma=1.2, tail=0.05),
-    "long prompts, coarse clock": Traffic(1.0, prompt=12_000, output=343, prompt_sigma=1.2, clock_s=3.0),
-    "reasoning": Traffic(1.75, prompt=2100, output=700, prompt_sigma=1.6, reasoning=0.3, clients=60, gap_cv=1.6),
-    "reasoning, bursts": Traffic(1.5, prompt=1500, output=800, reasoning=0.5, clients=8, on_s=120, off_s=240),
-    "code, short answers": Traffic(25.0, prompt=2000, output=15, prompt_sigma=1.2, clients=40, gap_cv=2.0),
-    "day of two hours": Traffic(20.0, seconds=7200, swing=6.0, period_s=7200),
-    "day of two hours, heavy tails": Traffic(4.0, seconds=7200, swing=4.0, period_s=7200, tail=0.15, tail_alpha=1.2),
-    "quick tides": Traffic(8.0, seconds=7200, swing=8.0, period_s=900),
-    "sparse": Traffic(0.02, seconds=7200, clients=5),
-    "light": Traffic(0.5, seconds=7200, clients=10, gap_cv=2.0),
-    "heavy": Traffic(24.0, seconds=2400, prompt=1200, output=250),
-    "coarse clock of a second": Traffic(20.0, clock_s=1.0),
-    "batches by the minute": Traffic(6.0, clients=3, on_s=8, off_s=60, prompt=1500, output=60),
-}
-"""Kinds for eight devices."""
-
-NEW: dict[str, Traffic] = {
     "summaries of long texts": Traffic(0.9, prompt=9000, output=250, prompt_sigma=0.5, clients=12),
     "long prompts, on and off": Traffic(0.8, prompt=8000, output=300, clients=6, on_s=60, off_s=120),
     "long prompts, a day's swing": Traffic(1.0, prompt=8000, output=300, swing=5.0, prompt_sigma=1.0),
@@ -168,4 +146,4 @@ NEW: dict[str, Traffic] = {
     "nearly full": Traffic(2.8, prompt=6000, output=400, prompt_sigma=0.6, clients=60),
     "small hours": Traffic(0.15, prompt=4000, output=400, clients=4, gap_cv=2.5),
 }
-"""Further kinds for eight devices on which nothing was chosen."""
+"""For eight devices; no policy was chosen on them."""

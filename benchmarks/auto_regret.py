@@ -4,7 +4,7 @@ The best split is the one with most training among those with 99 % of the reques
 had, with as many as all devices together reach. After the first half hour, in which `auto` learns, it is one that was
 in time in both parts: a number in a configuration file stays.
 
-    python benchmarks/auto_regret.py [--older] [--only NAME ...] [--seeds 110700 110701 ...] [--json FILE]
+    python -m benchmarks.auto_regret [--only NAME ...] [--seeds 110700 110701 ...] [--json FILE]
 
 FILE (default: auto_regret.json beside this script) has a row for each kind and seed; splits that it has are not run
 again, since they depend on no policy, and each row is written as soon as it is known.
@@ -12,19 +12,15 @@ again, since they depend on no policy, and each row is written as soon as it is 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 from bisect import bisect_left
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from benchmarks._claims import at_least, record
-from benchmarks._traffic import KINDS, NEW, made
+from benchmarks._claims import at_least, parser, record
+from benchmarks._traffic import KINDS, made
 from benchmarks.simulator.simulate import Figures, Setup, run_policy
 from scheduler.core.workload import Policy
 
@@ -35,11 +31,9 @@ Reached = tuple[float, float]
 
 def reached(setup: Setup, figures: Figures) -> dict[str, Reached]:
     """By part of the run: the first half hour, and what comes after."""
-    (requests,) = setup.named().items()
-    name, arrivals = requests[0], requests[1].arrival_s
-    found, end = {}, int(setup.horizon_s) + 1
+    arrivals, found, end = setup.requests.arrival_s, {}, int(setup.requests.horizon_s) + 1
     for part, begin_s, end_s in (("first", 0, LEARNING_S), ("after", LEARNING_S, end)):
-        met = figures.within[name][bisect_left(arrivals, begin_s) : bisect_left(arrivals, end_s)]
+        met = figures.within[bisect_left(arrivals, begin_s) : bisect_left(arrivals, end_s)]
         found[part] = (sum(met) / max(len(met), 1), figures.trained_device_s(begin_s, end_s) / 3600)
     return found
 
@@ -59,29 +53,28 @@ def compared(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def measured(kind: str, seed: int, splits: dict[str, dict[str, Reached]] | None) -> dict[str, Any]:
-    setup = Setup(made(replace((NEW | KINDS)[kind], seconds=HOURS * 3600), seed), gpus_per_node=DEVICES)
+    setup = Setup(made(replace(KINDS[kind], seconds=HOURS * 3600), seed), DEVICES)
     if splits is None:
         splits = {"first": {}, "after": {}}
         for serving in range(DEVICES + 1):
             for part, found in reached(setup, run_policy(setup, Policy("split", DEVICES - serving))).items():
                 splits[part][str(serving)] = found
     figures = run_policy(setup, Policy("auto"))
-    moves = round(3600 * figures.handovers / setup.horizon_s, 2)
+    moves = round(3600 * figures.handovers / figures.horizon_s, 2)
     return {"kind": kind, "seed": seed, "moves_per_hour": moves, "auto": reached(setup, figures), "splits": splits}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--older", action="store_true", help="the kinds that earlier policies were made with")
-    parser.add_argument("--only", nargs="*", metavar="NAME", help="kinds that contain one of these")
-    parser.add_argument("--seeds", nargs="*", type=int, default=[110700])
-    parser.add_argument("--json", type=Path, default=Path(__file__).with_name("auto_regret.json"), metavar="FILE")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--only", nargs="*", metavar="NAME", help="kinds that contain one of these")
+    options.add_argument("--seeds", nargs="*", type=int, default=[110700])
+    options.add_argument("--json", type=Path, default=Path(__file__).with_name("auto_regret.json"), metavar="FILE")
+    args = options.parse_args()
     rows = {(row["kind"], row["seed"]): row for row in json.loads(args.json.read_text())} if args.json.exists() else {}
     ratios, margins = [], []
     print(f"{'kind':40}{'seed':>8}{'moves/h':>9}{'trained, of the best':>22}{'in time':>10}")
     for seed in args.seeds:
-        for kind in KINDS if args.older else NEW:
+        for kind in KINDS:
             if args.only and not any(word in kind for word in args.only):
                 continue
             row = measured(kind, seed, rows.get((kind, seed), {}).get("splits"))

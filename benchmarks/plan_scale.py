@@ -1,6 +1,6 @@
 """What a decision costs as devices and jobs grow: `plan` and `moves` at 8 to 1,024 devices with up to 1,250 jobs.
 
-    python benchmarks/plan_scale.py [--json FILE]
+    python -m benchmarks.plan_scale
 
 Three situations per size: "cold" (nothing runs yet, everything is placed), "steady" (everything runs, nothing
 changes) and "burst" (traffic takes a tenth of the devices back).
@@ -8,16 +8,10 @@ changes) and "burst" (traffic takes a tenth of the devices back).
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import sys
+import statistics
 import time
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._claims import at_most, record
 from scheduler.core.config import SchedulerConfig
@@ -85,52 +79,26 @@ def burst(plan_input: PlanInput) -> PlanInput:
     return replace(plan_input, deployments=more)
 
 
-def timed(plan_input: PlanInput, box: Box, repeat: int) -> tuple[float, int]:
-    """(median seconds of plan and moves together, moves)."""
-    seconds, count = [], 0
-    for _ in range(repeat):
+def timed_ms(plan_input: PlanInput, box: Box) -> float:
+    """Median milliseconds of plan and moves together."""
+    seconds = []
+    for _ in range(9):
         began_s = time.perf_counter()
-        allocation = plan(plan_input, NOW_S, CONFIG)
-        count = len(moves(box, allocation, plan_input.handover_id).moves)
+        moves(box, plan(plan_input, NOW_S, CONFIG), plan_input.handover_id)
         seconds.append(time.perf_counter() - began_s)
-    return sorted(seconds)[len(seconds) // 2], count
-
-
-def measure() -> list[dict[str, Any]]:
-    rows = []
-    for devices, jobs in SIZES:
-        first = cold(devices, jobs)
-        running, box = after(first, plan(first, NOW_S, CONFIG))
-        worlds = {
-            "cold": (first, Box({d.id: d for d in first.devices})),
-            "steady": (running, box),
-            "burst": (burst(running), box),
-        }
-        for name, (plan_input, world) in worlds.items():
-            seconds, count = timed(plan_input, world, 3 if devices > 2000 else 9)
-            row = {"situation": name, "devices": devices, "jobs": jobs, "moves": count, "decision_ms": seconds * 1e3}
-            print(f"{name:10}{devices:9} devices{jobs:8} jobs{count:8} moves{seconds * 1e3:10.2f} ms", flush=True)
-            rows.append(row)
-    return rows
+    return 1e3 * statistics.median(seconds)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
-    rows = measure()
-    record(
-        __file__,
-        [
-            at_most(
-                f"a decision at 1,024 devices, {row['situation']}", f"{row['jobs']} jobs", row["decision_ms"], "ms", 50
-            )
-            for row in rows
-            if row["devices"] == 1024
-        ],
-    )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    for devices, jobs in SIZES:
+        first = cold(devices, jobs)
+        running, box = after(first, plan(first, NOW_S, CONFIG))
+        empty = Box({d.id: d for d in first.devices})
+        worlds = {"cold": (first, empty), "steady": (running, box), "burst": (burst(running), box)}
+        size = f"{devices:,} devices, {jobs:,} jobs"
+        record(
+            __file__, [at_most(f"a decision, {name}", size, timed_ms(*one), "ms", 50) for name, one in worlds.items()]
+        )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import shutil
@@ -17,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +26,8 @@ import psutil
 
 from appliance.backup import read_last
 from appliance.boot import endpoint
-from appliance.boot.box_state import read_end, read_troubles
+from appliance.boot.box_state import read_troubles
+from appliance.cli.locate import BoxFile
 from appliance.config import BoxConfig, load_resolved
 from appliance.gateway.core.errors import ConfigInvalid
 from appliance.gateway.server.certificates import SAID_BEFORE_S, Certificate
@@ -60,78 +62,6 @@ class Finding:
     remedy: str = ""
 
 
-_PAIR = "put a chain and its key into the files that [gateway] tls_cert_path and tls_key_path name"
-TABLE: dict[str, tuple[State, str, str]] = {
-    "devices": ("fail", "devices that can be used", ""),
-    "others' programs": ("warn", "none", "end them: what they hold, engines and ranks will not find"),
-    "processor": (
-        "fail",
-        "avx2",
-        "no engine computes on this processor: each ends by SIGILL. Take a machine with AVX2, or with a GPU",
-    ),
-    "locked memory": (
-        "warn",
-        "unlimited",
-        "LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1: copies to the devices are slower without",
-    ),
-    "memory available": (
-        "warn",
-        "a twentieth of it",
-        "`ps -eo pid,rss,comm --sort=-rss | head` names who has it: end what is not the box's, or give it less to do",
-    ),
-    "swap": (
-        "warn",
-        "less than 1 GB",
-        "engines that are swapped out answer late: `swapoff -a`, with enough memory free",
-    ),
-    "shared memory": (
-        "warn",
-        "half of the memory",
-        "`mount -o remount,size=80% /dev/shm`, or --shm-size of the container: weights are handed over there",
-    ),
-    "disk free": (
-        "fail",
-        f"at least {DISK_SHARE:.0%}",
-        "`appliance tier list` and `appliance file list` show what takes it: `appliance model rm`, "
-        "`appliance file rm`, a shorter [controller.retention], or the data directory on a larger disk",
-    ),
-    "file system": (
-        "fail",
-        "one of this machine",
-        "the database's log wants shared memory of one host: put the data directory on a local disk, and copy it "
-        "away with `appliance backup make PLACE`",
-    ),
-    "disk sync": (
-        "warn",
-        f"under {SYNC_S * 1e3:.0f} ms",
-        "every change waits for it: a local SSD, or find who else writes to this disk",
-    ),
-    "open files": (
-        "warn",
-        f"{OPEN_FILES:,}",
-        f"LimitNOFILE={OPEN_FILES} in the unit, or as root `ulimit -n {OPEN_FILES}` before `appliance up`",
-    ),
-    "port": ("fail", "free, or the box's", ""),
-    "certificate": ("warn", "more than 14 days", f"{_PAIR}: they are loaded without a restart"),
-    "box": (
-        "warn",
-        "nothing degraded",
-        "`appliance status` says since when; the logs in `logs` of the data directory have the traceback",
-    ),
-    "keys": (
-        "warn",
-        "none expires within a week",
-        "`appliance key limit NAME --expires 90d` lets one last longer; `appliance key list` has the dates",
-    ),
-    "backup": (
-        "warn",
-        f"at most {BACKUP_LATE_S / 3600:g} h, elsewhere",
-        "`appliance backup make PLACE`, each day by a systemd timer or cron",
-    ),
-}
-"""By check: how bad it is where it is not well, what is wanted, and what to do."""
-
-
 def findings(config: BoxConfig, *, runs: bool) -> list[Finding]:
     """runs: whether the box of this configuration is up."""
     paths = BoxPaths.of(Path(config.box.data_dir))
@@ -153,12 +83,11 @@ def exit_code(found: list[Finding]) -> int:
     return 1 if "fail" in states else 2 if "warn" in states else 0
 
 
-def _judged(check: str, well: bool | None, found: str, remedy: str = "") -> Finding:
-    """By the row of TABLE. well: None where it could not be read. remedy: in place of the row's."""
-    state, wanted, usual = TABLE[check]
+def _judged(check: str, well: bool | None, found: str, wanted: str, remedy: str, bad: State = "warn") -> Finding:
+    """well: None where it could not be read. bad: how bad it is where it is not well."""
     if well is None:
         return Finding(check, "skip", found or "not reported here", wanted)
-    return Finding(check, "ok", found, wanted) if well else Finding(check, state, found, wanted, remedy or usual)
+    return Finding(check, "ok", found, wanted) if well else Finding(check, bad, found, wanted, remedy)
 
 
 def _devices(config: BoxConfig, runs: bool) -> Iterator[Finding]:
@@ -170,7 +99,7 @@ def _devices(config: BoxConfig, runs: bool) -> Iterator[Finding]:
     except DevicesRefused as error:
         refused = str(error)
     count = f"{len(devices)} of kind {devices[0].kind}" if devices else "none"
-    yield _judged("devices", not refused, refused or count, refused)
+    yield _judged("devices", not refused, refused or count, "devices that can be used", refused, "fail")
     for device in devices:
         if device.unfit:
             remedy = f"docs/gpu.md has what to do; then `appliance gpu undrain {device.id}`"
@@ -182,14 +111,17 @@ def _devices(config: BoxConfig, runs: bool) -> Iterator[Finding]:
     for reading in () if watch is None else watch(()):
         yield _device(reading)
     if kind.name == HOST.name and os.uname().machine == "x86_64":
-        has_avx2 = "avx2" in host_features()
-        yield _judged("processor", has_avx2, "avx2" if has_avx2 else "no avx2")
+        has, remedy = "avx2" in host_features(), "engines end by SIGILL here: take a machine with AVX2, or with a GPU"
+        yield _judged("processor", has, "avx2" if has else "no avx2", "avx2", remedy, "fail")
     if kind.locks_pages:
         locked = _hard_limit(resource.RLIMIT_MEMLOCK)
-        yield _judged("locked memory", locked is None, "unlimited" if locked is None else gb(locked))
+        remedy = "LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1: copies to the devices are slower without"
+        yield _judged(
+            "locked memory", locked is None, "unlimited" if locked is None else gb(locked), "unlimited", remedy
+        )
     if not runs and watch is not None:
-        foreign = "; ".join(foreign_use(devices))
-        yield _judged("others' programs", not foreign, foreign or "none on the devices")
+        foreign, remedy = "; ".join(foreign_use(devices)), "end them: engines and ranks will not find what they hold"
+        yield _judged("others' programs", not foreign, foreign or "none on the devices", "none", remedy)
 
 
 def _device(reading: Reading) -> Finding:
@@ -211,23 +143,36 @@ def _device(reading: Reading) -> Finding:
 def _memory() -> Iterator[Finding]:
     memory, shm = read_memory(), shutil.disk_usage(SHM_MOUNT)
     available = f"{gb(memory.available)} of {gb(memory.total)} ({memory.where})"
-    yield _judged("memory available", memory.available >= memory.total // 20, available)
-    yield _judged("swap", memory.swap_used < 2**30, f"{gb(memory.swap_used)} in use")
-    yield _judged("shared memory", shm.total >= memory.total // 2, f"{gb(shm.total)}, {gb(shm.free)} free")
+    remedy = "`ps -eo pid,rss,comm --sort=-rss | head` names who has it: end what is not the box's"
+    yield _judged("memory available", memory.available >= memory.total // 20, available, "a twentieth of it", remedy)
+    remedy = "engines that are swapped out answer late: `swapoff -a`, with enough memory free"
+    yield _judged("swap", memory.swap_used < 2**30, f"{gb(memory.swap_used)} in use", "less than 1 GB", remedy)
+    found = f"{gb(shm.total)}, {gb(shm.free)} free"
+    remedy = "`mount -o remount,size=80% /dev/shm`, or --shm-size of the container: weights are handed over there"
+    yield _judged("shared memory", shm.total >= memory.total // 2, found, "half of the memory", remedy)
 
 
 def _disk(folder: Path) -> Iterator[Finding]:
     disk = shutil.disk_usage(folder)
     share = disk.free / max(1, disk.total)
-    yield _judged("disk free", share >= DISK_SHARE, f"{gb(disk.free)} of {gb(disk.total)} ({share:.0%})")
+    found, remedy = (
+        f"{gb(disk.free)} of {gb(disk.total)} ({share:.0%})",
+        (
+            "`appliance tier list` and `appliance file list` show what takes it: `appliance model rm`, "
+            "`appliance file rm`, a shorter [controller.retention], or the data directory on a larger disk"
+        ),
+    )
+    yield _judged("disk free", share >= DISK_SHARE, found, f"at least {DISK_SHARE:.0%}", remedy, "fail")
     mounts = [one for one in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(one.mountpoint)]
     kind = max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else ""
-    yield _judged("file system", not kind.startswith(REMOTE_FILE_SYSTEMS) if kind else None, kind)
-    if (slow_s := _slow_sync_s(folder)) is None:
-        yield _judged("disk sync", None, "")
-    else:
-        found = f"{slow_s * 1e3:.1f} ms, the slowest but one of {SYNCS}"
-        yield _judged("disk sync", slow_s < SYNC_S, found)
+    is_local = not kind.startswith(REMOTE_FILE_SYSTEMS) if kind else None
+    remedy = "put the data directory on a local disk; copy it away with `appliance backup make PLACE`"
+    yield _judged("file system", is_local, kind, "one of this machine", remedy, "fail")
+    slow_s = _slow_sync_s(folder)
+    found = "" if slow_s is None else f"{slow_s * 1e3:.1f} ms, the slowest but one of {SYNCS}"
+    remedy = "every change waits for it: a local SSD, or find who else writes to this disk"
+    is_quick = None if slow_s is None else slow_s < SYNC_S
+    yield _judged("disk sync", is_quick, found, f"under {SYNC_S * 1e3:.0f} ms", remedy)
 
 
 def _slow_sync_s(folder: Path) -> float | None:
@@ -255,27 +200,30 @@ def _hard_limit(name: int) -> int | None:
 
 def _machine(config: BoxConfig, runs: bool) -> Iterator[Finding]:
     files = _hard_limit(resource.RLIMIT_NOFILE)
-    yield _judged("open files", files is None or files >= OPEN_FILES, "unlimited" if files is None else f"{files:,}")
+    remedy = f"LimitNOFILE={OPEN_FILES} in the unit, or as root `ulimit -n {OPEN_FILES}` before `appliance up`"
+    found = "unlimited" if files is None else f"{files:,}"
+    yield _judged("open files", files is None or files >= OPEN_FILES, found, f"{OPEN_FILES:,}", remedy)
     taken = "" if runs else endpoint.why_not(config.box.host, config.box.port)
-    yield _judged("port", not taken, "the box has it" if runs else taken or "free", taken)
+    yield _judged("port", not taken, "the box has it" if runs else taken or "free", "free", taken, "fail")
     cert, key = config.gateway.tls_cert_path, config.gateway.tls_key_path
     if cert is None or key is None:
         return
+    wanted, remedy = "more than 14 days", "replace the files that [gateway] tls_cert_path and tls_key_path name"
     try:
         left_s = Certificate(cert, key).expires_s - time.time()
     except ConfigInvalid as error:
-        yield Finding("certificate", "fail", str(error), "a PEM chain and its key", _PAIR)
+        yield Finding("certificate", "fail", str(error), wanted, remedy)
         return
     left = f"{left_s / DAY_S:.0f} days left" if left_s > 0 else "has expired"
-    found = _judged("certificate", left_s > SAID_BEFORE_S, left)
-    yield replace(found, state="fail") if left_s <= 0 else found
+    yield _judged("certificate", left_s > SAID_BEFORE_S, left, wanted, remedy, "warn" if left_s > 0 else "fail")
 
 
 def _box(state_file: Path, runs: bool) -> Iterator[Finding]:
     if runs:
         troubles = "; ".join(f"{one['name']}: {one['why']}" for one in read_troubles(state_file))
-        yield _judged("box", not troubles, troubles or "runs")
-    elif ended := read_end(state_file):
+        remedy = "`appliance status` says since when; the logs in `logs` of the data directory have the traceback"
+        yield _judged("box", not troubles, troubles or "runs", "nothing degraded", remedy)
+    elif ended := BoxFile.read(state_file.parent).fault:
         remedy = "`appliance up --detach` goes on where it was; logs/main.log and logs/controller.log say what happened"
         yield Finding("box", "warn", f"does not run: {ended}", "runs, or ended in order", remedy)
     else:
@@ -284,20 +232,23 @@ def _box(state_file: Path, runs: bool) -> Iterator[Finding]:
 
 def _keys(database: Path) -> Iterator[Finding]:
     query = "SELECT name FROM keys WHERE expires_s <= ? AND revoked_s IS NULL ORDER BY expires_s"
+    wanted, names = "none expires within a week", ""
     try:
         with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             names = ", ".join(name for (name,) in connection.execute(query, (time.time() + 7 * DAY_S,)))
-        yield _judged("keys", not names, f"expiring: {names}" if names else "none expires within a week")
     except sqlite3.Error:
-        yield _judged("keys", None, "there is no box yet, or its database is of an earlier release")
+        yield _judged("keys", None, "there is no box yet, or its database is of an earlier release", wanted, "")
+        return
+    remedy = "`appliance key limit NAME --expires 90d` lets one last longer; `appliance key list` has the dates"
+    yield _judged("keys", not names, f"expiring: {names}" if names else wanted, wanted, remedy)
 
 
 def _backup(newest: Path) -> Iterator[Finding]:
-    if (last := read_last(newest)) is None:
-        yield _judged("backup", False, "none yet")
-    else:
-        age_s = time.time() - last.made_s
-        yield _judged("backup", age_s <= BACKUP_LATE_S, f"{age_s / 3600:.1f} h old, at {last.where}")
+    last = read_last(newest)
+    age_s = time.time() - last.made_s if last else math.inf
+    found = f"{age_s / 3600:.1f} h old, at {last.where}" if last else "none yet"
+    remedy = "`appliance backup make PLACE`, each day by a systemd timer or cron"
+    yield _judged("backup", age_s <= BACKUP_LATE_S, found, f"at most {BACKUP_LATE_S / 3600:g} h, elsewhere", remedy)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,9 +26,12 @@ from pathlib import Path
 import httpx
 
 from appliance.boot import endpoint, ray_head
-from appliance.boot.box_state import BoxState, read_troubles
+from appliance.boot.box_state import BoxState
 from appliance.boot.supervised_process import LOOK_EVERY_S, Probe, Supervised, clear_leftovers, locked, own_files_only
-from appliance.boot.tracking import run_exporter, status_file
+from appliance.boot.tracking import run_exporter
+from appliance.cli.command import Session
+from appliance.cli.commands.box import show_ready
+from appliance.cli.locate import BoxFile
 from appliance.config import BoxConfig, load_resolved
 from appliance.invitation import InvitationError, prepare
 from appliance.paths import BoxPaths, UnsafeFolder, write_secret
@@ -61,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="appliance.boot.main", description=__doc__)
     parser.add_argument("command", choices=["up"])
     parser.add_argument("--config", required=True, type=Path, help="the resolved configuration, JSON")
+    parser.add_argument("--show", choices=["table", "json"], help="print in this form where the ready box answers")
     options = parser.parse_args(argv)
     config = load_resolved(options.config)
     paths = BoxPaths.of(Path(config.box.data_dir))
@@ -70,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         paths.create()
         with locked(paths):
-            return asyncio.run(_run(config, paths, state))
+            return asyncio.run(_run(config, paths, state, options.show))
     except BlockingIOError:
         log.error("a box already runs on %s; `appliance down` stops it", paths.data_dir)
         return 5
@@ -80,13 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
+async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState, show: str | None) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, lambda: _ask_to_stop(stop, state))
 
-    state.begin(pid=os.getpid(), url=local_url(config), controller_socket=str(paths.controller_socket))
+    known = {"pid": os.getpid(), "url": local_url(config), "controller_socket": str(paths.controller_socket)}
+    state.update(state="starting", message="", started_s=time.time(), **known)
     box = Box(config, paths, state, stop.set)
     fault = ""
     try:
@@ -95,13 +100,15 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
+            if show:
+                show_ready(Session(None, show == "json"), BoxFile.read(paths.data_dir), detached=False)
             await stopping
         else:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
     finally:
         fault = await box.end() or box.hopeless
-        state.end(fault)
+        state.update(state="stopped", message=fault, pid=None)
     return 1 if fault else 0
 
 
@@ -182,14 +189,14 @@ class Box:
         self._say("starting the gateway")
         await self._gateway.begin()
         await self._wait_for(self._gateway)
-        self._state.update(state="ready", message="ready")
-        self._announce(has_first_key)
+        file = str(self._paths.first_key) if has_first_key else None
+        self._state.update(state="ready", message="ready", first_key_file=file)
         for process in (self._controller, self._gateway):
             self._background.keep_every(f"pulse of the {process.name}", process.look, LOOK_EVERY_S)
         self._background.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
-        if self._config.tracking.is_on:
-            exporter = partial(run_exporter, self._config.tracking, self._paths, self._environment)
-            self._background.keep("tracking", exporter)
+        for tracker in self._config.tracking.trackers:
+            exporter = partial(run_exporter, tracker, self._config.tracking, self._paths, self._environment)
+            self._background.keep(f"tracking: {tracker}", exporter)
 
     async def end(self) -> str:
         """Stop everything in order and give shared memory back. Returns what went wrong, "" if nothing did."""
@@ -251,8 +258,7 @@ class Box:
             return await ray_head.start_process(arguments, output, self._environment)
 
     async def _tell_troubles(self) -> None:
-        of_tracking = read_troubles(status_file(self._paths)) if self._config.tracking.is_on else []
-        self._state.troubles([*self._background.degraded(), *of_tracking])
+        self._state.update(troubles=self._background.degraded())
         for process in (self._ray, self._controller, self._gateway):
             if process.failures >= HOPELESS:
                 self.hopeless = f"the box ended: {process.name} failed {HOPELESS} times without a steady run"
@@ -280,11 +286,6 @@ class Box:
                 log_path = self._paths.logs / f"{process.name}.log"
                 raise BoxError(f"the {process.name} {why}; {log_path} ends with:\n{tail(log_path)}")
             await asyncio.sleep(0.05)
-
-    def _announce(self, has_first_key: bool) -> None:
-        file = str(self._paths.first_key) if has_first_key else None
-        ready = {"state": "ready", "url": f"{local_url(self._config)}/v1", "first_key_file": file}
-        print(json.dumps(ready), flush=True)
 
     def _say(self, message: str) -> None:
         self._state.update(message=message)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import ssl
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import httpx
 
@@ -16,7 +15,6 @@ from appliance.cli import output
 from appliance.cli.errors import AuthFailed, BadUsage, CommandFailed, Unreachable, of_answer
 
 TIMEOUT_S = 60.0
-MOST_FAILURES, RESUME_AFTER_S = 10, 3.0  # of a download, without a byte between
 _UPLOAD_TIMEOUT_S = 900.0  # the box reads the whole file before it answers
 
 
@@ -116,31 +114,10 @@ class Client:
             form = {"data": {"purpose": purpose}, "files": {"file": (path.name, file, "application/octet-stream")}}
             return self.send("POST", "/v1/files", timeout_s=_UPLOAD_TIMEOUT_S, **form)
 
-    def download(self, path: str, out: BinaryIO) -> int:
-        """Copy the body of an answer to `out`; returns its bytes."""
-        with self._answer("GET", path, TIMEOUT_S) as response:
-            return sum(out.write(piece) for piece in response.iter_bytes())
-
     def parts(self, path: str) -> Iterator[bytes]:
-        """The body of an answer whose server takes ranges; a connection that breaks is resumed. Raises BadUsage if the
-        body changed meanwhile."""
-        at, tag, failures = 0, "", 0
-        while True:
-            headers = {"range": f"bytes={at}-", "if-range": tag} if tag else {}
-            try:
-                with self._answer("GET", path, TIMEOUT_S, headers=headers) as response:
-                    if tag and response.status_code != 206:
-                        raise BadUsage("what is downloaded changed meanwhile; begin again")
-                    tag = response.headers.get("etag", "")
-                    for piece in response.iter_raw():
-                        at, failures = at + len(piece), 0
-                        yield piece
-                return
-            except (CommandFailed, Unreachable):
-                failures += 1
-                if not tag or failures > MOST_FAILURES:
-                    raise
-                time.sleep(RESUME_AFTER_S)
+        """The body of an answer, as it comes."""
+        with self._answer("GET", path, TIMEOUT_S) as response:
+            yield from response.iter_bytes()
 
     @contextmanager
     def _answer(self, method: str, path: str, timeout_s: float, **request: Any) -> Iterator[httpx.Response]:

@@ -78,12 +78,16 @@ class BoxFile:
             return f"{box} is {now.state}: {now.message or 'one moment'}" if moves else ""
         if not now.fields:
             return f"no box on {self.data_dir}; {start}, --url or --data-dir name another"
-        if now.state == "failed":
-            return f"{box} did not start: {now.message}"
-        if now.state == "stopped":
-            why = f", not in order: {now.message}" if now.message else ""
-            return f"{box} is stopped{why}; {start}"
-        return f"{box} was killed while {now.state}; {start} and continues its work"
+        return f"{box} does not run{f': {now.fault}' if now.fault else ''}; {start} and continues its work"
+
+    @property
+    def fault(self) -> str:
+        """Why a box that does not run now ended, "" if it ended in order."""
+        if self.state == "failed":
+            return f"it did not start: {self.message}"
+        if self.state == "stopped":
+            return f"it ended: {self.message}" if self.message else ""
+        return f"it was killed while {self.state}"
 
 
 def data_dir_option(data_dir: Path) -> str:

@@ -96,22 +96,14 @@ class Row:
             session.show(answer(), self.drawn)
 
     def _run_each(self, session: Session, send: Callable[[str], Any], ids: list[str]) -> None:
-        """Send for each, whatever becomes of the others. Several answers are one JSON document."""
-        answers: list[Any] = []
+        """Send for each, whatever the state of the others is."""
         refused: CliError | None = None
         for one in ids:
             try:
-                answers.append(send(one))
-            except CliError as error:
+                session.show(send(one), self.drawn)
+            except (NotFound, Conflict) as error:
                 output.say(f"error: {error}")
-                if not isinstance(error, (NotFound, Conflict)):
-                    refused = error
-                    break
                 refused = refused or error
-        if len(ids) > 1 and (answers or session.as_json):
-            session.show({"data": answers}, lambda all_: output.stack(*map(self.drawn, all_["data"]), gap=False))
-        elif answers:
-            session.show(answers[0], self.drawn)
         if refused:
             raise Said(refused.exit_code)
 

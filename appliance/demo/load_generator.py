@@ -23,15 +23,12 @@ PAUSE_S = 0.3
 
 @dataclass
 class Outcome:
-    """One request as its client saw it. Times are seconds."""
+    """One request as its client saw it. answers: different ids among its chunks."""
 
-    number: int
-    streamed: bool
     started_s: float
     ended_s: float = 0.0
     finish_reason: str | None = None
     answers: int = 0
-    first_token_s: float | None = None
     error: str | None = None
 
     @property
@@ -68,8 +65,7 @@ class Load:
         # No retries: a request that the SDK had to send twice would hide a drop.
         self._client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=600)
         self._asked: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": 0}
-        self._prompts = prompts
-        self._stopping, self._numbers = threading.Event(), itertools.count()
+        self._prompts, self._stopping, self._numbers = prompts, threading.Event(), itertools.count()
         self._threads = [threading.Thread(target=self._work, name=f"load-{i}") for i in range(workers)]
         self.outcomes: list[Outcome] = []
 
@@ -101,26 +97,21 @@ class Load:
 
     def _work(self) -> None:
         while not self._stopping.is_set():
-            number = next(self._numbers)
-            outcome = Outcome(number, streamed=number % 2 == 0, started_s=time.monotonic())
+            outcome = Outcome(time.monotonic())
             try:
-                self._ask(outcome)
+                self._ask(next(self._numbers), outcome)
             except openai.OpenAIError as error:
                 outcome.error = f"{type(error).__name__}: {error}"
                 self._stopping.wait(PAUSE_S)
             outcome.ended_s = time.monotonic()
             self.outcomes.append(outcome)
 
-    def _ask(self, outcome: Outcome) -> None:
-        messages: Any = [{"role": "user", "content": self._prompts[outcome.number % len(self._prompts)]}]
-        create, ids = self._client.chat.completions.create, set()
-        if not outcome.streamed:
-            answer = create(messages=messages, **self._asked)
-            outcome.answers, outcome.finish_reason = len(answer.choices), answer.choices[0].finish_reason
-            return
-        for chunk in create(messages=messages, stream=True, **self._asked):
-            outcome.first_token_s = outcome.first_token_s or time.monotonic() - outcome.started_s
+    def _ask(self, number: int, outcome: Outcome) -> None:
+        messages: Any = [{"role": "user", "content": self._prompts[number % len(self._prompts)]}]
+        answer: Any = self._client.chat.completions.create(messages=messages, stream=number % 2 == 0, **self._asked)
+        ids = set()
+        for chunk in [answer] if number % 2 else answer:
             ids.add(chunk.id)
-            if chunk.choices and chunk.choices[0].finish_reason:
-                outcome.finish_reason = chunk.choices[0].finish_reason
+            for choice in chunk.choices:
+                outcome.finish_reason = choice.finish_reason or outcome.finish_reason
         outcome.answers = len(ids)

@@ -6,7 +6,6 @@ what clients saw, and what it means.
 
 from __future__ import annotations
 
-import argparse
 import importlib.resources
 import json
 import os
@@ -17,8 +16,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +23,11 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
-from appliance.cli.locate import data_dir_option
-from appliance.demo.load_generator import Load, LoadReport
+from appliance.demo.load_generator import Load
 
-ENDED = ("succeeded", "failed", "cancelled")
+MODEL, QUESTION = "smollm2-135m", "Which team developed you?"
+"""The answer changes with the training for certain."""
+HYPERPARAMETERS = {"n_epochs": 3, "lora_rank": 16, "publish": "epoch"}
 FOREVER = 50  # epochs of a job that is cancelled before its end
 STEPS = {
     "swap_replica": ("swap", "a running engine takes another version; its requests are kept"),
@@ -41,79 +39,43 @@ STEPS = {
 console = Console(highlight=False)
 
 
-@dataclass(frozen=True)
-class Lesson:
-    """What a base model is trained on: the first `examples` of a file of demo_data, and a question whose answer changes
-    with it for certain."""
-
-    model: str
-    title: str
-    file: str
-    examples: int
-    question: str
-    hyperparameters: dict[str, Any]
-
-
-REAL = Lesson(
-    "smollm2-135m",
-    "who it is",
-    "identity.jsonl",
-    64,
-    "Which team developed you?",
-    {"n_epochs": 3, "lora_rank": 16, "publish": "epoch"},
-)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
-    parser.add_argument("--data-dir", default=".demo", help="the demo box's data directory (default: .demo)")
-    parser.add_argument("--keep", action="store_true", help="leave the box running at the end")
-    options = parser.parse_args(argv)
+def main(data_dir: str = ".demo") -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the box outlives a demo that is ended
-    box, is_good = DemoBox(Path(options.data_dir).resolve()), False
+    box = DemoBox(Path(data_dir).resolve())
     try:
-        is_good = run(box, REAL)
+        return 0 if run(box) else 1
     except KeyboardInterrupt:
-        console.print("\nstopped by hand")
-        options.keep = False
+        return 130
     finally:
-        if options.keep:
-            console.print(f"The box stays up at {box.url}; `appliance down{data_dir_option(box.data_dir)}` ends it.")
-        else:
-            box.appliance("down", check=False)
-    return 0 if is_good else 1
+        box.appliance("down", check=False)
 
 
-def run(box: DemoBox, lesson: Lesson) -> bool:
+def run(box: DemoBox) -> bool:
     """Returns whether every request was answered once, and the fine-tuned model answers otherwise than its base."""
     began_s = time.monotonic()
     headline("1  A box: one endpoint for OpenAI's SDK, eight devices that train and serve")
     box.up()
-    if lesson.model not in [model.id for model in box.client.models.list()]:
-        box.appliance("model", "import", lesson.model)
-    before = box.ask(lesson.model, lesson.question)
+    if MODEL not in [model.id for model in box.client.models.list()]:
+        box.appliance("model", "import", MODEL)
+    before = box.ask(MODEL, QUESTION)
 
-    headline(f"2  Train {lesson.model} on {lesson.title}, and publish the result through shared memory")
-    lines = (importlib.resources.files("appliance") / "demo_data" / lesson.file).read_text().split("\n")
-    file = box.client.files.create(
-        file=(lesson.file, "\n".join(lines[: lesson.examples]).encode()), purpose="fine-tune"
-    )
-    job = box.train(lesson, file.id)
+    headline(f"2  Train {MODEL} on who it is, and publish the result through shared memory")
+    file = box.upload("identity.jsonl")
+    job = box.train(file, HYPERPARAMETERS)
     box.appliance("job", "logs", "-f", job.id)
-    job = box.client.fine_tuning.jobs.retrieve(job.id)
-    if job.status != "succeeded":
-        raise SystemExit(f"the job ended {job.status}: {job.error}")
+    tuned = box.client.fine_tuning.jobs.retrieve(job.id).fine_tuned_model
+    if tuned is None:
+        raise SystemExit("the job did not succeed")
 
     headline("3  Chat: the same question to both models, each served by an engine")
-    tuned = job.fine_tuned_model
-    after = box.ask(tuned, lesson.question)
-    for name, answer in (("you", lesson.question), (lesson.model, before), (tuned, after)):
+    after = box.ask(tuned, QUESTION)
+    for name, answer in (("you", QUESTION), (MODEL, before), (tuned, after)):
         console.print(f"[bold]{name}[/]  {answer}")
 
     headline("4  The devices switch to training and back, with clients that go on asking")
-    job = box.train(lesson, file.id, n_epochs=FOREVER)
+    job = box.train(file, HYPERPARAMETERS | {"n_epochs": FOREVER})
     box.admin("mode", "set", "serve", "--wait")
-    with Load(box.url, box.key, lesson.model) as load:
+    with Load(box.url, box.key, MODEL) as load:
         wait_for_answers(load)
         for mode in ("train", "serve"):
             switched_s, answered = time.monotonic(), load.finished
@@ -126,8 +88,8 @@ def run(box: DemoBox, lesson: Lesson) -> bool:
                 wait_for_answers(load)
         box.client.fine_tuning.jobs.cancel(job.id)
         box.admin("mode", "set", "auto", "--wait")
+    summary(box, load, time.monotonic() - began_s)
     report = load.report()
-    summary(box, report, time.monotonic() - began_s)
     return before != after and not (report.dropped or report.truncated or report.duplicated)
 
 
@@ -166,7 +128,7 @@ class DemoBox:
         self.key = self.admin("key", "create", "--name", f"demo-{int(time.time())}")["key"]
         self.client = openai.OpenAI(base_url=self.url, api_key=self.key, timeout=900)
         for job in self.admin("job", "list")["data"]:
-            if job["status"] not in ENDED:  # of a demo that was stopped: it would go on beside this one
+            if job["status"] not in ("succeeded", "failed", "cancelled"):  # of a demo that was stopped
                 self.admin("job", "cancel", job["id"])
 
     def ask(self, model: str, question: str) -> str:
@@ -174,28 +136,32 @@ class DemoBox:
         answer = self.client.chat.completions.create(model=model, messages=messages, max_tokens=64, temperature=0)
         return answer.choices[0].message.content or ""
 
-    def train(self, lesson: Lesson, file: str, **more: Any) -> Any:
-        method: Any = {"type": "supervised", "supervised": {"hyperparameters": {**lesson.hyperparameters, **more}}}
+    def upload(self, name: str) -> str:
+        """The id of a file of demo_data."""
+        content = (importlib.resources.files("appliance") / "demo_data" / name).read_bytes()
+        return self.client.files.create(file=(name, content), purpose="fine-tune").id
+
+    def train(self, file: str, hyperparameters: dict[str, Any]) -> Any:
+        method: Any = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
         return self.client.fine_tuning.jobs.create(
-            model=lesson.model, training_file=file, suffix="demo", seed=7, method=method
+            model=MODEL, training_file=file, suffix="demo", seed=7, method=method
         )
 
 
-def summary(box: DemoBox, report: LoadReport, seconds: float) -> None:
+def summary(box: DemoBox, load: Load, seconds: float) -> None:
     steps = [step for handover in box.admin("mode", "history", "--limit", "1000")["data"] for step in handover["steps"]]
     table = Table("what", "measured", "what it means", title="One run on this machine")
     for verb, (name, meaning) in STEPS.items():
         if took := [s["seconds"] for s in steps if s["verb"] == verb and s["state"] == "done"]:
             table.add_row(name, f"{statistics.median(took) * 1e3:,.0f} ms (median of {len(took)})", meaning)
+    report = load.report()
     table.add_row("requests", f"{report.requests}", "answered in part 4")
     table.add_row("longest", f"{report.longest_s:.1f} s", "a request held until devices came back, whole")
     table.add_row("dropped", f"{report.dropped}", "requests that ended with an error; the promise is 0")
     table.add_row("truncated", f"{report.truncated}", "answers without their end; the promise is 0")
     table.add_row("duplicated", f"{report.duplicated}", "answers sent twice; the promise is 0")
     table.add_row("demo", f"{seconds:.0f} s", "all of this")
-    console.print(table)
-    for error in report.errors:
-        console.print(f"[red]{error}[/]")
+    console.print(table, *report.errors, sep="\n")
 
 
 def wait_for_answers(load: Load, count: int = 4, timeout_s: float = 600.0) -> None:
@@ -212,4 +178,4 @@ def headline(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

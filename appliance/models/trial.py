@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -51,23 +52,20 @@ def run_trial(
     Raises TrialEnded, TrialFailed.
     """
     quiet = {"OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    late, last = threading.Event(), ""
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *options],
+    command, ends_s, last = [sys.executable, "-P", "-m", module, *options], time.monotonic() + limit_s, ""
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
             env={**os.environ, **quiet, "RUST_BACKTRACE": "0"},
-        )
+        ) as process,
+    ):
         assert process.stdin is not None and process.stdout is not None
-
-        def end() -> None:
-            late.set()
-            process.kill()
-
-        limit = threading.Timer(limit_s, end)
+        limit = threading.Timer(limit_s, process.kill)
         limit.start()
         try:
             with suppress(BrokenPipeError), process.stdin as stdin:
@@ -80,12 +78,10 @@ def run_trial(
         finally:
             limit.cancel()
             process.kill()
-            process.wait()
-            process.stdout.close()
         with suppress(ValueError):
             if (result := json.loads(last)).pop("event", "done") == "done":
                 return result
-        if late.is_set():
+        if time.monotonic() >= ends_s:
             raise TrialEnded(subject, f"its trial took more than {limit_s:.0f} s: try again")
         if code == -signal.SIGKILL:
             ended = "its trial was ended from outside, as the kernel does where memory is short: try again"

@@ -23,9 +23,9 @@ from appliance.store.rows import TierRemovalRow, VersionRow
 from appliance.tiers.tiers import Tier, Tiers, name_of
 from train.state.cadence import every_s
 from weights.format.errors import StoreError, TierFull, TierUnavailable, VersionNotFound, WeightsError
-from weights.format.names import step_of
+from weights.format.names import Name, step_of
 from weights.memory.lease import StoredVersion, take_lease, unpin
-from weights.tiers.record import Kept, Name, keep
+from weights.tiers.record import Kept, keep
 from weights.tiers.remote import RemoteTier
 
 log = logging.getLogger(__name__)

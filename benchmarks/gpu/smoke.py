@@ -1,11 +1,10 @@
-"""`make gpu-smoke`: one verdict per line, with its threshold, the physical limit and what to do where it fails.
+"""`make gpu-smoke`: our own code on this machine's GPUs, one line per check with its bound and what to do.
 
-    python -m benchmarks.gpu.smoke [--parts devices,copies,...] [--gpus N] [--results FILE]
+    python -m benchmarks.gpu.smoke [--parts copies,...] [--gpus N] [--results FILE]
 
-Every part runs in processes of its own with a time limit, so that a machine with torch alone measures what torch can,
-and one that hangs costs its part. `--gpus`: how many there have to be. The results go to
-benchmarks/gpu/results/<date>-<GPUs>.json, to be committed. Ends with 0 if nothing failed, 1 if something did, 2 without
-a GPU.
+Every part runs in a process of its own for each GPU, with a time limit, so that one that hangs costs its part. What the
+hardware does by itself is `dcgmi diag`'s. The lines go to benchmarks/gpu/results/<date>-<GPUs>.txt, to be committed.
+Ends with 0 if nothing failed, 1 if something did, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -17,163 +16,106 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.verdicts import PARTS, Verdict, judge
+from benchmarks.gpu.checks import Check
+from runtime.devices.kind import Found
+from runtime.devices.kinds import kind_of
+from runtime.processes.numa import bind
 from runtime.processes.warm_parents import WARM_ENV
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
-NEEDS = {
-    "devices": ("pynvml",),
-    "fork": ("torch",),
-    "attention": ("torch", "transformers"),
-    "head": ("torch", "transformers"),
-    "ranks": ("torch", "transformers", "deepspeed"),
-}
-AT_ONCE = {"together", "attention", "head"}
-"""On all GPUs at the same time: their links, which share the host, and what stays on a GPU and shares nothing."""
-HALVES = {"serve": ("vllm",), "train": ("deepspeed", "transformers")}
-PART_LIMIT_S = 150.0
-"""Of all processes of a part that run at once. A healthy machine with eight GPUs needs some six minutes in all."""
-
-Start = Callable[[Sequence[str], Mapping[str, str]], subprocess.Popen[str]]
+PARTS = ("fork-serve", "fork-train", "copies", "snapshots", "attention", "head", "ranks")
+LIMIT_S = 150.0
+"""For the processes of a part that run at once."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help="of: %(default)s")
-    parser.add_argument("--gpus", type=int, help="how many there have to be (default: at least one)")
+    parser.add_argument("--gpus", type=int, default=1, help="how many there have to be (default: at least one)")
     parser.add_argument("--results", type=Path, help="file to write")
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    wanted = options.parts.split(",")
-    if unknown := sorted(set(wanted) - set(PARTS)):
-        parser.error(f"--parts names {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    if not Path("/dev/nvidiactl").exists():
-        print("no NVIDIA GPU here (/dev/nvidiactl does not exist): nothing was measured", file=sys.stderr)
+    if options.child:
+        print(json.dumps([asdict(check) for check in child(**options.child)]), flush=True)
+        return 0
+    if not (gpus := kind_of("cuda").probe()):
+        print("no NVIDIA GPU here: nothing was measured", file=sys.stderr)
         return 2
-    facts = measure(wanted, installed=lambda name: find_spec(name) is not None)
-    verdicts = judge(facts, options.gpus)
-    print(report(verdicts))
-    names = facts.get("devices", {}).get("names", [])
-    path = options.results or RESULTS / f"{time.strftime('%Y-%m-%d')}-{result_name(names)}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [verdict.line() for verdict in verdicts]
-    path.write_text(json.dumps({"facts": facts, "verdicts": lines}, indent=1) + "\n")
-    print(f"written to {path}: commit it")
-    return int(any(verdict.state == "fail" for verdict in verdicts))
+    checks = [Check("GPUs", len(gpus), least=options.gpus, remedy="`dmesg | grep -i xid`, reseat it, reboot")]
+    checks += [Check(f"GPU {gpu.index} is fit", 0, least=1, remedy=gpu.unfit) for gpu in gpus if gpu.unfit]
+    print("\n".join(check.line() for check in checks), flush=True)
+    for part in options.parts.split(","):
+        found = measured(part, [gpu for gpu in gpus if not gpu.unfit])
+        print("\n".join(check.line() for check in found), flush=True)
+        checks += found
+    name = f"{time.strftime('%Y-%m-%d')}-{len(gpus)}x-{'-'.join(gpus[0].name.lower().split())}.txt"
+    path = options.results or RESULTS / name
+    path.write_text("".join(f"{check.line()}\n" for check in checks))
+    failed = sum(not check.ok for check in checks)
+    print(f"{failed} of {len(checks)} failed; written to {path}: commit it")
+    return int(failed > 0)
 
 
-def result_name(names: Sequence[str]) -> str:
-    """ "8x-nvidia-h100-80gb-hbm3" """
-    return f"{len(names)}x-{'-'.join(names[0].lower().split())}" if names else "unknown"
+def child(part: str, rank: int, of: int, meet: str, numa: int | None) -> list[Check]:
+    """Measure a part in this process, which sees one GPU."""
+    bind([numa])  # as engines and ranks are: half of the copies else cross from socket to socket
+    if part.startswith(("fork-", "copies")):
+        from benchmarks.gpu import loading
+
+        return loading.copies() if part == "copies" else loading.fork(part.removeprefix("fork-"))
+    import torch
+
+    from benchmarks.gpu import training
+
+    if part == "ranks":
+        return training.ranks(rank, of, meet, "cuda")
+    return getattr(training, part)(torch.device("cuda:0"))
 
 
-def report(verdicts: Sequence[Verdict]) -> str:
-    counts = {state: sum(verdict.state == state for verdict in verdicts) for state in ("ok", "fail", "skip")}
-    summed = ", ".join(f"{count} {state}" for state, count in counts.items())
-    return "\n".join([*(verdict.line() for verdict in verdicts), summed])
+def measured(part: str, gpus: Sequence[Found]) -> list[Check]:
+    """A part's checks of each GPU; those of a world of ranks, which need all at once."""
+    with tempfile.TemporaryDirectory(prefix="appliance-smoke-") as folder:
+        meet = {"of": len(gpus), "meet": f"{folder}/meet"}
+        asked = [{"part": part, "rank": rank, "numa": gpu.numa_node, **meet} for rank, gpu in enumerate(gpus)]
+        if part == "ranks":
+            return answers(gpus, [start(one, gpu.index) for one, gpu in zip(asked, gpus, strict=True)])
+        pairs = zip(asked, gpus, strict=True)
+        return [check for one, gpu in pairs for check in answers([gpu], [start(one, gpu.index)])]
 
 
-def start(arguments: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.gpu.measures", *arguments]
+def start(asked: dict[str, Any], gpu: int) -> subprocess.Popen[str]:
     # As engines and ranks copy: their rings have threads, and torch must not add its own to each.
-    as_theirs = {**dict(WARM_ENV), "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **as_theirs, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **variables}
+    own = {**dict(WARM_ENV), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return subprocess.Popen(
-        command, env=environment, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "benchmarks.gpu.smoke", "--child", json.dumps(asked)],
+        env={**os.environ, **own, "CUDA_VISIBLE_DEVICES": str(gpu)},
+        cwd=Path(__file__).resolve().parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
-def measure(wanted: Sequence[str], *, installed: Callable[[str], bool], start: Start = start) -> dict[str, Any]:
-    """What each part found, `{"skipped": why}` or `{"failed": what}`."""
-    facts: dict[str, Any] = {}
-    devices = _one(start, ["devices"], {}) if installed("pynvml") else {"skipped": "pynvml is not installed"}
-    if "devices" in wanted or "failed" in devices:
-        facts["devices"] = devices
-    if "failed" in devices:
-        return facts
-    count = len(devices.get("names", [])) or 1
-    beside = [_beside(node) for node in devices.get("numa_nodes", [None] * count)]
-    for part in (part for part in wanted if part != "devices"):
-        missing = [name for name in NEEDS.get(part, ("torch", "safetensors")) if not installed(name)]
-        if missing:
-            facts[part] = {"skipped": f"not installed: {', '.join(missing)}"}
-        elif part == "fork":
-            facts[part] = _forks(start, installed)
-        elif part in ("collectives", "together") and count == 1:
-            facts[part] = {"skipped": "there is one GPU"}
-        elif part == "collectives":
-            every = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}  # whatever the caller sees of them
-            facts[part] = _world(start, part, [every] * count, beside)
-        elif part == "ranks":
-            facts[part] = _world(start, part, _sees(count), beside)  # like the box's own, each sees its device alone
-        else:
-            facts[part] = _each(start, part, beside, at_once=part in AT_ONCE)
-    return facts
-
-
-def _forks(start: Start, installed: Callable[[str], bool]) -> dict[str, Any]:
-    halves = [half for half, needs in HALVES.items() if all(map(installed, needs))]
-    if not halves:
-        return {"skipped": "neither vllm nor deepspeed is installed"}
-    found = [_one(start, ["fork", "--half", half], {}) for half in halves]
-    failed = [one for one in found if "failed" in one]
-    return failed[0] if failed else {"forks": {half: works for one in found for half, works in one["forks"].items()}}
-
-
-def _beside(numa_node: int | None) -> list[str]:
-    return [] if numa_node is None else ["--numa", str(numa_node)]
-
-
-def _world(
-    start: Start, part: str, sees: Sequence[Mapping[str, str]], beside: Sequence[Sequence[str]]
-) -> dict[str, Any]:
-    """Of one rank for each of `sees`, its variables; they meet through a file. Lists by rank."""
-    with tempfile.TemporaryDirectory(prefix="appliance-smoke-") as folder:
-        of, meet = ["--of", str(len(sees))], ["--meet", str(Path(folder) / "meet")]
-        world = [
-            start([part, "--gpu", str(rank), *of, *meet, *beside[rank]], variables)
-            for rank, variables in enumerate(sees)
-        ]
-        return _listed("rank", _answers(world))
-
-
-def _each(start: Start, part: str, beside: Sequence[Sequence[str]], *, at_once: bool) -> dict[str, Any]:
-    """Of every GPU, one after the other or all at once: lists by GPU."""
-    asked = [([part, *where], variables) for where, variables in zip(beside, _sees(len(beside)), strict=True)]
-    if at_once:
-        return _listed("GPU", _answers([start(*one) for one in asked]))
-    return _listed("GPU", [_one(start, *one) for one in asked])
-
-
-def _sees(count: int) -> list[dict[str, str]]:
-    return [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(count)]
-
-
-def _listed(what: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    failed = [f"{what} {number}: {one['failed']}" for number, one in enumerate(found) if "failed" in one]
-    return {"failed": "; ".join(failed)} if failed else {key: [one[key] for one in found] for key in found[0]}
-
-
-def _one(start: Start, arguments: Sequence[str], variables: Mapping[str, str]) -> dict[str, Any]:
-    return _answers([start(arguments, variables)])[0]
-
-
-def _answers(children: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    deadline_s, found = time.monotonic() + PART_LIMIT_S, []
-    for child in children:
+def answers(gpus: Sequence[Found], children: Sequence[subprocess.Popen[str]]) -> list[Check]:
+    """The checks that each child prints last, named by its GPU; one that fails in place of a child that failed."""
+    deadline_s, found = time.monotonic() + LIMIT_S, []
+    for gpu, process in zip(gpus, children, strict=True):
         try:
-            out, err = child.communicate(timeout=max(0.0, deadline_s - time.monotonic()))
+            out, err = process.communicate(timeout=max(0.0, deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
-            child.kill()
-            out, err = child.communicate()
-            err = f"it did not end within {PART_LIMIT_S:g} s: {err}"
-        fine = child.returncode == 0 and out.strip()
-        found.append(json.loads(out.splitlines()[-1]) if fine else {"failed": " ".join(err.split())[-600:]})
+            process.kill()
+            out, err = process.communicate()
+            err = f"it did not end within {LIMIT_S:g} s: {err}"
+        if process.returncode == 0 and out.strip():
+            checks = [Check(**one) for one in json.loads(out.splitlines()[-1])]
+        else:
+            checks = [Check("it ran", 0, least=1, remedy=" ".join(err.split())[-600:])]
+        found += [Check(**{**asdict(one), "name": f"GPU {gpu.index}: {one.name}"}) for one in checks]
     return found
 
 

@@ -1,7 +1,7 @@
 """The parts of `make gpu-smoke` that measure what a training rank does, by the ranks' own code.
 
 Each works on any kind of device, a processor included, and on any size, so that what it computes is tested without a
-GPU. Rates are in bytes/s or operations/s; an error is the distance from what float32 computes, over its length.
+GPU. An error is the distance from what float32 computes, over its length.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,16 +20,16 @@ from unittest import mock
 
 import torch
 
+from benchmarks.gpu.checks import ROUNDS, Check, best_s
 from runtime.devices import kinds
 from runtime.devices.kinds import of_torch
 
 GIB = 2**30
-ROUNDS = 3
 PIECE_ELEMENTS = 2**22
 """Of the page-locked buffer by which the link is measured; a snapshot's own pieces are smaller."""
 
 
-def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/dev/shm") -> dict[str, Any]:
+def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/dev/shm") -> list[Check]:
     """A rank's state into a snapshot's file and back, against page-locked copies of as many bytes."""
     from train.state import copies
     from weights.format.layout import Layout, TensorSpec
@@ -41,24 +41,23 @@ def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/
     into = torch.zeros_like(state)
     buffer = kind.locked_buffer(PIECE_ELEMENTS) if kind.locks_pages else torch.empty(PIECE_ELEMENTS)
     with kind.copy_stream(), tempfile.TemporaryDirectory(dir=folder, prefix="appliance-smoke-") as place:
-        link_out = _seconds(kind, device, lambda: _pieces(state, buffer, out=True))
-        link_in = _seconds(kind, device, lambda: _pieces(into, buffer, out=False))
-        found = {"host_copy": host_copy(min(state_bytes, GIB))}
+        link_out = best_s(partial(kind.synchronize, device), lambda: _pieces(state, buffer, out=True))
+        link_in = best_s(partial(kind.synchronize, device), lambda: _pieces(into, buffer, out=False))
+        host_s = state_bytes / host_copy(min(state_bytes, GIB))
         layout = Layout.plan([TensorSpec("snapshot", "F32", (elements,))])
         store = WeightStore(Path(place), budget_bytes=None)
         draft = store.reserve(layout, kind="snapshot", model="smoke", version="1")
         whole = Strided(0, elements, elements, 1)
         # The first round also faults the pages in.
-        out = _seconds(kind, device, lambda: copies.write(draft, [("snapshot", whole, state)]))
-        back = _seconds(kind, device, lambda: copies.read(draft, [("snapshot", whole, into)]))
+        out = best_s(partial(kind.synchronize, device), lambda: copies.write(draft, [("snapshot", whole, state)]))
+        back = best_s(partial(kind.synchronize, device), lambda: copies.read(draft, [("snapshot", whole, into)]))
         draft.abort()
-    return found | {
-        "out": 4 * elements / out,
-        "back": 4 * elements / back,
-        "link_out": 4 * elements / link_out,
-        "link_back": 4 * elements / link_in,
-        "right": bool(torch.equal(state, into)),
-    }
+    remedy = "raise THREADS of train.state.staging, look at numa_bind"
+    return [
+        Check("snapshot out over limit", max(link_out, host_s) / out, "x", least=0.6, remedy=remedy),
+        Check("snapshot in over limit", max(link_in, host_s) / back, "x", least=0.6, remedy=remedy),
+        Check("snapshot is right", torch.equal(state, into), least=1, remedy="train.state.staging; do not train"),
+    ]
 
 
 def host_copy(nbytes: int = GIB, threads: int = 8) -> float:
@@ -83,7 +82,7 @@ def _pieces(state: torch.Tensor, buffer: torch.Tensor, *, out: bool) -> None:
 
 def attention(
     device: torch.device, tokens: int = 16_384, heads: int = 32, kv_heads: int = 8, dim: int = 128
-) -> dict[str, Any]:
+) -> list[Check]:
     """A layer's attention over a packed row of examples of many lengths, forward and backward. Its error is that of
     heads of `dim`, whole and with a window, and of narrower ones, most of all the values, that the kernel takes only
     filled up."""
@@ -103,9 +102,9 @@ def attention(
         )
         return [out, *torch.autograd.grad(out, given, upstream[..., : out.shape[-1]].to(out.dtype))]
 
-    seconds = _seconds(kind, device, step)
+    seconds = best_s(partial(kind.synchronize, device), step)
     with mock.patch.object(packed, "_one_kernel", lambda *_: False):
-        split_s = _seconds(kind, device, step)
+        split_s = best_s(partial(kind.synchronize, device), step)
     widths = (dim - 4, dim - 4, dim - 4 - dim // 8)
     narrow = [one.detach()[..., :width].requires_grad_() for one, width in zip(inputs, widths, strict=True)]
     errors = [
@@ -115,9 +114,11 @@ def attention(
             step(given, window), step([one.detach().float().requires_grad_() for one in given], window), strict=True
         )
     ]
-    # Causal: half of two products of length x length x dim, and two and a half times as much in the backward pass.
-    operations = 3.5 * 2 * heads * dim * sum((end - start) ** 2 for start, end in segments)
-    return {"attention": operations / seconds, "over_split": split_s / seconds, "attention_error": _worst(errors)}
+    remedy = "a wrong or slow kernel for a row: let _one_kernel of train.model.attention refuse"
+    return [
+        Check("attention over split", split_s / seconds, "x", least=1, remedy=remedy),
+        Check("attention's error", _worst(errors), most=0.02, remedy=remedy),
+    ]
 
 
 def _segments(tokens: int) -> tuple[tuple[int, int], ...]:
@@ -132,7 +133,7 @@ def _segments(tokens: int) -> tuple[tuple[int, int], ...]:
 
 def head(
     device: torch.device, tokens: int = 4096, width: int = 4096, vocabulary: int = 128_256, checked_width: int = 256
-) -> dict[str, Any]:
+) -> list[Check]:
     """The loss of `tokens` learnt positions and the gradients of the output head."""
     from train.methods.packed_objective import LogProbHead
     from train.plan import estimate
@@ -151,7 +152,7 @@ def head(
 
     whole = made(width)
     held = 0 if kind.on_host else torch.accelerator.memory_allocated()
-    seconds = _seconds(kind, device, partial(step, *whole))
+    seconds = best_s(partial(kind.synchronize, device), partial(step, *whole))
     peak = 0 if kind.on_host else torch.accelerator.max_memory_allocated() - held
     layer, hidden, labels = made(checked_width)  # narrow: its gradient is added up from several parts
     ours = step(layer, hidden, labels)
@@ -162,16 +163,18 @@ def head(
     logits_bytes = min(estimate.DEVICE_LOGITS_BYTES, 4 * tokens * vocabulary)
     rows = estimate.held_rows(tokens, logits_bytes // (4 * vocabulary), width, 2)
     planned = 2 * logits_bytes + vocabulary * (2 * rows + (2 + 4 * (tokens > rows)) * width) + 2 * 2 * tokens * width
-    return {
-        "head": 6 * tokens * vocabulary * width / seconds,
-        "head_memory": peak / planned,
-        "head_error": _worst(errors),
-    }
+    rate = 6 * tokens * vocabulary * width / seconds
+    counted, wrong = "held_rows and DEVICE_LOGITS_BYTES of train.plan.estimate", "train.methods.packed_objective"
+    return [
+        Check("loss head", rate / 1e12, "TFLOP/s"),
+        Check("loss head's memory", peak / planned, "x planned", most=1.1, remedy=f"plans count less: {counted}"),
+        Check("loss head's error", _worst(errors), most=0.02, remedy=f"wrong gradients: {wrong}; do not train with it"),
+    ]
 
 
 def ranks(
     rank: int, of: int, meet: str, device_kind: str, *, steps: int = 20, width: int = 512, tokens: int = 1024
-) -> dict[str, Any]:
+) -> list[Check]:
     """A small model trained under ZeRO 2 by `of` ranks, each of which sees one device, on the same examples again and
     again: its loss has to fall, and all ranks have to end with the same weights."""
     kind = kinds.kind_of(device_kind)
@@ -208,15 +211,11 @@ def ranks(
         batch_size=of, learning_rate=1e-3, zero_stage=2, device_kind=device_kind,
     )  # fmt: skip
     engine = build_engine(METHOD.objective(model, {}), spec)
-    batch, losses, step_s = _batch(rank, of, tokens, 2048, engine.device), [], []
+    batch, losses = _batch(rank, of, tokens, 2048, engine.device), []
     for _ in range(steps):
-        kind.synchronize(device)
-        step_began_s = time.perf_counter()
         loss = engine(batch)
         engine.backward(loss * 1, scale_wrt_gas=False)
         engine.step()
-        kind.synchronize(device)
-        step_s.append(time.perf_counter() - step_began_s)
         comm.all_reduce(total := loss.detach().clone())
         losses.append(float(total))
         if len(losses) == 1:
@@ -229,16 +228,14 @@ def ranks(
     if not kind.on_host:
         free, whole = torch.accelerator.get_memory_info()
         residual = whole - free - torch.accelerator.memory_reserved()
-    found = {
-        "loss_ratio": losses[-1] / losses[0],
-        "same": bool(torch.equal(least, most)),
-        "residual_bytes": residual,
-        "first_step_s": to_first_step_s,
-        "step_s": min(step_s),
-        "ranks": of,
-    }
     comm.destroy_process_group()
-    return found
+    same = bool(torch.equal(least, most))
+    return [
+        Check("ranks learn", losses[-1] / losses[0], "x first loss", most=0.9, remedy="compare with one GPU"),
+        Check("ranks agree", same, least=1, remedy="their weights differ: NCCL, `nvidia-smi -q -d ECC`, `dcgmi diag`"),
+        Check("rank's residual", residual / GIB, "GiB", most=2, remedy="context_bytes of runtime/devices/cuda.py"),
+        Check("ranks' first step", to_first_step_s, "s", most=60, remedy="slow imports or NCCL: NCCL_DEBUG=INFO"),
+    ]
 
 
 def _batch(rank: int, of: int, tokens: int, vocabulary: int, device: torch.device) -> dict[str, Any]:
@@ -264,16 +261,3 @@ def _error(ours: torch.Tensor, exact: torch.Tensor) -> float:
 def _worst(errors: Iterable[float]) -> float:
     """The largest; what is not a number is worse than any."""
     return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
-
-
-def _seconds(kind: Any, device: torch.device, work: Callable[[], Any]) -> float:
-    """Of the fastest of ROUNDS rounds after a first one."""
-    work()
-    kind.synchronize(device)
-    took = []
-    for _ in range(ROUNDS):
-        began_s = time.perf_counter()
-        work()
-        kind.synchronize(device)
-        took.append(time.perf_counter() - began_s)
-    return min(took)

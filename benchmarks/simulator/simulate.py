@@ -1,4 +1,4 @@
-"""Simulates real traces with simulated engines and jobs, and the same scheduler that runs the box.
+"""Simulates one model's requests with simulated engines, one job, and the same scheduler that runs the box.
 
 `run_policy` runs one policy in virtual time.
 """
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from benchmarks.simulator import virtual_time
 from benchmarks.simulator.cluster import Cluster
-from benchmarks.simulator.effects import MODEL, SimEffects, SimModel, SimStore, VerbTimes, elastic_job
+from benchmarks.simulator.effects import MODEL, SimEffects, SimStore, VerbTimes
 from benchmarks.simulator.engine import EngineModel
-from benchmarks.simulator.gateway import Gateway, Reports
+from benchmarks.simulator.gateway import Gateway
 from benchmarks.simulator.journal import MemoryJournal
 from benchmarks.simulator.trace import Requests
-from runtime.devices.kinds import hardware_first
+from runtime.devices.kinds import KINDS
 from scheduler.autoscale.standby import Bounds, StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
@@ -23,10 +23,8 @@ from scheduler.core.workload import DeploymentView, Policy
 from scheduler.loop.loop import SchedulerLoop
 
 UP_S = 16.0
-"""The box runs this long before the first request, with the elastic job running and engines open, because a trace does
-not start when a box first boots. Times inside a run are later than those of the trace by this much."""
-
-
+"""The box runs this long before the first request, with the job running and engines open, because a trace does not
+start when a box first boots. Times inside a run are later than those of the trace by this much."""
 _LOOK_EVERY_S = 3600.0
 """How often a loop observes a simulated world that only the loop's own verbs change."""
 
@@ -34,62 +32,40 @@ _LOOK_EVERY_S = 3600.0
 @dataclass(frozen=True)
 class Setup:
     """The simulation's inputs. A request meets its targets if its first token comes within `slo_ttft_s` and its further
-    tokens take at most `slo_tpot_s` each on average. also: the requests of further models on the same devices, by name;
-    each engine serves one model."""
+    tokens take at most `slo_tpot_s` each on average."""
 
     requests: Requests
-    also: dict[str, Requests] = field(default_factory=dict)
-    nodes: int = 1
-    gpus_per_node: int = 8
+    devices: int = 8
     slo_ttft_s: float = 2.0
     slo_tpot_s: float = 0.1
-    hold_s: float = 600.0
-    min_replicas: int = 0
     engine: EngineModel = field(default_factory=EngineModel)
     times: VerbTimes = field(default_factory=VerbTimes)
     config: SchedulerConfig = field(default_factory=SchedulerConfig)
-    seed: int = 0
-
-    @property
-    def devices(self) -> int:
-        return self.nodes * self.gpus_per_node
-
-    @property
-    def horizon_s(self) -> float:
-        """From the first arrival to the last, of any model."""
-        return max(requests.horizon_s for requests in self.named().values())
-
-    def named(self) -> dict[str, Requests]:
-        """Each model's requests, the first one's first."""
-        return {MODEL: self.requests, **self.also}
 
     def inventory(self) -> tuple[Device, ...]:
-        per = self.gpus_per_node
+        kind, names = next(iter(KINDS)), [f"n0/{n}" for n in range(self.devices)]
         return tuple(
             Device(
-                f"n{n}/{i}",
-                f"n{n}",
-                i,
-                hardware_first()[0].name,
+                name,
+                "n0",
+                index,
+                kind,
                 "H100",
                 80 * 2**30,
-                numa_node=2 * i // per,
-                linked=frozenset(f"n{n}/{k}" for k in range(per) if k != i),
+                numa_node=2 * index // self.devices,
+                linked=frozenset(names) - {name},
             )
-            for n in range(self.nodes)
-            for i in range(per)
+            for index, name in enumerate(names)
         )
 
-    def deployment(self, name: str = MODEL) -> DeploymentView:
-        requests = self.named()[name]
-        count = len(requests)
-        prompt, output = sum(requests.prompt) / count, sum(requests.output) / count
+    def deployment(self) -> DeploymentView:
+        count = len(self.requests)
+        prompt, output = sum(self.requests.prompt) / count, sum(self.requests.output) / count
         target = self.engine.target_inflight(tpot_s=self.slo_tpot_s, prompt=prompt, output=output)
         chunk = self.engine.chunk_tokens
         return DeploymentView(
-            name,
+            MODEL,
             "v1",
-            min_replicas=self.min_replicas,
             max_replicas=self.devices,
             target_inflight=target,
             kv_tokens=self.engine.kv_tokens,
@@ -98,25 +74,35 @@ class Setup:
             tpot_target_s=self.slo_tpot_s,
         )
 
-    def learner(self) -> StandbyLearner:
-        return StandbyLearner(self.config, Bounds(self.devices, self.min_replicas, self.devices, self.slo_ttft_s))
+    def meets_targets(self, cluster: Cluster) -> bytearray:
+        """A 1 or 0 for each request in the order of arrival."""
+        requests, served, good = cluster.requests, cluster.served, bytearray(len(cluster.requests))
+        for n, arrival_s in enumerate(requests.arrival_s):
+            first_s, end_s = served.first_token_s[n], served.end_s[n]
+            if end_s >= 0:
+                tpot_s = (end_s - first_s) / max(requests.output[n] - 1, 1)
+                good[n] = first_s - arrival_s <= self.slo_ttft_s and tpot_s <= self.slo_tpot_s
+        return good
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The result of one policy."""
+    """The result of one policy. trained: from, until, on how many devices. within: a 1 or 0 for each request in the
+    order of arrival: 1 if it met its targets."""
 
     requests_served: int
-    training_gpu_hours: float
     handovers: int
-    trained: list[tuple[float, float, int]] = field(default_factory=list, compare=False)
-    """From, until, on how many devices."""
-    within: dict[str, bytearray] = field(default_factory=dict, compare=False)
-    """For each model a 1 or 0 for each request in the order of arrival: 1 if it met its targets."""
+    trained: list[tuple[float, float, int]]
+    within: bytearray
+    horizon_s: float
+
+    @property
+    def training_gpu_hours(self) -> float:
+        return self.trained_device_s(0.0, self.horizon_s) / 3600
 
     @property
     def slo_attainment(self) -> float:
-        return sum(map(sum, self.within.values())) / sum(map(len, self.within.values()))
+        return sum(self.within) / len(self.within)
 
     def trained_device_s(self, from_s: float, until_s: float) -> float:
         """Device seconds of training between these times of the trace."""
@@ -125,25 +111,15 @@ class Figures:
 
 def run_policy(setup: Setup, policy: Policy) -> Figures:
     """Run one policy over the whole trace, and on until every request is answered or abandoned."""
-    auto = policy.kind == "auto"
-    models: dict[str, SimModel] = {}
-    for n, (name, requests) in enumerate(setup.named().items()):
-        cluster = Cluster(requests.later(UP_S), setup.engine, hold_s=setup.hold_s, seed=setup.seed + n)
-        models[name] = SimModel(cluster, setup.deployment(name))
-    until_s = UP_S + setup.horizon_s
-    jobs = [elastic_job(setup.devices)]
-    store = SimStore(models, policy, jobs)
-    store.warm_until_s = UP_S
-    effects = SimEffects(models, setup.inventory(), store.jobs, setup.times)
-    effects.counted_s = (UP_S, until_s)
-    journal = MemoryJournal()
-    reports = [Reports(model, setup.config, setup.learner() if auto else None) for model in models.values()]
-    # One model alone has what a fixed split leaves to serving, whatever its demand; several share it.
-    listens = auto or len(models) > 1
-    gateway = Gateway(reports, setup.config, listens)
-    handovers_before = 0
-    # If nobody listens to the demand, only job submissions and ends happen, and the loop is notified of those.
-    config = setup.config if listens else setup.config.model_copy(update={"observe_every_s": _LOOK_EVERY_S})
+    cluster, config = Cluster(setup.requests.later(UP_S), setup.engine), setup.config
+    store = SimStore(cluster, setup.deployment(), policy, setup.devices, warm_until_s=UP_S)
+    effects = SimEffects(cluster, setup.inventory(), setup.times)
+    journal, learner = MemoryJournal(), None
+    if policy.kind == "auto":
+        learner = StandbyLearner(config, Bounds(setup.devices, 0, setup.devices, setup.slo_ttft_s))
+    else:  # nobody listens to the demand
+        config = config.model_copy(update={"observe_every_s": _LOOK_EVERY_S})
+    gateway, handovers_before = Gateway(store, setup.config, learner), 0
 
     async def life() -> None:
         nonlocal handovers_before
@@ -153,9 +129,7 @@ def run_policy(setup: Setup, policy: Policy) -> Figures:
         while (left_s := UP_S - clock()) > 0:
             await asyncio.sleep(max(left_s, virtual_time.RESOLUTION_S))
         handovers_before = journal.last_id()
-        watching = asyncio.create_task(
-            gateway.run(loop, until_s, sorted(j.view.submitted_s for j in store.jobs.values()))
-        )
+        watching = asyncio.create_task(gateway.run(loop, UP_S + setup.requests.horizon_s))
         await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
         effects.close_books()
         loop.stop()
@@ -166,16 +140,10 @@ def run_policy(setup: Setup, policy: Policy) -> Figures:
         running.result()
 
     virtual_time.run(life())
-    ended, within = 0, {}
-    for name, model in models.items():
-        requests, served = model.cluster.requests, model.cluster.served
-        good = within[name] = bytearray(len(requests))
-        for n, arrival_s in enumerate(requests.arrival_s):
-            first_s, end_s = served.first_token_s[n], served.end_s[n]
-            if end_s >= 0:
-                ended += 1
-                tpot_s = (end_s - first_s) / max(requests.output[n] - 1, 1)
-                good[n] = first_s - arrival_s <= setup.slo_ttft_s and tpot_s <= setup.slo_tpot_s
-    trained = [(from_s - UP_S, to_s - UP_S, devices) for from_s, to_s, devices in effects.trained]
-    hours = effects.training_device_s / 3600
-    return Figures(ended, hours, journal.last_id() - handovers_before, trained, within)
+    return Figures(
+        sum(end_s >= 0 for end_s in cluster.served.end_s),
+        journal.last_id() - handovers_before,
+        [(from_s - UP_S, to_s - UP_S, devices) for from_s, to_s, devices in effects.trained],
+        setup.meets_targets(cluster),
+        setup.requests.horizon_s,
+    )

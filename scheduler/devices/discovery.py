@@ -24,7 +24,7 @@ def discover_devices(setting: str | int = "auto", node: str = HOME_NODE) -> tupl
     """
     if setting != "auto":
         return logical_devices(int(setting), node)
-    for kind in kinds.hardware_first():
+    for kind in kinds.KINDS.values():
         if found := kind.probe():
             return _devices(kind, found, node)
     return ()

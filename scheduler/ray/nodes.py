@@ -25,8 +25,8 @@ from scheduler.devices.host_reading import MemoryReading
 from scheduler.ray.actors import RANK, REPLICA, actor_names, ask, find_actor, named_actor, within
 from scheduler.ray.node import NODE, Node, NodeConfig, NodeReport
 from weights.format.errors import WeightsError
+from weights.format.names import Name
 from weights.memory.lease import StoredVersion
-from weights.tiers.record import Name
 
 log = logging.getLogger(__name__)
 

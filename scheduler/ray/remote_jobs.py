@@ -21,8 +21,7 @@ from scheduler.ray.node import NodeConfig
 from scheduler.ray.nodes import Nodes
 from train.plan.spec import TrainSpec
 from train.state.cadence import every_s
-from weights.format.names import decode_name
-from weights.tiers.record import Name
+from weights.format.names import Name, decode_name
 
 log = logging.getLogger(__name__)
 

@@ -57,6 +57,18 @@ async def test_a_shared_model_keeps_the_loss_curve_and_moves_between_sizes(shop,
         torch.testing.assert_close(of_shared[name], tensor, rtol=2**-7, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "fields", [{"zero_stage": 2}, {**ADAPTER, "zero_stage": 3}], ids=lambda fields: "-".join(map(str, fields.values()))
+)
+async def test_a_shared_row_keeps_the_loss_curve_and_moves_between_sizes(shop, fields):
+    fields = {"examples": 96, "n_epochs": 1, "valid_path": str(shop.folder / "write_chat_file-96.jsonl"), **fields}
+    reference, spec = shop.spec("whole", **fields), shop.spec("shared", sequence_parallel=2, **fields)
+    whole = await shop.run(reference, 2)
+    losses = await moved(shop, spec, (4, 2))
+    print(f"worst difference of a step's loss, shared by two against whole: {worst(losses, whole.losses()):.1e}")
+    assert losses.keys() == whole.losses().keys() and worst(losses, whole.losses()) <= ACROSS_SIZES
+
+
 @pytest.mark.parametrize("method", ["reinforcement", pytest.param("distillation", marks=pytest.mark.soak)])
 async def test_ranks_that_share_a_model_sample_the_same_answers(shop, method):
     fields = {"method": method, "examples": 16, "packing": False, "n_epochs": 1}

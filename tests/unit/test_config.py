@@ -107,7 +107,7 @@ def test_the_hub_of_other_tools_counts_where_nothing_else_names_one(tmp_path):
             {},
             "box.toml: observability.otlp_endpoint is 'https://***@collector",
         ),
-        ("", {"HF_ENDPOINT": "https://me:secret@hub"}, "HUB_ENDPOINT is 'https://***@hub"),
+        ("", {"HF_ENDPOINT": "https://me:secret@hub"}, "HF_ENDPOINT is 'https://***@hub"),
         (
             "[weights.remote]\nurl = '/m'\nendpoint = 'https://k:s@minio'",
             {},
@@ -166,23 +166,17 @@ def test_the_gateway_takes_what_the_box_hands_it(tmp_path):
     assert built.shutdown_s == config.gateway.shutdown_s and built.access_log == config.gateway.access_log
 
 
-@pytest.mark.parametrize(
-    "given", ["https://box.example.org", "https://box.example.org/", "https://box.example.org/v1/"]
-)
-def test_the_url_that_browsers_know_is_one_whichever_key_has_it(tmp_path, given):
+def test_public_url_is_where_logins_come_back(tmp_path):
     path, login = tmp_path / "box.toml", 'issuer = "https://l.example.org"\nclient_id = "b"\ngroups = {a = ["read"]}\n'
-    for text in (
-        f'[box]\npublic_url = "{given}"\n[controller.oidc]\n{login}',
-        f'[controller.oidc]\nbox_url = "{given}"\n{login}',
-    ):
-        path.write_text(text)
-        config = load_config(path, environ={})
-        assert config.box.public_url == config.controller.oidc.box_url == "https://box.example.org"
-        (tmp_path / "config.json").write_text(config.model_dump_json())
-        assert load_resolved(tmp_path / "config.json") == config
-    path.write_text(f'[box]\npublic_url = "{given}"\n[controller.oidc]\nbox_url = "https://other.example.org"\n')
+    path.write_text(f'[box]\npublic_url = "https://box.example.org/v1/"\n[controller.oidc]\n{login}')
     config = load_config(path, environ={})
-    assert (config.box.public_url, config.controller.oidc.box_url) == (given[:23], "https://other.example.org")
+    assert config.public_url == "https://box.example.org"
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    assert load_resolved(tmp_path / "config.json") == config
+    for url in ("", "http://box.example.org"):
+        path.write_text(f'[box]\npublic_url = "{url}"\n[controller.oidc]\n{login}')
+        with pytest.raises(ConfigError, match=r"public_url.*expected a URL that begins with https://"):
+            load_config(path, environ={})
     path.write_text('[box]\npublic_url = "box.example.org"\n')
     with pytest.raises(ConfigError, match=r"public_url.*expected a URL that begins with https://"):
         load_config(path, environ={})

@@ -10,8 +10,9 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -129,6 +130,23 @@ class RolloutRow(Row):
     advantages: np.ndarray | None = None
     sampled: np.ndarray | None = None
     allowed: Callable[[], np.ndarray] | None = None
+
+
+def part_of(row: Row, index: int, parts: int) -> Row:
+    """The row's tokens [index, index + 1) / parts with what is learnt there. `segments` stay those of the whole row:
+    attention sees all of it (Ulysses)."""
+    each = len(row.input_ids) // parts
+    first = index * each
+    inside = (first <= row.predict_at) & (row.predict_at < first + each)
+    ends = np.cumsum([0, *row.sequence_sizes])
+    return replace(
+        row,
+        input_ids=row.input_ids[first : first + each],
+        position_ids=row.position_ids[first : first + each],
+        predict_at=row.predict_at[inside] - first,
+        labels=row.labels[inside],
+        sequence_sizes=tuple(int(inside[start:end].sum()) for start, end in pairwise(ends)),
+    )
 
 
 def build_row(packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, pad_id: int, *, packing: bool) -> Row:

@@ -223,6 +223,8 @@ class _Gradients:
     def found(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(n, width) and (vocabulary, width) in hidden's dtype; None where it is not needed."""
         self._multiply()
+        if self._need_weight and self._of_weight is None:  # nothing is learnt in this part of a row
+            self._of_weight = torch.zeros_like(self._weight)
         return self._of_hidden, None if self._of_weight is None else self._of_weight.to(self._hidden.dtype)
 
     def _multiply(self) -> None:

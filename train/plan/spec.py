@@ -66,6 +66,7 @@ class TrainSpec:
 
     zero_stage: int = 1
     tensor_parallel: int = 1  # ranks that share one copy of the model; the world size is a multiple of it
+    sequence_parallel: int = 1  # ranks that share the tokens of a row; the world size is a multiple of it
     precision: Literal["bf16", "fp32"] = "bf16"
     activation_checkpointing: bool = False
     offload: Literal["none", "optimizer", "parameters"] = "none"
@@ -78,6 +79,11 @@ class TrainSpec:
     serve_dtype: Literal["bf16", "fp32"] = "bf16"  # of published weights
     eval_interval: int = 0  # steps between two validations; 0: one after each epoch
     early_stopping_patience: int = 0  # validations without a better one after which the run ends; 0: never
+
+    @property
+    def ranks_of_row(self) -> int:
+        """How many ranks compute one micro-batch together."""
+        return self.tensor_parallel * self.sequence_parallel
 
     @property
     def published_kind(self) -> Literal["adapter", "version"]:

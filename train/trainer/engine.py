@@ -17,11 +17,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from deepspeed.runtime import compiler
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch.distributed import distributed_c10d
 
 from runtime.devices.cpu import HOST_MEMORY
 from runtime.devices.kinds import kind_of
 from train.methods.methods import method_of
+from train.model import attention
 from train.model.tensor_parallel import partition_config, seen_through_adapters
 from train.plan.auto import allowed_sizes
 from train.plan.errors import InvalidSpec
@@ -79,10 +81,10 @@ def init_world(device_kind: str, meeting: str, timeout_s: float = COLLECTIVE_TIM
 def build_engine(objective: torch.nn.Module, spec: TrainSpec) -> Any:
     """A DeepSpeedEngine around `objective`. Collective. Raises InvalidSpec if the world size does not fit."""
     world_size = comm.get_world_size()
-    if world_size not in allowed_sizes(spec.batch_size, world_size, spec.micro_batch, spec.tensor_parallel):
+    if world_size not in allowed_sizes(spec.batch_size, world_size, spec.micro_batch, spec.ranks_of_row):
         raise InvalidSpec(
             f"batch_size {spec.batch_size} in micro-batches of {spec.micro_batch} cannot be shared by {world_size} "
-            f"ranks with tensor_parallel {spec.tensor_parallel}; see train.plan.auto.allowed_sizes"
+            f"ranks, {spec.ranks_of_row} for each row; see train.plan.auto.allowed_sizes"
         )
     trained = [p for p in objective.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(_groups(trained, spec), lr=spec.learning_rate, betas=ADAM_BETAS, fused=True)
@@ -94,8 +96,14 @@ def build_engine(objective: torch.nn.Module, spec: TrainSpec) -> Any:
         # ZeRO-3 brings parameters to the device one by one and keeps its part of each (zero.Init). But before that the
         # engine moves the module there, which failed for a model larger than one device.
         objective.to = partial(place_buffers, objective)
+    # Validations run on whole rows: they keep no activations.
+    groups = UlyssesSPAttentionHF.register_with_transformers(
+        objective.model, attention.NAME, spec.sequence_parallel, micro_batch_size=1, disable_in_eval=True
+    )
     with seen_through_adapters():
-        engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=config, dist_init_required=False)
+        engine, *_ = deepspeed.initialize(
+            model=objective, optimizer=optimizer, config=config, mpu=groups, dist_init_required=False
+        )
     if spec.tensor_parallel > 1:
         # It compares the first batch over the group, and cannot compare a dict of tensors.
         engine.first_dataloader_check.remove()
@@ -116,7 +124,7 @@ def place_buffers(module: torch.nn.Module, device: torch.device) -> torch.nn.Mod
 def accumulation_steps(spec: TrainSpec, world_size: int) -> int:
     """Micro-batches one rank computes per optimizer step."""
     rows = method_of(spec.method).samples(spec.options).rows
-    return rows * spec.batch_size * spec.tensor_parallel // (spec.micro_batch * world_size)
+    return rows * spec.batch_size * spec.ranks_of_row // (spec.micro_batch * world_size)
 
 
 def _groups(trained: list[torch.nn.Parameter], spec: TrainSpec) -> list[dict[str, Any]]:
@@ -156,6 +164,7 @@ def _config(spec: TrainSpec, world_size: int, trained: list[torch.nn.Parameter])
         "gradient_clipping": spec.max_grad_norm,
         # Reduced and accumulated in fp32: then the loss curve does not depend on the number of ranks.
         "communication_data_type": "fp32",
+        "seq_parallel_communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
         # DeepSpeed has it on by default and reports it to nobody. It waits for the device at both ends of every

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from train.data.packing import Row, StepPlan
+from train.data.packing import Row, StepPlan, part_of
 from train.data.token_set import TokenSet
 from train.methods.method import Method
 from train.state.fragments import Grid
@@ -17,8 +17,10 @@ from train.state.fragments import Grid
 class DataFeed:
     """All methods but `ready` are about the step of its last call."""
 
-    def __init__(self, method: Method, plan: StepPlan, tokens: TokenSet, grid: Grid):
+    def __init__(self, method: Method, plan: StepPlan, tokens: TokenSet, grid: Grid, sequence_parallel: int = 1):
+        """sequence_parallel: neighbouring ranks that share each row, a part of its tokens each."""
         self._method, self._plan, self._tokens, self._grid = method, plan, tokens, grid
+        self._parts = sequence_parallel
         self._step = -1
 
     def ready(self, step: int) -> bool:
@@ -28,8 +30,9 @@ class DataFeed:
 
     def rows(self) -> list[tuple[int, Row]]:
         """(number within the step, row) of this rank's micro-batches."""
-        micro_batches = self._plan.micro_batches(self._step, self._grid.data_rank, self._grid.data_size)
-        return [(number, self._row(number, micro)) for number, micro in micro_batches]
+        group, part = divmod(self._grid.data_rank, self._parts)
+        micro_batches = self._plan.micro_batches(self._step, group, self._grid.data_size // self._parts)
+        return [(number, part_of(self._row(number, micro), part, self._parts)) for number, micro in micro_batches]
 
     def _row(self, number: int, packs: np.ndarray) -> Row:
         learnt = packs[: max(0, self._plan.counted(self._step) - number * len(packs))]

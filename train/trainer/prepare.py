@@ -104,11 +104,12 @@ def refuse_shared_rows(model: PreTrainedModel, spec: TrainSpec) -> None:
     each sequence would begin with the state that the one before left."""
     method = method_of(spec.method)
     alone = not spec.packing and spec.micro_batch == 1 and method.sequences == 1 and not method.rolls_out
+    alone = alone and spec.sequence_parallel == 1
     if keeps_state(model) and not alone:
         raise UnsupportedModel(
             f"{model.config.get_text_config().model_type} has layers that keep a state from token to token (mamba, "
             "linear attention, convolutions), and examples in one row would pass it on to each other: it is trained "
-            "by the method 'supervised' alone, with packing false and micro_batch 1"
+            "by the method 'supervised' alone, with packing false, micro_batch 1 and sequence_parallel 1"
         )
 
 

@@ -72,7 +72,7 @@ class Run:
         self.reference = Reference(self.method, spec, engine, {"train": train, "valid": valid}, self.emit, progress)
         shuffled = spec.data_order == "shuffled"
         self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed, shuffled)
-        self.feed: DataFeed | Rollouts = DataFeed(self.method, self.plan, train, self.grid)
+        self.feed: DataFeed | Rollouts = DataFeed(self.method, self.plan, train, self.grid, spec.sequence_parallel)
         self.rollouts = None
         if self.method.rolls_out:
             self.rollouts = Rollouts(

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
 import stat
 import subprocess
 import sys
+import time
 from argparse import Namespace
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from appliance.cli import output
 from appliance.cli.command import TIMEOUT, WAIT, Session, command, until
-from appliance.cli.errors import BadUsage, CommandFailed, Conflict, Said
+from appliance.cli.errors import BadUsage, CommandFailed, Conflict
 from appliance.cli.locate import BoxFile, data_dir_option, look_for_all, python, resolved
 from appliance.cli.options import CONFIG, DATA_DIR, DEVICES, existing_file, flag, number, opt
 from appliance.cli.resources import segment
@@ -54,34 +52,25 @@ def up(session: Session, args: Namespace) -> None:
     settings = resolved(args.config, args.devices, data_dir=args.data_dir, host=args.host, port=args.port)
     folder = Path(settings.box.data_dir)
     _check_folder(folder)
-    process = _start(settings.model_dump_json(), folder, args.detach)
-    came: list[int] = []
-
-    def forward(signum: int, _frame: Any) -> None:
-        """Whatever would end us ends the box in order instead; a second signal ends it at once."""
-        came.append(signum)
-        process.terminate()
-
-    for one in () if args.detach else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(one, forward)
+    paths = BoxPaths.of(folder)
+    paths.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    replace_file(paths.config_file, settings.model_dump_json().encode())
+    command = python("appliance.boot.main", "up", "--config", str(paths.config_file))
+    if not args.detach:
+        os.chdir(folder)
+        os.execv(sys.executable, [*command, "--show", args.output])
+    log = os.open(paths.logs / "main.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    process = subprocess.Popen(
+        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+    )
+    os.close(log)
     try:
-        announced = _announced(process, folder, args.detach)
+        show_ready(session, _started(process, folder), detached=True)
     except KeyboardInterrupt:
         process.terminate()
         process.wait()
         raise
-    except CommandFailed as error:
-        if came:
-            raise Said(130) from error
-        raise
-    file = announced["first_key_file"]
-    # For a person at a terminal. Anything else that reads what we print may be a journal, which would keep the key.
-    first_key = Path(file).read_text().strip() if file and sys.stdout.isatty() else None
-    answer = {"url": announced["url"], "data_dir": str(folder), "first_key": first_key, "first_key_file": file}
-    session.show(answer, lambda shown: _ready(shown, args.detach))
-    if not args.detach and (code := process.wait()) != 0:
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        raise CommandFailed(f"the box {how}; `appliance up` continues its work")
 
 
 def _check_folder(data_dir: Path) -> None:
@@ -105,72 +94,39 @@ def _runs_already(data_dir: Path, known: str = "") -> Conflict:
     return Conflict(f"a box runs on {data_dir} already{known}; `{down}` stops it")
 
 
-def _start(config_json: str, data_dir: Path, detach: bool) -> subprocess.Popen[bytes]:
-    """The main process, in a session of its own: Ctrl-C must reach the box once, from this command, and not also from
-    the terminal. A box in the foreground ends in order when its command is killed; a detached one writes to
-    logs/main.log."""
-    from runtime.processes.kernel import die_with_parent
-
-    paths = BoxPaths.of(data_dir)
-    paths.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    data_dir.chmod(0o700)
-    replace_file(paths.config_file, config_json.encode())
-    log = os.open(paths.logs / "main.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if detach else None
-    try:
-        return subprocess.Popen(
-            python("appliance.boot.main", "up", "--config", str(paths.config_file)),
-            cwd=data_dir,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=None if detach else partial(die_with_parent, os.getpid(), signal.SIGTERM),
-        )
-    finally:
-        if log is not None:
-            os.close(log)
-
-
-def _announced(process: subprocess.Popen[bytes], data_dir: Path, detach: bool) -> dict[str, Any]:
-    """What the process announces once it is ready: {"url", "first_key_file"}. Raises CommandFailed or Conflict if it
-    ends."""
-    assert process.stdout
-    with output.progress("starting the box") if detach else nullcontext(lambda _: None) as meter:
-        buffer = b""
-        while b"\n" not in buffer:
-            if select.select([process.stdout], [], [], _LOOK_EVERY_S)[0]:
-                piece = os.read(process.stdout.fileno(), 65536)
-                if not piece:
-                    raise _why_ended(process.wait(), data_dir, detach)
-                buffer += piece
-            state = BoxFile.read(data_dir)
-            if state.fields.get("pid") == process.pid:
-                meter(state.message or None)
-    return json.loads(buffer.partition(b"\n")[0])
-
-
-def _why_ended(code: int, data_dir: Path, detach: bool) -> CommandFailed | Conflict:
-    from runtime.log_files import end_of
-
+def _started(process: subprocess.Popen[bytes], data_dir: Path) -> BoxFile:
+    """The box once it is ready. Raises CommandFailed or Conflict if the process ends before."""
+    with output.progress("starting the box") as meter:
+        while (code := process.poll()) is None:
+            box = BoxFile.read(data_dir)
+            if box.fields.get("pid") == process.pid:
+                if box.state == "ready":
+                    return box
+                meter(box.message or None)
+            time.sleep(_LOOK_EVERY_S)
     if code == Conflict.exit_code:
-        return _runs_already(data_dir)
+        raise _runs_already(data_dir)
     box, log = BoxFile.read(data_dir), data_dir / "logs" / "main.log"
     if box.state == "failed":
-        return CommandFailed(f"the box did not start: {box.message}")
-    told = f"; {log} ends with:\n{end_of(log, _TAIL_BYTES)[0].strip()}" if detach else ""
-    return CommandFailed(f"the box did not start (exit code {code}){told}")
+        raise CommandFailed(f"the box did not start: {box.message}")
+    text = log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
+    raise CommandFailed(f"the box did not start (exit code {code}); {log} ends with:\n{text}")
 
 
-def _ready(answer: dict[str, Any], detached: bool) -> Any:
-    key, file = answer["first_key"], answer["first_key_file"]
+def show_ready(session: Session, box: BoxFile, *, detached: bool) -> None:
+    """Print where the box answers, and the key that it made for its owner."""
+    file, data_dir, url = box.fields.get("first_key_file"), str(box.data_dir), f"{box.fields['url']}/v1"
+    # For a person at a terminal. Anything else that reads what we print may be a journal, which would keep the key.
+    key = Path(file).read_text().strip() if file and sys.stdout.isatty() else None
     shown = {
-        "endpoint": answer["url"],
-        "page": f"{answer['url'].removesuffix('/v1')}/ui",
-        "data": answer["data_dir"],
+        "endpoint": url,
+        "page": f"{box.fields['url']}/ui",
+        "data": data_dir,
         "API key": f"{key}   (also in {file})" if key else f"in {file}" if file else None,
-        "stop": f"appliance down{data_dir_option(Path(answer['data_dir']))}" if detached else "Ctrl-C",
+        "stop": f"appliance down{data_dir_option(box.data_dir)}" if detached else "Ctrl-C",
     }
-    return output.stack("The box is ready.", output.view(shown), gap=False)
+    answer = {"url": url, "data_dir": data_dir, "first_key": key, "first_key_file": file}
+    session.show(answer, lambda _: output.stack("The box is ready.", output.view(shown), gap=False))
 
 
 @command(

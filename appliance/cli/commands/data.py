@@ -1,14 +1,12 @@
 """`appliance file`: training data in, checked; results out.
 
-A local file is checked here, in a process of its own, and needs no box; the box checks its own.
+A local file is checked here, and needs no box; the box checks its own.
 """
 
 from __future__ import annotations
 
 import base64
-import io
 import re
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -122,12 +120,10 @@ def get(session: Session, args: Namespace) -> None:
 def _download(session: Session, file: dict[str, Any], out: BinaryIO) -> int:
     """Copies a file's content to `out`; returns how many bytes. A job's table, which OpenAI keeps in base64, becomes
     CSV again."""
-    where = f"{file_path(file['id'])}/content"
+    parts = session.client.parts(f"{file_path(file['id'])}/content")
     if file.get("purpose") != "fine-tune-results":
-        return session.client.download(where, out)
-    table = io.BytesIO()
-    session.client.download(where, table)
-    return out.write(base64.b64decode(table.getvalue()))
+        return sum(map(out.write, parts))
+    return out.write(base64.b64decode(b"".join(parts)))
 
 
 def _errors(answer: dict[str, Any]) -> str:
@@ -169,7 +165,7 @@ def check(session: Session, args: Namespace) -> None:
     """
     options = picked(args, "model max_tokens method against")
     if session.client is None:
-        report = _carried_out(Path(args.target).expanduser(), options)
+        report = _checked_here(Path(args.target).expanduser(), options)
     else:
         with output.progress(f"the box reads {args.target}"):
             path = f"{file_path(args.target)}/check"
@@ -179,20 +175,18 @@ def check(session: Session, args: Namespace) -> None:
         raise CommandFailed(f"a job would refuse the file{'' if report['examples'] else ': it has no examples'}")
 
 
-def _carried_out(path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Let a process of this command read a file of this machine. Raises CliError."""
+def _checked_here(path: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """The report of a file of this machine. Raises CliError."""
     look_for_all()
-    from train.data_checks.process import BadOption, CheckFailed, answer_of, command_of
+    from train.data_checks.process import BadOption, CheckFailed, carried_out
 
     names = {name: str(Path(options[name]).expanduser()) for name in ("model", "against") if name in options}
-    request = {"file": str(path), "check": options | names, "niceness": 0}
-    with output.progress(f"reading {path}"):
-        done = subprocess.run(command_of(request), stdin=subprocess.DEVNULL, capture_output=True)
     try:
-        return answer_of(done.returncode, done.stdout, done.stderr)
+        with output.progress(f"reading {path}"):
+            return carried_out({"file": str(path), "check": options | names})
     except BadOption as error:
         raise BadUsage(str(error)) from error
-    except CheckFailed as error:
+    except (CheckFailed, OSError, ValueError) as error:
         raise CommandFailed(str(error)) from error
 
 

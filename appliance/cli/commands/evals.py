@@ -17,7 +17,6 @@ from appliance.cli.resources import segment
 
 Z_95 = 1.959964
 """Standard deviations of a normal distribution that 95 % lie within."""
-_RUNS_SHOWN = 100
 _ITEMS_SHOWN = 10_000
 """As many as a run has at most."""
 
@@ -113,7 +112,7 @@ def run(session: Session, args: Namespace) -> None:
     if (args.grader is None) == (args.eval is None):
         raise BadUsage("give either --grader, the graders of a new evaluation, or --eval, that of an earlier one")
     path, items = args.suite
-    started: set[str] = set()
+    started: list[str] = []
     with kept_if_taken(session) as uploaded, kept_if_taken(session, _path) as made:
         form = {"data": {"purpose": "user_data"}, "files": {"file": (path.name, items.encode())}}
         file_id = session.client.send("POST", "/v1/files", timeout_s=WORK_TIMEOUT_S, **form)["id"]
@@ -133,17 +132,18 @@ def run(session: Session, args: Namespace) -> None:
                 "input_messages": {"type": "item_reference", "item_reference": "item.messages"},
                 "sampling_params": picked(args, "max_completion_tokens temperature seed"),
             }
-            started.add(session.client.post(f"{_path(eval_id)}/runs", {"name": model, "data_source": source})["id"])
+            started.append(session.client.post(f"{_path(eval_id)}/runs", {"name": model, "data_source": source})["id"])
             uploaded.clear()  # both are in use from now on
             made.clear()
 
     def mine() -> list[dict[str, Any]]:
-        return [one for one in _runs(session, eval_id) if one["id"] in started]
+        return [session.client.get(f"{_path(eval_id)}/runs/{segment(run_id)}") for run_id in started]
 
+    ended: list[dict[str, Any]] = []
     if args.wait:
-        until(mine, lambda runs: all(map(_ended, runs)), _runs_doing, args.timeout, eval_id)
+        ended = until(mine, lambda runs: all(map(_ended, runs)), _runs_doing, args.timeout, eval_id)
     session.show({"id": eval_id, "runs": _runs(session, eval_id)}, _side_by_side)
-    for one in mine() if args.wait else ():
+    for one in ended:
         errored = one["result_counts"]["errored"]
         if one["status"] != "completed" or errored:
             reason = f"{errored:,} items could not be judged" if errored else (one["error"] or {}).get("message")
@@ -151,7 +151,7 @@ def run(session: Session, args: Namespace) -> None:
 
 
 def _runs(session: Session, eval_id: str) -> list[dict[str, Any]]:
-    return session.client.listed(f"{_path(eval_id)}/runs", _RUNS_SHOWN, order="desc")["data"]
+    return session.client.listed(f"{_path(eval_id)}/runs", order="desc")["data"]
 
 
 def _runs_doing(runs: list[dict[str, Any]]) -> Doing:

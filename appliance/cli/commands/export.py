@@ -8,18 +8,14 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
 from appliance.cli import output
 from appliance.cli.command import Session, command, finish
-from appliance.cli.commands.chat import PATH as CHAT_PATH
-from appliance.cli.commands.chat import TIMEOUT_S as ANSWER_TIMEOUT_S
-from appliance.cli.commands.chat import endpoint
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.locate import look_for_all, python
-from appliance.cli.options import number, opt, text_file
+from appliance.cli.options import opt
 from appliance.cli.resources import MODEL, segment
 
 ADAPTER_FILE = "adapter_config.json"
@@ -40,7 +36,6 @@ def export(session: Session, args: Namespace) -> None:
     """Download a model in the layout of Hugging Face, each file compared with its checksum.
 
     transformers, peft and vLLM load the directory as it is. `NAME@VERSION` and a checkpoint's name mean that version.
-    A connection that breaks is resumed.
 
     Examples:
       appliance model export ft:smollm2-135m:local:sums:a1b2c3d4 --to ./sums
@@ -64,8 +59,6 @@ def export(session: Session, args: Namespace) -> None:
         "--form FORM", "int8 and fp8: half the memory; int4: a quarter.", choices=("int8", "fp8", "int4"), required=True
     ),
     opt("--name NAME", "The new model's name. Default: NAME-FORM."),
-    opt("--compare FILE", "Chats, one per line, which both models answer: how far do they agree?", type=text_file),
-    opt("--limit N", "Compare at most so many.", type=number(int, 1), default=50),
 )
 def quantize(session: Session, args: Namespace) -> None:
     """Make a smaller model of a model: its linear layers rounded to 8 or 4 bits. It needs the box's own machine.
@@ -76,11 +69,11 @@ def quantize(session: Session, args: Namespace) -> None:
 
     Examples:
       appliance model quantize qwen2.5-7b --form int8
-      appliance model quantize ft:smollm2-135m:local:sums:a1b2c3d4 --form int8 --name sums-int8 --compare valid.jsonl
+      appliance model quantize ft:smollm2-135m:local:sums:a1b2c3d4 --form int8 --name sums-int8
+      appliance eval run qwen2.5-7b qwen2.5-7b-int8 --suite prompts.jsonl --grader grader.json     how good it is
     """
     if not session.client.is_local:
         raise BadUsage("this command reads and writes the model's files; run it on the box's own machine")
-    chats = None if args.compare is None else _questions(args.compare, args.limit)
     plain = args.id.removeprefix("ft:").replace(":", "-").replace("@", "-")
     name = args.name or f"{plain}-{args.form}"
     # In the data directory: the box may have a /tmp of its own.
@@ -93,42 +86,7 @@ def quantize(session: Session, args: Namespace) -> None:
         # The files are deleted when this command ends, so it waits for however long the import takes.
         waiting = Namespace(wait=True, timeout=None)
         operation = finish(session, session.client.post("/admin/v1/models/import", body), waiting)
-    shown = {**operation["result"], "weights_error": error}
-    if chats:
-        shown |= _agreement(session, (args.id, name), chats)
-    session.show(shown, output.view)
-
-
-def _questions(text: str, limit: int) -> list[list[dict[str, Any]]]:
-    """The messages of each chat before its last answer. Raises BadUsage."""
-    chats = []
-    for line in text.split("\n")[:limit]:  # JSON may have other ends of lines inside
-        try:
-            messages = json.loads(line or "{}").get("messages") or []
-            while messages and messages[-1]["role"] == "assistant":
-                messages.pop()
-        except (ValueError, AttributeError, LookupError, TypeError) as error:
-            raise BadUsage(f'--compare: expected {{"messages": [...]}} on each line; one is {line[:80]!r}') from error
-        if messages:
-            chats.append(messages)
-    if not chats:
-        raise BadUsage('--compare: the file has no chats ({"messages": [...]} on each line)')
-    return chats
-
-
-def _agreement(session: Session, models: tuple[str, str], chats: list[list[dict[str, Any]]]) -> dict[str, float]:
-    """How far greedy answers of 64 tokens are the same: the share of whole answers, and of characters before the first
-    difference."""
-    client, same, shared = endpoint(session), 0, 0.0
-    with output.progress("comparing answers") as meter:
-        for count, messages in enumerate(chats):
-            meter("comparing answers", count, len(chats))
-            bodies = ({"model": model, "messages": messages, "max_tokens": 64, "temperature": 0} for model in models)
-            answers = [client.send("POST", CHAT_PATH, body=body, timeout_s=ANSWER_TIMEOUT_S) for body in bodies]
-            first, second = (answer["choices"][0]["message"]["content"] or "" for answer in answers)
-            same += first == second
-            shared += len(commonprefix([first, second])) / max(len(first), len(second), 1)
-    return {"compared": len(chats), "same_answers": same / len(chats), "same_beginnings": shared / len(chats)}
+    session.show({**operation["result"], "weights_error": error}, output.view)
 
 
 @contextmanager

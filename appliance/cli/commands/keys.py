@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from contextlib import redirect_stdout
 from datetime import date, timedelta
 from typing import Any
 
 from appliance.cli import output
 from appliance.cli.command import Session, command, until
-from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.errors import CommandFailed
 from appliance.cli.options import NULL, flag, future, given, named, number, opt, or_null, picked
 from appliance.cli.resources import segment
 
@@ -142,10 +140,10 @@ def list_keys(session: Session, args: Namespace) -> None:
     opt("--owner NAME", "As `appliance key list` shows it.", required=True),
     flag("--models", "Models trained on their files go too."),
     flag("--cancel", "Cancel what has not ended, instead of refusing."),
-    flag("--yes", "Do not ask."),
+    flag("--yes", "Do it; without it, show what would go."),
 )
 def forget(session: Session, args: Namespace) -> None:
-    """Forget a person: their keys, files, responses and their name. Asks first.
+    """Forget a person: their keys, files, responses and their name.
 
     Deleted are files, uploads, stored responses and chat completions, batches and the folders of jobs; keys
     are revoked; usage and the audit log stay, under a pseudonym. Models trained on the files are listed;
@@ -155,13 +153,8 @@ def forget(session: Session, args: Namespace) -> None:
       appliance forget --owner ann --cancel --models --yes
     """
     if not args.yes:
-        if not sys.stdin.isatty():
-            raise BadUsage("there is no terminal to ask at; --yes goes ahead without asking")
-        with redirect_stdout(sys.stderr):  # it belongs to the question: stdout is for the answer
-            output.draw(output.view(session.client.get(_FORGET, owner=args.owner)))
-        print(f"Forget {args.owner}? This cannot be undone. [y/N] ", end="", file=sys.stderr, flush=True)
-        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            raise CommandFailed("nothing was done")
+        session.show(session.client.get(_FORGET, owner=args.owner))
+        raise CommandFailed(f"nothing was done: --yes forgets {args.owner}, which cannot be undone")
     answer = until(
         lambda: session.client.post(_FORGET, picked(args, "owner models cancel")),
         lambda now: now["done"],

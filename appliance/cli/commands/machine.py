@@ -63,11 +63,15 @@ def doctor(session: Session, args: Namespace) -> None:
       appliance doctor --send-test               do alerts reach somebody?
     """
     settings = resolved(args.config, data_dir=args.data_dir)
+    runs = BoxFile.read(settings.box.data_dir).pid is not None
+    if runs and args.config is None:  # it may have been started with other options
+        from appliance.config import load_resolved
+
+        settings = load_resolved(BoxPaths.of(Path(settings.box.data_dir)).config_file)
     if args.send_test:
         _send_test(session, settings)
         return
-    runs = ["--runs"] if BoxFile.read(settings.box.data_dir).pid is not None else []
-    line = python("appliance.boot.doctor", "--config", "/dev/stdin", *runs)
+    line = python("appliance.boot.doctor", "--config", "/dev/stdin", *(["--runs"] if runs else []))
     done = subprocess.run(line, input=settings.model_dump_json(), capture_output=True, text=True)
     if done.returncode != 0:
         raise CommandFailed(f"the doctor did not end: {done.stderr.strip()[-300:]}")
@@ -81,9 +85,13 @@ def doctor(session: Session, args: Namespace) -> None:
 def _send_test(session: Session, settings: BoxConfig) -> None:
     if not settings.alerts.is_on:
         raise CommandFailed("[alerts] names no receiver: set webhook or email in appliance.toml (docs/operations.md)")
-    done = subprocess.run(python("appliance.alerts"), input=settings.model_dump_json(), capture_output=True, text=True)
-    if done.returncode:
-        raise CommandFailed(f"not delivered: {(done.stderr.strip() or 'no reason').splitlines()[-1]}")
+    from appliance.alerts import Message, Undelivered, channels, send
+
+    try:
+        for channel in channels(settings.alerts):
+            send(settings.alerts, channel, Message("test", "test", "This is a test."), settings.public_url)
+    except Undelivered as error:
+        raise CommandFailed(f"not delivered: {error}") from error
     receivers = [*filter(None, [settings.alerts.webhook]), *settings.alerts.email]
     session.show({"sent_to": receivers}, lambda _: f"sent to {', '.join(receivers)}")
 

@@ -17,9 +17,9 @@ from appliance.tiers.flow import TierFlow
 from appliance.tiers.tiers import Checked, Tiers, name_of
 from weights.checkpoint.folder import may_open
 from weights.format.errors import VersionLeased, VersionNotFound, WeightsError
+from weights.format.names import Name
 from weights.memory.lease import unpin
 from weights.memory.store import WeightStore
-from weights.tiers.record import Name
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")

@@ -20,9 +20,8 @@ from scheduler.core.inventory import Device
 from serve.core.adapter_source import AdapterServer
 from weights.checkpoint.folder import may_open
 from weights.format.errors import WeightsError
-from weights.format.names import policy_of
+from weights.format.names import Name, policy_of
 from weights.memory.store import Lease, WeightStore
-from weights.tiers.record import Name
 
 GPU_ENGINE_BYTES = 4 * 2**30
 """Host memory of an engine whose tensors are on a GPU: Python, torch, the CUDA context, vLLM's buffers."""

@@ -229,8 +229,7 @@ def _chat_messages(messages: list[Object]) -> list[Object]:
     made: list[Object] = []
     unnamed: list[str] = []  # ids made for calls that had none, whose results have none either
     for place, message in enumerate(messages):
-        if legacy.has_call(message):
-            message = legacy.with_tool_call(place, message)
+        message = legacy.with_tool_call(place, message)
         if calls := message.get("tool_calls"):
             ids = {at: f"call_{place}_{at}" for at, call in enumerate(calls) if not call.get("id")}
             unnamed = [*ids.values()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 
 import pytest
@@ -34,7 +33,7 @@ async def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path, for
         raise ray_head.RayStartError("Ray was started")
 
     monkeypatch.setattr(box, "_ray", type("NoRay", (), {"begin": staticmethod(no_ray)})())
-    with pytest.raises(BoxError, match=rf"port {foreign} of '127.0.0.1' .*by PID {os.getpid()}.*--port"):
+    with pytest.raises(BoxError, match=rf"port {foreign} of '127.0.0.1' .*--port"):
         await box.start()
 
 

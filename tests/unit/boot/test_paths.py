@@ -75,7 +75,7 @@ def test_a_folder_that_somebody_else_has_made_in_shared_memory_is_not_used(tmp_p
 
 
 def test_what_the_main_process_makes_is_its_owners_alone(tmp_path, monkeypatch):
-    async def fails(config, paths, state):
+    async def fails(config, paths, state, show):
         (paths.logs / "ray.log").open("ab").close()  # as those of its children are opened
         raise main.BoxError("no Ray")
 

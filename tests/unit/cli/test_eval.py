@@ -52,6 +52,18 @@ def test_models_are_asked_a_suite_and_shown_side_by_side(box: ControlledBox, tmp
     assert "sums" in box.run("eval", "list").stdout
 
 
+def test_run_wait_follows_its_own_runs_whatever_else_the_evaluation_has(prepared, tmp_path: Path):
+    counts = {"total": 1, "passed": 0, "failed": 1, "errored": 0}
+    run = {"id": "r", "model": "m", "status": "failed", "error": {"message": "no engine"}, "result_counts": counts}
+    prepared.prepare("POST", "/v1/files", (200, {"id": "file-1"}))
+    prepared.prepare("POST", "/v1/evals", (200, {"id": "e"}))
+    prepared.prepare("POST", "/v1/evals/e/runs", (200, run))
+    prepared.prepare("GET", "/v1/evals/e/runs/r", (200, run))
+    prepared.prepare("GET", "/v1/evals/e/runs", (200, {"data": [], "has_more": False}))
+    done = prepared.run("eval", "run", "m", *written(tmp_path, "4"), "--wait")
+    assert done.exit_code == 1 and "r of m is failed: no engine" in done.stderr
+
+
 def test_what_a_run_waits_for_is_shown(box: ControlledBox, tmp_path: Path):
     box.context.asking.rows.places = 0
     made = box.json("eval", "run", "starter", *written(tmp_path, "4"))
@@ -77,19 +89,6 @@ def test_bad_suites_and_graders_are_named(box: ControlledBox, tmp_path: Path):
     assert "is not JSON" in box.run("eval", "run", "starter", suite, path, *grader).output
     unknown = box.run("eval", "run", "absent", *written(tmp_path, "4"))
     assert unknown.exit_code == 3 and "absent" in unknown.output
-
-
-def test_eval_run_fails_for_its_own_runs_alone(prepared, tmp_path: Path):
-    counts = {"total": 1, "passed": 1, "failed": 0, "errored": 0}
-    runs = [
-        {"id": run, "model": "m", "status": status, "result_counts": counts, "per_testing_criteria_results": []}
-        for run, status in (("evalrun_2", "completed"), ("evalrun_1", "failed"))
-    ]
-    prepared.prepare("POST", "/v1/files", (200, {"id": "file-1"}))
-    prepared.prepare("POST", "/v1/evals/eval_1/runs", (200, {"id": "evalrun_2"}))
-    prepared.prepare("GET", "/v1/evals/eval_1/runs", (200, {"data": runs}))
-    done = prepared.run("eval", "run", "m", *written(tmp_path, "4")[:2], "--eval", "eval_1", "--wait")
-    assert done.exit_code == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -91,11 +91,8 @@ def test_which_box(prepared, monkeypatch, tmp_path, main_process):
     ("fields", "said"),
     [
         (None, "no box on"),
-        ({"state": "stopped", "pid": None}, "is stopped; "),
-        (
-            {"state": "stopped", "pid": None, "message": "the disk was full"},
-            "not in order: the disk was full",
-        ),
+        ({"state": "stopped", "pid": None}, "does not run; "),
+        ({"state": "stopped", "pid": None, "message": "the disk was full"}, "it ended: the disk was full"),
         ({"state": "failed", "pid": None, "message": "port 8000 is taken"}, "did not start: port 8000 is taken"),
         ({"state": "ready", "pid": 2**22 + 1}, "was killed while ready"),
         ({"state": "ready", "pid": 2**22 + 1, "url": "http://127.0.0.1:8000/v1"}, "box` starts it and continues"),

@@ -1,16 +1,10 @@
 from __future__ import annotations
 
-import http.server
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 from safetensors.numpy import load_file, save_file
 
-from appliance.cli import client as client_module
-from appliance.cli.client import Client
 from appliance.cli.commands import export as export_module
 from appliance.cli.errors import BadUsage
 from appliance.store.objects import models
@@ -78,51 +72,3 @@ def test_merged_export_adds_an_adapter_to_the_version_of_its_base(box, tmp_path,
     monkeypatch.setattr(export_module, "_remake", remake)
     shown = box.json("model", "export", "mine", "--to", str(tmp_path / "out"), "--format", "merged")
     assert shown["files"] == ["config.json", "model.safetensors"]
-
-
-@pytest.mark.parametrize("text", ["{}", "[1]", '{"messages": [1]}', '{"messages": [{"content": "x"}]}', "\n"])
-def test_quantize_refuses_a_file_without_chats_before_it_downloads(box, tmp_path, text):
-    (tmp_path / "chats.jsonl").write_text(text)
-    compare = ("--compare", str(tmp_path / "chats.jsonl"))
-    assert box.run("model", "quantize", "none", "--form", "int8", *compare).exit_code == BadUsage.exit_code
-
-
-@pytest.fixture
-def flaky() -> Iterator[tuple[str, list[str | None]]]:
-    """A server that sends at most 1,000 bytes before it closes the connection; and the ranges that it was asked for."""
-    ranges: list[str | None] = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            ranges.append(self.headers.get("range"))
-            begin = int(ranges[-1].split("=")[1].rstrip("-")) if ranges[-1] else 0
-            changed = self.path == "/changes" and begin
-            self.send_response(200 if changed or not begin else 206)
-            self.send_header("etag", '"b"' if changed else '"a"')
-            self.send_header("content-length", str(len(WHOLE) - begin))
-            self.end_headers()
-            self.wfile.write(WHOLE[begin : begin + 1000])
-            self.close_connection = True
-
-        def log_message(self, *_: object) -> None:
-            return
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", ranges
-        server.shutdown()
-
-
-def test_client_parts_resumes_where_the_connection_broke(flaky, monkeypatch):
-    url, ranges = flaky
-    monkeypatch.setattr(client_module, "RESUME_AFTER_S", 0.0)
-    assert b"".join(Client(url).parts("/whole")) == WHOLE
-    assert ranges[:3] == [None, "bytes=1000-", "bytes=2000-"]
-
-
-def test_client_parts_refuses_a_body_that_changed(flaky, monkeypatch):
-    monkeypatch.setattr(client_module, "RESUME_AFTER_S", 0.0)
-    with pytest.raises(BadUsage):
-        list(Client(flaky[0]).parts("/changes"))

@@ -104,17 +104,6 @@ def test_a_watch_refreshes_in_place_and_ends_with_ctrl_c(prepared, terminal):
     terminal.expect("\x1b[?1049l")  # the screen from before is back
 
 
-def test_forget_asks_on_stderr(prepared, terminal):
-    there = {"owner": "an", "done": False, "waits_for": [], "keys": [], "files": 0}
-    prepared.prepare("GET", "/admin/v1/forget", (200, there))
-    prepared.prepare("POST", "/admin/v1/forget", (200, {**there, "done": True}))
-    command = [*COMMAND, "forget", "--owner", "an", "-o", "json", "--url", prepared.url]
-    terminal.type("y\n")
-    done = subprocess.run(command, stdin=terminal.theirs, capture_output=True, text=True, check=True, timeout=60)
-    assert json.loads(done.stdout)["done"]
-    assert "cannot be undone" in done.stderr
-
-
 def test_a_conversation_keeps_its_history(prepared, terminal):
     prepared.prepare("POST", CHAT, (200, sse("Hello!")), (200, sse("Fine.")))
     with subprocess.Popen(

@@ -8,18 +8,17 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from appliance.cli.command import Session
 from appliance.cli.commands import box as up
 from tests.unit.cli.conftest import run, write_box_file
 
 PYTHON = sys.executable  # before a fixture replaces it
-# Called as `python -m appliance.boot.main up --config FILE`, like the real one, whose announcement and box.json it
+# Called as `python -m appliance.boot.main up --config FILE`, like the real one, whose box.json it
 # writes. What it does is told by a file `script.json` in the data directory.
 STAND_IN = """\
 import json, os, signal, sys, time
@@ -39,8 +38,8 @@ print("12:00:00 starting Ray", file=sys.stderr, flush=True)
 if "exit" in script:
     sys.exit(script["exit"])
 url = f"http://127.0.0.1:{config['box']['port']}"
-write(state="ready", pid=os.getpid(), message="ready", url=url, cwd=os.getcwd(), config=config)
-print(json.dumps({"state": "ready", "url": url + "/v1", "first_key_file": script.get("key_file")}), flush=True)
+ready = {"state": "ready", "message": "ready", "url": url, "first_key_file": script.get("key_file")}
+write(**ready, pid=os.getpid(), cwd=os.getcwd(), config=config)
 time.sleep(60)
 """
 
@@ -156,32 +155,22 @@ def test_a_box_that_takes_its_time(data_dir):
     assert not up.BoxFile.read(data_dir).pid, f"{pid} is gone"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_in_the_foreground_the_box_ends_with_its_command(data_dir, tmp_path, number):
-    """Also when the command is killed: a box nobody watches any more must not stay."""
-    program = (
-        "import sys; from appliance.cli.commands import box as up; up.sys.executable = sys.argv.pop(1); "
-        "from appliance.cli.main import run; run()"
-    )
-    command = [PYTHON, "-c", program, str(tmp_path / "python"), "up", "--data-dir", str(data_dir)]
-    file = data_dir / "first-key"
+def test_up_in_the_foreground_becomes_the_main_process(data_dir, monkeypatch):
+    became: list[str] = []
+    monkeypatch.setattr(os, "chdir", lambda folder: None)
+    monkeypatch.setattr(os, "execv", lambda program, arguments: became.extend(arguments) or sys.exit(0))
+    assert run("up", "--data-dir", str(data_dir), "--port", "9123", "-o", "json").exit_code == 0
+    assert became[-4:] == ["--config", str(data_dir / "config.json"), "--show", "json"]
+    assert json.loads((data_dir / "config.json").read_text())["box"]["port"] == 9123
+
+
+def test_show_ready_names_the_key_file_and_not_the_key(tmp_path, capsys):
+    file = tmp_path / "first-key"
     file.write_text("sk-first\n")
-    script(data_dir, key_file=str(file))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as foreground:
-        shown = ""
-        while "Ctrl-C" not in shown:
-            line = foreground.stdout.readline()
-            assert line, foreground.stderr.read()
-            shown += line
-        assert str(file) in shown and "sk-first" not in shown, "under systemd it is a journal"
-        handle = os.pidfd_open(box_file(data_dir)["pid"])
-        foreground.send_signal(number)
-        assert foreground.wait(60) == (0 if number != signal.SIGKILL else -signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while box_file(data_dir)["state"] != "stopped":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.close(handle)
+    box = up.BoxFile(tmp_path, {"url": "http://127.0.0.1:9", "first_key_file": str(file)})
+    up.show_ready(Session(None, False), box, detached=False)
+    shown = capsys.readouterr().out
+    assert str(file) in shown and "Ctrl-C" in shown and "sk-first" not in shown, "under systemd it is a journal"
 
 
 def test_a_data_directory_that_everybody_may_write_to_is_told_of_before_it_is_closed(data_dir: Path):

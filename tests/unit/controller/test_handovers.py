@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.http.views import step_view
+from appliance.controller.admin.box import step_view
 from appliance.store.records import handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow
 from tests.unit.controller.conftest import Control

@@ -81,9 +81,9 @@ async def test_handover_counts_survive_retention(control: Control) -> None:
     for number, state, seconds in ((1, "done", 2.0), (2, "done", 3.0), (3, "undone", 1.0), (4, "running", None)):
         add(number, state, seconds)
     assert (await scrape(control))["appliance_handovers_running", ()] == 1
-    retention.delete_aged(control.db, "handovers", now_s + 60)
+    retention.delete_records(control.db, now_s + 60)
     add(5, "done", 0.5)
-    retention.delete_aged(control.db, "handovers", now_s + 60)
+    retention.delete_records(control.db, now_s + 60)
     kept, series = await scrape(control), "appliance_handover_seconds"
     counted = [kept[f"{series}_count", (("outcome", state),)] for state in ("done", "undone")]
     assert counted == [3, 1] and kept[f"{series}_sum", (("outcome", "done"),)] == pytest.approx(5.5, abs=1e-3)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from appliance.models import trial
 from appliance.models.errors import NotEnoughMemory, SourceNotFound
 from appliance.models.library import ModelLibrary
 from tests.unit.models import checkpoints
@@ -28,16 +29,24 @@ def library(tmp_path: Path) -> ModelLibrary:
     return ModelLibrary(tmp_path / "models")
 
 
+@pytest.fixture(autouse=True)
 def converts_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Conversions run in this process: one of their own imports torch and transformers for 6 s of processor time."""
 
-    def converted(file: Path, out: Path, report: Any) -> None:
-        monkeypatch.setattr(convert, "_say", lambda event, **fields: None)
-        monkeypatch.setattr(sys, "stdout", sys.stdout)
-        convert.main(file, out)
+    def run_here(subject: str, module: str, file: str, out: str, *, on_event: Any, **_: Any) -> dict[str, Any]:
+        said: list[dict[str, Any]] = []
+        monkeypatch.setattr(convert, "_say", lambda event, **fields: said.append(fields))
+        convert.main(Path(file), Path(out))
+        for event in said[:-1]:
+            on_event(event)
+        return said[-1]
 
+    run_trial = trial.run_trial
+    monkeypatch.setattr(
+        trial, "run_trial", lambda *of, **how: (run_here if of[1] == "train.convert.gguf" else run_trial)(*of, **how)
+    )
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(convert.Bounds, "hold", lambda _: None)  # else of the process that runs the tests
-    monkeypatch.setattr("appliance.models.library._convert_gguf", converted)
 
 
 def logits(model) -> torch.Tensor:
@@ -76,7 +85,7 @@ def test_the_scaled_rotary_embedding_of_llama_3_is_kept(tmp_path, capsys):
         convert._convert(other, tmp_path / "other")
 
 
-def test_a_file_and_a_directory_with_one_are_imported_and_what_is_beside_it_is_not_read(library, tmp_path, monkeypatch):
+def test_import_of_gguf_reads_nothing_beside_the_file(library, tmp_path):
     """But how to sample. A tokenizer_config.json beside it made transformers ask whether to run its code."""
     folder = tmp_path / "some-model-GGUF"
     folder.mkdir()
@@ -91,7 +100,6 @@ def test_a_file_and_a_directory_with_one_are_imported_and_what_is_beside_it_is_n
     assert made.max_model_len == 128 and made.source == str(file) and "dequantising" in seen
     assert seen[0] == "reading tiny.Q8.gguf"
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.2, "eos_token_id": 77}')
-    converts_here(monkeypatch)
     other = library.import_model(str(folder), name="other")
     sampling, own = (json.loads((one.path / "generation_config.json").read_text()) for one in (other, made))
     assert other.name == "other" and sampling == {**own, "do_sample": True, "temperature": 0.2}
@@ -103,8 +111,7 @@ def test_a_file_and_a_directory_with_one_are_imported_and_what_is_beside_it_is_n
     assert not list((tmp_path / "models" / ".staging").iterdir())
 
 
-def test_a_directory_with_a_file_leads_nowhere_else(library, tmp_path, monkeypatch):
-    converts_here(monkeypatch)
+def test_a_directory_with_a_file_leads_nowhere_else(library, tmp_path):
     folder, elsewhere = tmp_path / "some-model", tmp_path / "of-somebody-else"
     folder.mkdir()
     elsewhere.mkdir()
@@ -145,13 +152,8 @@ def test_files_that_are_no_whole_model_are_refused_by_name(library, tmp_path):
         library.import_model(str(text))
 
 
-def test_a_model_larger_than_memory_is_refused_before_it_is_read(tmp_path, monkeypatch):
+def test_a_model_larger_than_memory_is_refused_before_it_is_read(library, tmp_path, monkeypatch):
     file = gguf_files.write(tmp_path / "m.gguf", gguf_files.model("llama"), "llama")
-    monkeypatch.setattr(convert.Bounds, "hold", lambda _: None)  # else of the process that runs the tests
     monkeypatch.setattr(convert.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 30))
-    said: list[dict] = []
-    monkeypatch.setattr(convert, "_say", lambda event, **fields: said.append(fields))
-    monkeypatch.setattr(sys, "stdout", sys.stdout)
-    convert.main(file, tmp_path / "out")
-    assert said[0]["needed_bytes"] > said[0]["available_bytes"] == 1 << 30 and not (tmp_path / "out").exists()
-    assert "2.1 GB" in str(NotEnoughMemory("m.gguf", 2_100_000_000, 1_000_000_000))
+    with pytest.raises(NotEnoughMemory, match="1.1 GB"):
+        library.import_model(str(file))

@@ -164,13 +164,9 @@ def test_a_missing_chat_template_is_reported_not_refused(library, tmp_path):
     assert taken.info["chat_template"] is False and "no chat template" in taken.warnings[0]
 
 
-_ENDLESS = "{% for a in range(40000) %}{% for b in range(40000) %}{% endfor %}{% endfor %}"
-
-
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        (_ENDLESS, "CPU"),
         ("{{ 'x'.ljust(3000000000) }}", "memory"),
         ("{{ messages.__class__.__mro__ }}", "outside of the template"),
         ("{% if %}", "line 1"),
@@ -249,7 +245,7 @@ def test_too_little_disk_says_how_much(library, source, monkeypatch):
 
 def test_the_trial_renders_what_engines_render(library, tmp_path):
     """Templates that know no tools are served with a way to show them, by whose words a template can tell the two."""
-    template = "{% if holder is defined %}" + _ENDLESS + "{% endif %}{{ messages[0].content }}"
+    template = "{% if holder is defined %}{{ messages.__class__.__mro__ }}{% endif %}{{ messages[0].content }}"
     with pytest.raises(TemplateRefused):
         library.import_model(checkpoints.write(tmp_path / "slow", template=template))
 

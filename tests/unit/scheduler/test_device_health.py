@@ -9,7 +9,7 @@ import pynvml
 import pytest
 
 from runtime.devices.kind import Reading
-from runtime.devices.xids import fault_of
+from runtime.devices.nvml import fault_of
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
 from scheduler.devices.health import Death, failing

@@ -11,7 +11,7 @@ from appliance.controller.engines.versions import AdapterSource
 from serve.core.adapter_source import AdapterUnavailable, brought_in
 from tests.unit.weights.conftest import check, write
 from weights.format.errors import VersionLeased
-from weights.tiers.record import Name
+from weights.format.names import Name
 
 TUNED = Name("adapter", "ft:x", "step-2")
 

@@ -18,8 +18,8 @@ from tests.unit.weights.conftest import check, write
 from train.trainer.event_log import EventLog, read_events
 from weights.checkpoint.errors import OpeningRefused
 from weights.format.layout import Layout, TensorSpec
+from weights.format.names import Name
 from weights.memory.lease import StoredVersion
-from weights.tiers.record import Name
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from appliance.controller.interfaces.errors import OperationFailed
 from appliance.store.rows import VersionRow
 from tests.unit.scheduling.test_tier_flow import damage, snapshot
 from tests.unit.weights.conftest import check, write
+from weights.format.names import Name
 from weights.memory.lease import take_lease
-from weights.tiers.record import Name
 
 ADAPTER = VersionRow("ft:x", "step-2", "test", 1, 0.0, meta={"adapter": {"base": "starter"}})
 

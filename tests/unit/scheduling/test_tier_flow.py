@@ -14,7 +14,7 @@ from appliance.tiers.flow import TierFlow
 from tests.unit.weights.conftest import check, write
 from weights.format.config import KeepRules
 from weights.format.layout import Layout, TensorSpec
-from weights.tiers.record import Name
+from weights.format.names import Name
 
 V1 = Name("version", "starter", "v1")
 

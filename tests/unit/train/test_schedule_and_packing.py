@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.train_support.specs import host_spec
-from train.data.packing import Row, StepPlan, build_row, plan_packs
+from train.data.packing import Row, StepPlan, build_row, part_of, plan_packs
 from train.plan.recipe import FLOOR_RATIO, SCHEDULES, learning_rate
 from train.plan.spec import MOST_VERSIONS
 from train.trainer.feed import DataFeed
@@ -129,3 +129,16 @@ def test_an_epoch_is_each_example_once_however_large_a_step_is(n_packs, n_epochs
         assert feed.denominator() == feed.tokens()
         denominators += feed.denominator()
     assert sorted(learnt) == sorted([*range(n_packs)] * n_epochs) and denominators == n_packs * n_epochs
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_parts_of_a_row_have_each_token_and_each_label_once(parts):
+    examples = [(np.arange(n) + 10 * n, np.arange(n) % 3 == 0) for n in (9, 4, 17)]
+    row = build_row([examples], 32, 0, packing=True)
+    found = [part_of(row, index, parts) for index in range(parts)]
+    for name in ("input_ids", "position_ids", "labels"):
+        assert np.array_equal(np.concatenate([getattr(part, name) for part in found]), getattr(row, name))
+    at = [part.predict_at + index * len(part.input_ids) for index, part in enumerate(found)]
+    assert np.array_equal(np.concatenate(at), row.predict_at)
+    assert np.array_equal(np.sum([part.sequence_sizes for part in found], axis=0), row.sequence_sizes)
+    assert {part.segments for part in found} == {row.segments}
