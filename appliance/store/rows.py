@@ -224,6 +224,8 @@ class JobRow:
         "refused", "undecided"), "reason", "activated": None until it has ended}; None: there is none.
     joules: that its devices have counted, in `metered_s` device-seconds; None: nothing was counted.
     allowed_sizes: numbers of devices it may run on that its batch size divides by.
+    estimate: of its layout before it began (`appliance.controller.models.capacity.described`), with "measured":
+        {"device_bytes", "tokens_per_s"} once it has ended.
     """
 
     id: str
@@ -270,6 +272,7 @@ class JobRow:
     finished_s: float | None = None
     joules: float | None = None
     metered_s: float = 0.0
+    estimate: dict[str, Any] | None = None
 
     @property
     def finished(self) -> bool:
@@ -289,7 +292,8 @@ class JobEventRow:
 
 @dataclass(frozen=True, slots=True)
 class JobMetricRow:
-    """One optimizer step. A step that is run again after a resume replaces its row. `rank_seconds`: what each rank
+    """One optimizer step. A step that is run again after a resume replaces its row. `memory_bytes`: the most that the
+    first rank's tensors have taken of its device so far; None where that is the host. `rank_seconds`: what each rank
     computed by itself. `communication`: the share of its time in which the first rank communicated, of steps that were
     profiled. `measured`, `valid_measured`: what the method measures of the step, and of a validation behind it, beside
     the loss (train.methods.method: measured)."""
@@ -304,6 +308,7 @@ class JobMetricRow:
     learning_rate: float | None = None
     tokens_per_s: float | None = None
     devices: int | None = None
+    memory_bytes: int | None = None
     rank_seconds: list[float] | None = None
     communication: float | None = None
     measured: dict[str, float] | None = None

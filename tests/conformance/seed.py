@@ -34,7 +34,7 @@ from appliance.store.rows import (
     VersionRow,
 )
 from train.data.check import check_training_file
-from train.graders.grading import ModelAnswer
+from train.graders.graders import ModelAnswer
 
 JOB = "ft-AF1WoRqd3aJAHsqc9NY7iL8F"
 TUNABLE = "gpt-4o-mini"

@@ -29,7 +29,7 @@ from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import handovers
 from appliance.store.rows import JobRow
 from runtime.devices.kind import THROTTLES
-from runtime.devices.published import peak_flops
+from runtime.devices.published import accelerator
 from runtime.network.mutual_tls import http_options
 from scheduler.core.workload import POLICIES
 from scheduler.handover.ports import HandoverState
@@ -228,12 +228,13 @@ class ControllerCollector(Collector):
         each token (four with adapters, because what is frozen needs no gradient). None where other arithmetic counts
         too: other methods ask other models, a token meets only some experts, and float32 has other rates."""
         name = next((one["name"] for one in self._now["devices"] if one["id"] in row.devices), "")
-        peak, model, chosen = peak_flops(name), models.find(self._db, row.model), row.resolved or {}
-        if peak is None or model is None or row.tokens_per_s is None or chosen.get("precision") != "bf16":
+        device, model, chosen = accelerator(name), models.find(self._db, row.model), row.resolved or {}
+        if device is None or model is None or row.tokens_per_s is None or chosen.get("precision") != "bf16":
             return None
         if row.method != "supervised" or re.search("moe|mixtral", model.arch, re.IGNORECASE):
             return None
-        return (6 if chosen.get("full") else 4) * model.params * row.tokens_per_s / (len(row.devices) * peak)
+        flops = (6 if chosen.get("full") else 4) * model.params * row.tokens_per_s
+        return flops / (len(row.devices) * device.peak_flops)
 
     def _of_storage(self) -> Iterator[Series]:
         memory, tiers = self._now["memory"], self._tiers()

@@ -18,7 +18,7 @@ class ModelLoad(Struct, frozen=True):
     replica, the lowest that a gateway measured. None where unknown.
 
     arrived_prompts: of one gateway since it began, requests by bucket of their prompt tokens
-    (`appliance.gateway.core.load`)."""
+    (`appliance.gateway.core.table`)."""
 
     inflight: int = 0
     held: int = 0
@@ -46,7 +46,7 @@ _COMBINED: Mapping[str, Callable[[Iterable[float]], float]] = {
 
 class VersionLoad(Struct, frozen=True):
     """Counts for one version since a canary began. first_byte, duration: those that succeeded, by bucket of their time
-    (`appliance.gateway.core.load`)."""
+    (`appliance.gateway.core.table`)."""
 
     requests: int = 0
     errors: int = 0

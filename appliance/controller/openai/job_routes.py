@@ -203,8 +203,8 @@ def hyperparameters(row: JobRow) -> dict[str, Any]:
 
 _JOB_COLUMNS = (
     "error model result_files seed training_file validation_file metadata reason output_model verdict gate devices"
-    " min_devices max_devices allowed_sizes priority deadline_s step total_steps loss valid_loss tokens_per_s eta_s"
-    " snapshot resolved created_s started_s finished_s"
+    " estimate min_devices max_devices allowed_sizes priority deadline_s step total_steps loss valid_loss tokens_per_s"
+    " eta_s snapshot resolved created_s started_s finished_s"
 )
 
 

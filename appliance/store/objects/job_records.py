@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from statistics import median
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part
@@ -16,6 +18,9 @@ from appliance.store.rows import (
     JobEventRow,
     JobMetricRow,
 )
+
+MOST_GROWN = 1.5
+"""Times the estimate of memory, beyond which a job tells of itself alone."""
 
 insert_judge, find_judge, insert_event = JOB_JUDGES.insert, JOB_JUDGES.find, JOB_EVENTS.insert
 insert_checkpoint, find_checkpoint = CHECKPOINTS.insert, CHECKPOINTS.find
@@ -66,15 +71,18 @@ def steps_of(db: Database, job_id: str) -> set[int]:
     return set(db.column("SELECT step FROM job_metrics WHERE job_id = ?", [job_id]))
 
 
-def device_speeds(db: Database, model: str, method: str, full: bool, most: int = 200) -> list[float]:
-    """Tokens a second on one device, of the newest steps of jobs of this kind."""
-    rows = db.execute(
-        "SELECT m.tokens_per_s / m.devices FROM job_metrics AS m JOIN jobs AS j ON j.id = m.job_id "
-        "WHERE j.model = ? AND j.method = ? AND json_extract(j.resolved, '$.full') = ? "
-        "AND m.tokens_per_s > 0 AND m.devices > 0 ORDER BY m.created_s DESC LIMIT ?",
-        [model, method, int(full), most],
+def factors(db: Database, model: str, method: str, full: bool) -> tuple[float | None, float]:
+    """(speed, memory) of the newest ended jobs like this one over what arithmetic alone had estimated for them: the
+    median speed, None without any. Memory is only corrected upwards: a job with fewer trained tokens takes less."""
+    rows = db.column(
+        "SELECT estimate FROM jobs WHERE model = ? AND method = ? AND resolved ->> '$.full' = ? "
+        "AND estimate ->> '$.measured' IS NOT NULL ORDER BY seq DESC LIMIT 20",
+        [model, method, int(full)],
     )
-    return [float(speed) for (speed,) in rows]
+    found = [(one, one["measured"]) for one in map(json.loads, rows)]
+    speeds = [taken["tokens_per_s"] / one["devices"] / one["modelled_tokens_per_s"] for one, taken in found]
+    grown = [(taken["device_bytes"] or 0) * one["memory_factor"] / one["device_bytes"] for one, taken in found]
+    return (median(speeds) if speeds else None), min(MOST_GROWN, max([1.0, *grown]))
 
 
 def all_metrics(db: Database, job_id: str) -> Iterator[JobMetricRow]:

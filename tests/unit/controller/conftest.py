@@ -26,7 +26,6 @@ from appliance.store.objects import models
 from appliance.store.records import keys
 from appliance.store.rows import ModelRow, VersionRow
 from tests.simulator.control_plane import SimulatedEngines, SimulatedModelOps, SimulatedScheduler, simulated_context
-from train.graders import hosts
 
 SCOPES = {"x-appliance-key-id": "key_test", "x-appliance-scopes": "inference,fine_tuning"}
 ADMIN = {"x-appliance-key-id": "key_admin", "x-appliance-scopes": "admin"}
@@ -102,16 +101,6 @@ class Control:
         """Event texts of a job, oldest first."""
         events = await self.sdk.fine_tuning.jobs.list_events(job_id, limit=100)
         return [event.message for event in events.data][::-1]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def graders_load_what_they_use() -> Iterator[None]:
-    """A box's worker loads all that any grader may use before its first request, which is half of the processor time of
-    a test that has something graded."""
-    with pytest.MonkeyPatch.context() as patch:
-        begin = "from train.graders import worker; worker._preload = worker.prepare; worker.main()"
-        patch.setattr(hosts, "_BEGIN", begin)
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 
 from appliance.controller.bus.load import VersionLoad
 from appliance.controller.models.canaries import chance_of_errors, decide
-from appliance.gateway.core.load import bucket
+from appliance.gateway.core.table import bucket
 from appliance.store.rows import CanaryRow
 
 ROW = CanaryRow("m", "v2", "v1", 0.1, created_s=0.0, watch_s=600.0, min_requests=50)

@@ -84,7 +84,7 @@ class Run:
         self.folder.mkdir(parents=True)
         lines = [json.dumps({"messages": [], "item": {"answer": str(n)}, "tools": []}) for n in range(4)]
         (self.folder / "train.jsonl").write_text("\n".join(lines) + "\n")
-        np.save(self.folder / "tokens.npy", np.arange(8, dtype=np.int32))
+        np.arange(8, dtype=np.int32).tofile(self.folder / "tokens")
         np.save(self.folder / "offsets.npy", np.arange(0, 9, 2))
         spec = host_spec(
             job_id=self.job_id,
