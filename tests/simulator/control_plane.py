@@ -316,7 +316,7 @@ class AcceptingCheck:
 class SimulatedNodes:
     """Home, and one that does not answer."""
 
-    async def poll(self) -> list[dict[str, Any]]:
+    def status(self) -> list[dict[str, Any]]:
         there = {"leaves": False, "memory_bytes": 64 * 2**30}
         home = {"id": "n0", "address": "127.0.0.1", "home": True, "answered_s": 0.002, "devices": ["n0/0", "n0/1"]}
         away = {"id": "n1", "address": "10.0.0.2", "home": False, "answered_s": None, "devices": ["n1/0"]}

@@ -135,8 +135,7 @@ class ControllerCollector(Collector):
         totals = handovers.totals(self._db)
         for state in get_args(HandoverState):
             # A series that begins with its first failure has had no increase for Prometheus.
-            if state != "running":
-                ended.add_metric([state], *totals.get(state, (0, 0.0)))
+            ended.add_metric([state], *totals.get(state, (0, 0.0)))
         yield ended
         for part in (self._of_scheduler(), self._of_engines(), self._of_devices(), self._of_jobs(), self._of_storage()):
             yield from (series.family() for series in part)

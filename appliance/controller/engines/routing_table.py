@@ -110,13 +110,10 @@ class BusRouting:
             self._avoided ^= {replica_id}
             self.refresh()
 
-    def is_open(self, replica_id: str) -> bool:
-        served = self._replicas.get(replica_id)
-        return served is not None and served.state == "open"
-
     def version(self, replica_id: str) -> str:
         """What gateways are told that an open replica serves; "" of any other."""
-        return self._replicas[replica_id].version if self.is_open(replica_id) else ""
+        served = self._replicas.get(replica_id)
+        return served.version if served is not None and served.state == "open" else ""
 
     def open_engines(self) -> dict[str, tuple[str, str]]:
         """Model and socket, by replica, of those that answer requests and give signs of life."""
@@ -211,9 +208,7 @@ class BusRouting:
         names = self._served_by(model)
         rows, size = self._loads(names), self._sizes.get(model)
         rates = [row.prefill_tokens_per_s for row in rows if row.prefill_tokens_per_s]
-        awake = sum(served.owner == model and served.state == "open" for served in self._replicas.values())
-        tokens = sum(row.prompt_tokens for row in rows)
-        return Traffic(names, min(rates, default=None), awake, size.kv_tokens if size is not None else None, tokens)
+        return Traffic(names, min(rates, default=None), size.kv_tokens if size is not None else None)
 
     def _served_by(self, model: str) -> tuple[str, ...]:
         """The names that are served on a model's engines."""

@@ -7,7 +7,7 @@ from pydantic_core import to_jsonable_python
 from appliance.store.database import Database
 from appliance.store.records import handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow, columns
-from scheduler.handover.ports import HandoverRecord, HandoverState, StepRecord
+from scheduler.handover.ports import HandoverState, StepRecord
 
 
 class SqliteJournal:
@@ -20,47 +20,33 @@ class SqliteJournal:
         newest = handovers.page(self._db, limit=1).data
         return int(newest[0].id) if newest else 0
 
-    def begin(self, record: HandoverRecord) -> None:
-        detail = columns(record, "asked_by asked_for")
-        row = HandoverRow(str(record.id), record.reason, record.state, record.started_s, detail=detail)
-        handovers.insert(self._db, row, [_step_row(record.id, step) for step in record.steps])
+    def begin(self, handover_id: int, reason: str, started_s: float, asked_by: str, asked_for: str) -> None:
+        detail = {"asked_by": asked_by, "asked_for": asked_for}
+        handovers.insert(self._db, HandoverRow(str(handover_id), reason, "running", started_s, detail=detail), [])
 
     def step(self, handover_id: int, record: StepRecord) -> None:
-        handovers.put_step(self._db, _step_row(handover_id, record))
+        row = HandoverStepRow(
+            handover_id=str(handover_id),
+            position=record.seq,
+            **columns(record, "verb target state started_s ended_s"),
+            arguments={"chain": record.chain, "undoes": record.undoes},
+            detail=to_jsonable_python(dict(record.detail)),
+        )
+        handovers.put_step(self._db, row)
 
     def end(self, handover_id: int, state: HandoverState, ended_s: float, error: str = "") -> None:
         row = handovers.find(self._db, str(handover_id))
         detail = {**(row.detail if row else {}), **({"error": error} if error else {})}
         handovers.update(self._db, str(handover_id), state=state, ended_s=ended_s, detail=detail)
 
-    def unfinished(self) -> tuple[HandoverRecord, ...]:
-        return tuple(self._record(row) for row in handovers.list_open(self._db))
+    def unfinished(self) -> list[int]:
+        return [int(row.id) for row in handovers.list_open(self._db)]
 
-    def since(self, handover_id: int) -> tuple[HandoverRecord, ...]:
-        found = (handovers.find(self._db, str(number)) for number in range(handover_id + 1, self.last_id() + 1))
-        return tuple(self._record(row) for row in found if row is not None)
-
-    def _record(self, row: HandoverRow) -> HandoverRecord:
-        steps = tuple(_step_record(step) for step in handovers.steps(self._db, row.id))
-        return HandoverRecord(
-            int(row.id), row.reason, row.state, row.started_s, row.ended_s, steps, row.detail.get("error", "")
-        )
-
-
-def _step_row(handover_id: int, step: StepRecord) -> HandoverStepRow:
-    return HandoverStepRow(
-        handover_id=str(handover_id),
-        position=step.seq,
-        **columns(step, "verb target state started_s ended_s"),
-        arguments={"chain": step.chain, "undoes": step.undoes},
-        detail=to_jsonable_python(dict(step.detail)),
-    )
+    def steps_since(self, handover_id: int) -> list[StepRecord]:
+        numbers = range(handover_id + 1, self.last_id() + 1)
+        return [_step_record(row) for number in numbers for row in handovers.steps(self._db, str(number))]
 
 
 def _step_record(row: HandoverStepRow) -> StepRecord:
-    return StepRecord(
-        seq=row.position,
-        chain=row.arguments["chain"],
-        **columns(row, "verb target state started_s ended_s detail"),
-        undoes=row.arguments["undoes"],
-    )
+    more = columns(row, "verb target state started_s ended_s detail")
+    return StepRecord(seq=row.position, **row.arguments, **more)
