@@ -18,6 +18,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
+import msgspec
 import orjson
 
 from appliance.store.errors import DatabaseUnusable, OtherSchema, UnknownCursor
@@ -255,10 +256,11 @@ _SQL = {str: "TEXT", int: "INTEGER", bool: "INTEGER", float: "REAL"}
 
 
 class Column(NamedTuple):
-    """is_json: stored as JSON text; NULL stays None."""
+    """is_json: stored as JSON text; NULL stays None. kind: of a tuple of dataclasses, its type."""
 
     sql: str
     is_json: bool
+    kind: Any
 
 
 _COLUMNS: dict[Any, dict[str, Column]] = {}
@@ -278,7 +280,7 @@ def _column(name: str, hint: Any) -> Column:
     words = get_args(inner) if get_origin(inner) is Literal else ()
     sql = f"{name} {_SQL.get(str if words else inner, 'TEXT')}" + ("" if optional else " NOT NULL")
     sql += f" CHECK ({name} IN ({sql_list(words)}))" if words else ""
-    return Column(sql, inner not in _SQL and not words)
+    return Column(sql, inner not in _SQL and not words, inner if get_origin(inner) is tuple else None)
 
 
 def encode(value: Any, column: Column) -> Any:
@@ -291,10 +293,11 @@ def encode(value: Any, column: Column) -> Any:
 
 
 def _decode(kind: type[Row], row: sqlite3.Row) -> Row:
-    found = dict(zip(row.keys(), row, strict=True))
-    return kind(
-        *(
-            orjson.loads(found[name]) if column.is_json and found[name] is not None else found[name]
-            for name, column in columns_of(kind).items()
-        )
-    )
+    return kind(*(_value(row[name], column) for name, column in columns_of(kind).items()))
+
+
+def _value(stored: Any, column: Column) -> Any:
+    if not column.is_json or stored is None:
+        return stored
+    value = orjson.loads(stored)
+    return value if column.kind is None else msgspec.convert(value, column.kind)

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from appliance.store.database import sql_list
 from appliance.store.table import Table
 from scheduler.core.workload import PolicyKind
+from scheduler.handover.ports import HandoverRecord
 
 JobPhase = Literal["validating", "queued", "running", "suspended", "succeeded", "failed", "cancelled"]
 JobWanted = Literal["run", "pause", "cancel"]
@@ -332,31 +333,6 @@ class CheckpointNameRow:
 
 
 @dataclass(frozen=True, slots=True)
-class HandoverRow:
-    id: str
-    reason: str
-    state: str
-    started_s: float
-    ended_s: float | None = None
-    detail: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class HandoverStepRow:
-    """One journalled step: written before it runs (state) and after it ran (state, detail)."""
-
-    handover_id: str
-    position: int
-    verb: str
-    target: str
-    state: str
-    started_s: float | None = None
-    ended_s: float | None = None
-    arguments: dict[str, Any] = field(default_factory=dict)
-    detail: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class IdempotencyRow:
     key_id: str
     route: str
@@ -615,10 +591,7 @@ JOBS = Table("jobs", JobRow)
 JOB_EVENTS = Table("job_events", JobEventRow, parents={"job_id": "jobs"})
 JOB_METRICS = Table("job_metrics", JobMetricRow, "job_id", "step", order="step", parents={"job_id": "jobs"})
 CHECKPOINTS = Table("checkpoints", CheckpointRow, "name", parents={"job_id": "jobs"})
-HANDOVERS = Table("handovers", HandoverRow)
-HANDOVER_STEPS = Table(
-    "handover_steps", HandoverStepRow, "handover_id", "position", order="position", parents={"handover_id": "handovers"}
-)
+HANDOVERS = Table("handovers", HandoverRecord)
 IDEMPOTENCY = Table("idempotency", IdempotencyRow, "seq")
 AUDIT = Table("audit", AuditRow)
 OPERATIONS = Table("operations", OperationRow)

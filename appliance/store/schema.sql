@@ -32,11 +32,6 @@ CREATE UNIQUE INDEX IF NOT EXISTS checkpoints_id ON checkpoints (id);
 CREATE INDEX IF NOT EXISTS checkpoints_job ON checkpoints (job_id, seq);
 CREATE INDEX IF NOT EXISTS checkpoints_of_version ON checkpoints (model, version, name);
 CREATE INDEX IF NOT EXISTS handovers_ended ON handovers (ended_s);
-CREATE TRIGGER IF NOT EXISTS handovers_delete AFTER DELETE ON handovers WHEN OLD.ended_s IS NOT NULL BEGIN
-    INSERT INTO handovers_gone VALUES (OLD.state, 1, CAST(round(1000 * (OLD.ended_s - OLD.started_s)) AS INTEGER))
-        ON CONFLICT DO UPDATE
-        SET number = number + 1, milliseconds = milliseconds + excluded.milliseconds;
-END;
 CREATE UNIQUE INDEX IF NOT EXISTS idempotency_keyed ON idempotency (key_id, route, idempotency_key)
     WHERE idempotency_key IS NOT NULL;
 CREATE INDEX IF NOT EXISTS idempotency_body ON idempotency (key_id, route, body_sha256, seq);
@@ -88,8 +83,3 @@ CREATE INDEX IF NOT EXISTS eval_runs_unfinished ON eval_runs (seq, eval_id, owne
 CREATE UNIQUE INDEX IF NOT EXISTS eval_items_of ON eval_items (run_id, place);
 CREATE UNIQUE INDEX IF NOT EXISTS page_sessions_secret ON page_sessions (sha256);
 CREATE INDEX IF NOT EXISTS page_sessions_of ON page_sessions (key_id, seen_s);
-
--- Totals of deleted hand-overs by outcome, so that counters never fall.
-CREATE TABLE IF NOT EXISTS handovers_gone (
-    state TEXT PRIMARY KEY, number INTEGER NOT NULL, milliseconds INTEGER NOT NULL
-) WITHOUT ROWID;

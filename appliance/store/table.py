@@ -80,6 +80,13 @@ class Table(Generic[Row]):
         """Finds it whoever owns it: for the box's own work, or where the caller knows whose the row is."""
         return db.one(self._kind, f"SELECT * FROM {self._name} WHERE {self._where}", key)
 
+    def get(self, db: Database, *key: Any) -> Row:
+        """As `find`. Raises RowNotFound."""
+        row = self.find(db, *key)
+        if row is None:
+            raise RowNotFound(self._name, "/".join(map(str, key)))
+        return row
+
     def find_visible(self, db: Database, row_id: str, *, viewer: str | None) -> Row | None:
         """viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself."""
         query = f"SELECT * FROM {self._name} WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)"

@@ -29,15 +29,15 @@ from appliance.controller.grading.judging import Judging
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.records import EngineAnswer, Mode
+from appliance.controller.scheduling.journal import SqliteJournal
 from appliance.models.library import ModelVersion, Report
 from appliance.store.database import Database
-from appliance.store.ids import new_id
 from appliance.store.objects import jobs
-from appliance.store.records import handovers
-from appliance.store.rows import HandoverRow, HandoverStepRow, VersionRow
+from appliance.store.rows import VersionRow
 from runtime.background_tasks import BackgroundTasks
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Policy
+from scheduler.handover.ports import HandoverRecord, StepRecord
 from serve.core.config import EngineConfig
 from train.graders.hosts import GraderHosts
 from train.rollouts.samples import Prompt, Verdict
@@ -47,7 +47,7 @@ class SimulatedScheduler:
     """Eight devices; a mode change is one hand-over of one step that succeeds when it is waited for."""
 
     def __init__(self, db: Database, devices: int = 8):
-        self._db = db
+        self._db, self._journal = db, SqliteJournal(db)
         self.nudges: list[str] = []
         self.withdrawn: list[str] = []
         self.profiled: list[tuple[str, int]] = []
@@ -103,6 +103,7 @@ class SimulatedScheduler:
             "devices": self.devices,
             "replicas": self.replicas,
             "handover": None,
+            "handovers_ended": self._journal.ended,
             "serving_floor": 1,
             "notes": [],
             "troubles": self.troubles,
@@ -112,19 +113,15 @@ class SimulatedScheduler:
         }
 
     async def set_mode(self, mode: Mode, *, wait: bool = False) -> str | None:
-        handover_id = new_id("ho_")
-        handovers.insert(
-            self._db,
-            HandoverRow(handover_id, f"mode {mode.policy}", "running", time.time()),
-            [HandoverStepRow(handover_id, 0, "drain_replica", "r1-0", "running", started_s=time.time())],
-        )
+        handover_id, now_s = self._journal.last_id() + 1, time.time()
+        step = StepRecord(0, "free r1-0", "drain_replica", "r1-0", started_s=now_s)
+        self._journal.begin(HandoverRecord(handover_id, f"mode {mode.policy}", "running", now_s, steps=(step,)))
         if wait and self.hang:
             await asyncio.Event().wait()
         if wait:
-            (step,) = handovers.steps(self._db, handover_id)
-            handovers.put_step(self._db, replace(step, state="done", ended_s=time.time()))
-            handovers.update(self._db, handover_id, state="done", ended_s=time.time())
-        return handover_id
+            self._journal.step(handover_id, replace(step, state="done", ended_s=time.time()))
+            self._journal.end(handover_id, "done", time.time())
+        return str(handover_id)
 
     async def converge_model(self, model: str) -> dict[str, Any]:
         if self.swap_error:

@@ -23,8 +23,8 @@ from appliance.controller.interfaces.errors import ApiError, NotFound, Operation
 from appliance.controller.interfaces.principal import ADMIN, METRICS, READ, Caller
 from appliance.store.database import Part
 from appliance.store.objects import jobs
-from appliance.store.records import audit, handovers, keys
-from appliance.store.rows import AuditRow, columns
+from appliance.store.records import audit, keys
+from appliance.store.rows import HANDOVERS, AuditRow, columns
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
@@ -109,7 +109,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/handovers")
     def list_handovers(part: Annotated[Part, part(20, most=1000)]) -> dict[str, Any]:
-        return list_object(handovers.page(db, **part), lambda row: handover_object(db, row))
+        return list_object(HANDOVERS.page(db, **part), handover_object)
 
     @router.get("/handovers/{handover_id}")
     def show_handover(handover_id: str) -> dict[str, Any]:

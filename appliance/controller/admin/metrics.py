@@ -26,7 +26,6 @@ from appliance.controller.http.views import job_phase
 from appliance.controller.interfaces.records import TRAINING_FAILED, SchedulerStatus
 from appliance.paths import SHM_MOUNT
 from appliance.store.objects import job_records, jobs, models
-from appliance.store.records import handovers
 from appliance.store.rows import JobMetricRow, JobRow
 from runtime.devices.kind import THROTTLES, Reading
 from runtime.devices.published import peak_flops
@@ -150,13 +149,13 @@ class ControllerCollector(Collector):
         holds = mode_in_force(self._db, now["serving_floor"], time.time()).policy.kind
         yield _gauge("mode", "1 for the mode in force.", "policy", [([one], float(one == holds)) for one in POLICIES])
         ended = SummaryMetricFamily("appliance_handover_seconds", "Ended hand-overs, by outcome.", labels=["outcome"])
-        totals = handovers.totals(self._db)
         for state in get_args(HandoverState):
             # A series that begins with its first failure has had no increase for Prometheus.
             if state != "running":
-                ended.add_metric([state], *totals.get(state, (0, 0.0)))
+                ended.add_metric([state], *now["handovers_ended"].get(state, (0, 0.0)))
         yield ended
-        yield _gauge("handovers_running", "Hand-overs in progress.", "", [((), len(handovers.list_open(self._db)))])
+        running = self._db.value("SELECT count(*) FROM handovers WHERE ended_s IS NULL")
+        yield _gauge("handovers_running", "Hand-overs in progress.", "", [((), running)])
         yield _gauge("scheduler_plan_seconds", "How long the last plan took.", "", [((), now["plan_s"])])
         counted = _counts((one["model"], one["version"], one["state"]) for one in replicas)
         yield _gauge("replicas", "Replicas by model, version and state.", "model version state", counted)

@@ -10,6 +10,7 @@ from appliance.controller.bus.bus import Bus
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.records import Mode, SchedulerStatus
+from appliance.controller.scheduling.journal import SqliteJournal
 from appliance.memory.box_memory import BoxMemory
 from appliance.store.database import Database
 from appliance.store.objects import models
@@ -18,7 +19,7 @@ from runtime.devices.cpu import host_memory_bytes
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Policy
-from scheduler.handover.ports import Journal, StepRecord
+from scheduler.handover.ports import StepRecord
 from scheduler.loop.loop import SchedulerLoop
 from weights.memory.store import WeightStore
 
@@ -36,7 +37,7 @@ class Scheduler:
         self,
         loop: SchedulerLoop,
         effects: RayEffects,
-        journal: Journal,
+        journal: SqliteJournal,
         routing: BusRouting,
         db: Database,
         bus: Bus,
@@ -77,6 +78,7 @@ class Scheduler:
                 "asleep_per_device": self._config.max_asleep_per_device,
             },
             "handover": str(now["handovers"][-1]) if now["handovers"] else None,
+            "handovers_ended": self._journal.ended,
             "serving_floor": self._serving_floor,
             "queue": now["jobs"],
             "troubles": now["troubles"],

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from appliance.controller.access.naming import Resolved
 from appliance.controller.interfaces.records import ModelStates
 from appliance.store.database import Database
-from appliance.store.records import handovers
 from appliance.store.rows import (
+    HANDOVERS,
     CheckpointRow,
     FileRow,
-    HandoverRow,
-    HandoverStepRow,
     JobEventRow,
     JobJudgeRow,
     JobRow,
     columns,
 )
+from scheduler.handover.ports import HandoverRecord, StepRecord
 from train.methods.methods import DEFAULT, METHODS
 
 # OpenAI has no "paused" or "suspended"; the events say which it is and why.
@@ -154,28 +154,26 @@ def model_object(resolved: Resolved, states: ModelStates, context: int | None) -
 # --- hand-overs; the CLI and scripts rely on these keys
 
 
-def handover_object(db: Database, row: HandoverRow) -> dict[str, Any]:
+def handover_object(row: HandoverRecord) -> dict[str, Any]:
     """`bytes` of all steps together; `asked_by` a key's name, "box" (a command on it), "window ID" or "scheduler"."""
-    steps = [step_view(found) for found in handovers.steps(db, row.id)]
+    steps = [step_view(step) for step in row.steps]
     return {
-        **columns(row, "id reason state started_s ended_s"),
+        "id": str(row.id),
+        **columns(row, "reason state started_s ended_s"),
         "seconds": None if row.ended_s is None else row.ended_s - row.started_s,
         "bytes": sum(s["bytes"] or 0 for s in steps),
-        "asked_by": row.detail.get("asked_by"),
-        "asked_for": row.detail.get("asked_for"),
-        "error": row.detail.get("error"),
-        "detail": row.detail,
+        **{name: getattr(row, name) or None for name in ("asked_by", "asked_for", "error")},
         "steps": steps,
     }
 
 
 def handover_by_id(db: Database, handover_id: str | None) -> dict[str, Any] | None:
     """None where there is none, or no more."""
-    row = handovers.find(db, handover_id) if handover_id else None
-    return handover_object(db, row) if row else None
+    row = HANDOVERS.find(db, handover_id) if handover_id else None
+    return handover_object(row) if row else None
 
 
-def step_view(row: HandoverStepRow) -> dict[str, Any]:
+def step_view(row: StepRecord) -> dict[str, Any]:
     """`seconds` of the whole step; `bytes` that it moved in `moved_s` of them; `path` how weights were loaded ("in
     place", "layerwise"), or that they or a snapshot are in shared memory. None for a step that moves nothing."""
     count, moved_s, path = _moved(row.verb, row.detail)
@@ -186,12 +184,11 @@ def step_view(row: HandoverStepRow) -> dict[str, Any]:
         "moved_s": moved_s,
         "bytes_per_s": count / moved_s if count and moved_s else None,
         "path": path,
-        "undoes": row.arguments.get("undoes"),
-        "detail": row.detail,
+        **columns(row, "undoes detail"),
     }
 
 
-def _moved(verb: str, detail: dict[str, Any]) -> tuple[int | None, float | None, str | None]:
+def _moved(verb: str, detail: Mapping[str, Any]) -> tuple[int | None, float | None, str | None]:
     """(bytes, seconds in which they moved, path)."""
     if verb in ("swap_replica", "wake_replica"):
         read = detail.get("bytes_read") or []

@@ -7,19 +7,11 @@ from collections.abc import Collection
 from typing import Any, Unpack
 
 from appliance.store.database import HAS_PAIR, Database, Page, Part, owned_by, sql_list
-from appliance.store.errors import IllegalTransition, RowNotFound
+from appliance.store.errors import IllegalTransition
 from appliance.store.objects.models import CHECKPOINT_MARK, VERSION_MARK
 from appliance.store.rows import FINISHED_PHASES, JOBS, UNFINISHED, JobPhase, JobRow, JobWanted
 
-insert, find, find_visible = JOBS.insert, JOBS.find, JOBS.find_visible
-
-
-def get(db: Database, job_id: str) -> JobRow:
-    """Raises RowNotFound."""
-    row = find(db, job_id)
-    if row is None:
-        raise RowNotFound("jobs", job_id)
-    return row
+insert, find, find_visible, get = JOBS.insert, JOBS.find, JOBS.find_visible, JOBS.get
 
 
 def page(

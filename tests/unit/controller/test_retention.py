@@ -9,18 +9,18 @@ from appliance.controller import retention
 from appliance.controller.retention import DAY_S
 from appliance.store.database import Database
 from appliance.store.objects import batches, files, job_records, jobs
-from appliance.store.records import audit, handovers, operations, usage
+from appliance.store.records import audit, operations, usage
 from appliance.store.rows import (
+    HANDOVERS,
     AuditRow,
     BatchRow,
     FileRow,
-    HandoverRow,
-    HandoverStepRow,
     JobEventRow,
     JobMetricRow,
     JobRow,
     OperationRow,
 )
+from scheduler.handover.ports import HandoverRecord
 from tests.simulator.control_plane import simulated_context
 
 NOW_S = 1_000 * DAY_S
@@ -32,7 +32,6 @@ LEFT = {
     "usage": 1,
     "device_time": 1,
     "handovers": 1,
-    "handover_steps": 1,
     "operations": 1,
     "batches": 3,
     "files": 6,
@@ -60,8 +59,7 @@ def filled(db: Database, folder: Path) -> None:
         usage.add(db, [spent], at_s)
         usage.devices_held(db, f"job-{age}", 2, at_s - 60)
         usage.devices_held(db, f"job-{age}", 0, at_s)
-        step = HandoverStepRow(f"ho_{age}", 0, "v", "t", "done")
-        handovers.insert(db, HandoverRow(f"ho_{age}", "r", "done", at_s, at_s), [step])
+        HANDOVERS.insert(db, HandoverRecord(100 - age, "r", "done", at_s, at_s))
         operations.insert(db, OperationRow(f"op_{age}", "import", "t", "succeeded", at_s, at_s))
         for status in ("completed", "in_progress"):
             given = f"file-{status}-{age}"
