@@ -61,7 +61,6 @@ from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import removal
 from appliance.controller.models.capacity import BoxFacts
 from appliance.controller.scheduling.job_runs import TIDY_EVERY_S, JobRuns
-from appliance.controller.scheduling.journal import SqliteJournal
 from appliance.controller.scheduling.state_store import BoxSize, JobMemory, SqliteStateStore
 from appliance.controller.scheduling.wishes import Wishes
 from appliance.memory.box_memory import LOOK_EVERY_S, BoxMemory, Means
@@ -70,6 +69,7 @@ from appliance.models.library import ModelLibrary
 from appliance.node_config import node_config_of, weight_budget_bytes
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
+from appliance.store.records.journal import SqliteJournal
 from appliance.tiers.flow import TierFlow
 from appliance.tiers.tiers import Tiers
 from runtime.background_tasks import BackgroundTasks

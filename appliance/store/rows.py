@@ -326,13 +326,6 @@ class CheckpointRow:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointNameRow:
-    name: str
-    model: str
-    version: str
-
-
-@dataclass(frozen=True, slots=True)
 class IdempotencyRow:
     key_id: str
     route: str

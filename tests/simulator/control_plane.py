@@ -21,7 +21,7 @@ from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Tasks
-from appliance.controller.devices.cordons import cordoned
+from appliance.controller.devices import cordons
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.grading.grading import Grading
 from appliance.controller.grading.in_tokens import Sampled
@@ -29,10 +29,10 @@ from appliance.controller.grading.judging import Judging
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.records import EngineAnswer, Mode
-from appliance.controller.scheduling.journal import SqliteJournal
 from appliance.models.library import ModelVersion, Report
 from appliance.store.database import Database
 from appliance.store.objects import jobs
+from appliance.store.records.journal import SqliteJournal
 from appliance.store.rows import VersionRow
 from runtime.background_tasks import BackgroundTasks
 from scheduler.core.inventory import Device
@@ -76,7 +76,7 @@ class SimulatedScheduler:
 
     def nudge(self, reason: str, by: str = "") -> None:
         self.nudges.append(reason)
-        out_of_use = cordoned(self._db)
+        out_of_use = cordons.read(self._db)
         for device in self.devices:  # what the next round of the loop shows
             if device["health"] in ("ok", "draining"):
                 device["health"] = "draining" if device["id"] in out_of_use else "ok"

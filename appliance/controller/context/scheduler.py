@@ -10,11 +10,11 @@ from appliance.controller.bus.bus import Bus
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.records import Mode, SchedulerStatus
-from appliance.controller.scheduling.journal import SqliteJournal
 from appliance.memory.box_memory import BoxMemory
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import model_settings
+from appliance.store.records.journal import SqliteJournal
 from runtime.devices.cpu import host_memory_bytes
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed

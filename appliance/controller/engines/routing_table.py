@@ -231,7 +231,7 @@ class BusRouting:
         found = {}
         for name in deployed:
             found[name] = _Callable(name, rows[name].active_version or "", rows[name].task, guests.get(name))
-        for checkpoint in job_records.checkpoint_names(self._db):
+        for checkpoint in job_records.list_checkpoints(self._db):
             task = rows[checkpoint.model].task if checkpoint.model in rows else "generate"
             found[checkpoint.name] = _Callable(checkpoint.model, checkpoint.version, task, guests.get(checkpoint.name))
         for canary in canaries.list_running(self._db):

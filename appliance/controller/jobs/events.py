@@ -11,6 +11,7 @@ import csv
 import io
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,17 @@ from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import deployments
-from appliance.store.rows import CheckpointRow, DeploymentRow, JobEventRow, JobMetricRow, JobRow, ModelRow, VersionRow
+from appliance.store.rows import (
+    VERSIONS,
+    CheckpointRow,
+    DeploymentRow,
+    JobEventRow,
+    JobMetricRow,
+    JobRow,
+    ModelRow,
+    VersionRow,
+    columns,
+)
 from train.methods.methods import METHODS
 from train.plan import verdict
 from train.plan.verdict import Verdict
@@ -61,15 +72,13 @@ def fail(db: Database, job_id: str, code: str, message: str, param: str | None =
         add_message(db, job_id, f"The job failed: {message}", level="error", data={"code": code, "param": param})
 
 
-def answers_at_once(db: Database, job: JobRow, version: str) -> bool:
+def answers_at_once(db: Database, job: JobRow, new: VersionRow) -> bool:
     """Whether this version of a job answers now: the job asks for that, or nothing else would answer, or the job's own
     version answers. Never if the version that answers is of the other kind (adapter, whole weights), because its
     engines would have to go first. Nor if a gate judges the job: the gate lets it answer."""
-    if job.gate is not None:
-        return False
-    active, new = resolve(db, job.output_model), models.find_version(db, job.output_model, version)
-    if active is None or new is None:
-        return True
+    active = resolve(db, job.output_model)
+    if job.gate is not None or active is None:
+        return job.gate is None
     if bool(active.version.meta.get("adapter")) is not bool(new.meta.get("adapter")):
         return False
     return bool(job.activate) or active.version.meta.get("job_id") == job.id
@@ -77,7 +86,7 @@ def answers_at_once(db: Database, job: JobRow, version: str) -> bool:
 
 def serve_if_allowed(db: Database, row: JobRow, version: str) -> bool:
     """Let a job's version answer, and have its model served, if the job may do that. Returns whether it did."""
-    if not answers_at_once(db, row, version):
+    if not answers_at_once(db, row, VERSIONS.get(db, row.output_model, version)):
         models.update_version(db, row.output_model, version, held_back=1)
         return False
     serve_version(db, row.output_model, version)
@@ -217,7 +226,7 @@ class JobEvents:
     def _metrics(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, at_s = self._db, int(event["step"]), event.pop("at_s", None)
         # One that is done again, after the death of a rank, say, counts once.
-        before = job_records.metric_at(db, row.id, step)
+        before = job_records.find_metric(db, row.id, step)
         if before is not None and before.created_s == at_s:
             return  # read in the run's log by a new controller, and delivered too, by ranks that outlived the old one
         # Not when it is read: steps of a time without a controller are read all at once.
@@ -285,10 +294,9 @@ class JobEvents:
         if models.find_version(db, row.output_model, version) is None:
             source, size, path = f"job {row.id}", int(event["bytes"]), str(event["path"])
             new = VersionRow(row.output_model, version, source, size, time.time(), shm_path=path, meta=meta)
-            models.insert_version(db, new)
-            if publish != "epoch" or not answers_at_once(db, row, version):
-                # Also epochs before the last, and those of a job that does not reach its end.
-                models.update_version(db, row.output_model, version, held_back=1)
+            # Also epochs before the last, and those of a job that does not reach its end.
+            held_back = publish != "epoch" or not answers_at_once(db, row, new)
+            models.insert_version(db, replace(new, held_back=int(held_back)))
         name = checkpoint_name(row, step)
         if job_records.find_checkpoint(db, name) is None:
             metrics, ids = self._measured_at(row.id, step), (new_id("ftckpt_"), row.id)
@@ -314,28 +322,21 @@ class JobEvents:
         db = self._db
         if models.find(db, row.output_model) is not None:
             return
-        # The base may be deleted while the job trains; the values from its row are then unknown, not wrong.
-        base = resolve(db, row.model)
-        known = base.model if base else None
-        models.insert(
-            db,
-            ModelRow(
-                id=row.output_model,
-                kind="fine-tuned",
-                base=row.model,
-                arch=known.arch if known else "unknown",
-                params=known.params if known else 0,
-                bytes=size_bytes,
-                owned_by=f"org-{self._organization}",
-                source=f"job {row.id}",
-                created_s=time.time(),
-                task="generate",
-                job_id=row.id,
-                owner=row.owner,
-                max_model_len=known.max_model_len if known else None,
-                info=known.info if known else {},
-            ),
+        base = resolve(db, row.model)  # deleted while the job trains: its values are unknown
+        known = columns(base.model, "arch params max_model_len info") if base else {"arch": "unknown", "params": 0}
+        model = ModelRow(
+            id=row.output_model,
+            kind="fine-tuned",
+            base=row.model,
+            bytes=size_bytes,
+            owned_by=f"org-{self._organization}",
+            source=f"job {row.id}",
+            created_s=time.time(),
+            job_id=row.id,
+            owner=row.owner,
+            **known,
         )
+        models.insert(db, model)
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
         """An event tells of the first: small models on a CPU write one at nearly every step."""
@@ -348,7 +349,7 @@ class JobEvents:
         add_message(self._db, row.id, str(event["text"]), level=event.get("level", "info"))
 
     def _measured_at(self, job_id: str, step: int) -> dict[str, float]:
-        row = job_records.metric_at(self._db, job_id, step)
+        row = job_records.find_metric(self._db, job_id, step)
         if row is None:
             return {}
         trained = {"loss": row.loss, **(row.measured or {})}

@@ -63,23 +63,19 @@ class NodeSizes:
 
     def refuse_more(self, name: str, given: int, asked: str = "") -> None:
         """Raises BadRequest if no node has `given` devices. name: the field at fault, with value `asked`."""
-        if self.counts and given > self.largest:
-            node = "the box" if len(self.counts) == 1 else "the largest node of the box"
-            raise BadRequest(
-                f"{name} is {asked or given}; expected at most {self.largest}, which is all that {node} has. "
-                "Ask for less, or join a node with more devices first (`appliance join`).",
-                param=name,
-                code="insufficient_devices",
-            )
+        node = "the box" if len(self.counts) == 1 else "the largest node of the box"
+        self._refuse(name, given, self.largest, f", which is all that {node} has", asked)
 
     def refuse_more_replicas(self, name: str, given: int, tensor_parallel: int) -> None:
         """Raises BadRequest if the nodes cannot hold `given` engines with this many devices each."""
         most = sum(count // tensor_parallel for count in self.counts)
+        self._refuse(name, given, most, f": each replica takes {tensor_parallel} of {sum(self.counts)} devices")
+
+    def _refuse(self, name: str, given: int, most: int, why: str, asked: str = "") -> None:
         if self.counts and given > most:
-            each = "one device" if tensor_parallel == 1 else f"{tensor_parallel} devices side by side"
             raise BadRequest(
-                f"{name} is {given}; expected at most {most}: each replica takes {each}, and the box has "
-                f"{sum(self.counts)}. Ask for fewer, or join a node first (`appliance join`).",
+                f"{name} is {asked or given}; expected at most {most}{why}. Ask for less, or join a node with more "
+                "devices first (`appliance join`).",
                 param=name,
                 code="insufficient_devices",
             )
@@ -138,10 +134,6 @@ class Wish:
         reason = f"such that a step of {resolved['batch_size']} sequences divides into {sizes} devices only"
         nodes.refuse_more("min_devices", fitting[0], reason)
         return fitting
-
-
-def wish_of(row: JobRow) -> Wish:
-    return Wish(row.min_devices, row.max_devices)
 
 
 def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:

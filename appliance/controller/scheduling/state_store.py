@@ -138,7 +138,7 @@ class SqliteStateStore:
             deployments=self._learning.learned(
                 (*self._own_engines(deployed, active, adapters), *self._checkpoints(adapters), *self._policies())
             ),
-            cordoned=frozenset(cordons.cordoned(self._db)),
+            cordoned=frozenset(cordons.read(self._db)),
             max_asleep=self._memory.max_asleep(),
         )
 
@@ -284,7 +284,7 @@ class SqliteStateStore:
                 settings=self._settings.get(row.model, ""),
                 beside=row.model,
             )
-            for row in job_records.checkpoint_names(self._db)
+            for row in job_records.list_checkpoints(self._db)
             if row.name not in adapters
         ]
 

@@ -11,15 +11,14 @@ from appliance.store.rows import (
     JOB_EVENTS,
     JOB_JUDGES,
     JOB_METRICS,
-    CheckpointNameRow,
     CheckpointRow,
     JobEventRow,
     JobMetricRow,
 )
 
 insert_judge, find_judge, insert_event = JOB_JUDGES.insert, JOB_JUDGES.find, JOB_EVENTS.insert
-insert_checkpoint, find_checkpoint = CHECKPOINTS.insert, CHECKPOINTS.find
-upsert_metric = JOB_METRICS.insert_or_merge
+insert_checkpoint, find_checkpoint, list_checkpoints = CHECKPOINTS.insert, CHECKPOINTS.find, CHECKPOINTS.list_all
+find_metric, upsert_metric = JOB_METRICS.find, JOB_METRICS.insert_or_merge
 """A step that ran again replaces its row, but keeps a validation loss already measured at it."""
 
 
@@ -98,23 +97,10 @@ def last_metrics(db: Database, job_id: str, count: int) -> list[JobMetricRow]:
     return rows[::-1]
 
 
-def metric_at(db: Database, job_id: str, step: int) -> JobMetricRow | None:
-    return db.one(JobMetricRow, "SELECT * FROM job_metrics WHERE job_id = ? AND step = ?", [job_id, step])
-
-
 def checkpoint_of(db: Database, model: str, version: str) -> str | None:
     """The name of a version's checkpoint."""
     name: str | None = db.value("SELECT name FROM checkpoints WHERE model = ? AND version = ?", [model, version])
     return name
-
-
-def list_checkpoints(db: Database) -> list[CheckpointRow]:
-    return db.all(CheckpointRow, "SELECT * FROM checkpoints ORDER BY seq")
-
-
-def checkpoint_names(db: Database) -> list[CheckpointNameRow]:
-    """What each round of the scheduler and each table need of all checkpoints, in order of creation."""
-    return db.all(CheckpointNameRow, "SELECT name, model, version FROM checkpoints ORDER BY seq")
 
 
 def page_checkpoints(db: Database, job_id: str, **part: Unpack[Part]) -> Page[CheckpointRow]:

@@ -12,8 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.controller.jobs.events import fail
-from appliance.controller.scheduling.journal import SqliteJournal
 from appliance.store.objects import job_records, jobs
+from appliance.store.records.journal import SqliteJournal
 from appliance.store.rows import JobMetricRow
 from scheduler.handover.ports import HandoverRecord
 from tests.simulator.control_plane import change

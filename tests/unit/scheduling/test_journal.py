@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from appliance.controller import retention
-from appliance.controller.scheduling.journal import SqliteJournal
 from appliance.store.database import Database
+from appliance.store.records.journal import SqliteJournal
 from scheduler.handover.ports import HandoverRecord, StepRecord
 
 RECORD = HandoverRecord(

@@ -12,10 +12,10 @@ from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import write_mode
 from appliance.controller.interfaces.errors import SwapFailed
 from appliance.controller.interfaces.records import Mode
-from appliance.controller.scheduling.journal import SqliteJournal
 from appliance.controller.scheduling.state_store import BoxSize
 from appliance.store.objects import models
 from appliance.store.records import deployments
+from appliance.store.records.journal import SqliteJournal
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Policy
 from scheduler.handover.ports import HandoverRecord, StepRecord
@@ -59,7 +59,7 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
     told = port.explain(Policy("train"))
     assert any("ftjob-1 runs on 2 devices" in step and ", because training gets" in step for step in told["steps"])
 
-    cordons.drain(db, device, "a test", "ops", 1.0)
+    cordons.drain(db, {"id": device}, "a test", "ops", 1.0)
     port.nudge(f"drain of {device}", "ops")
     await loop.wait_settled(loop.nudge())
     held = {d["id"]: d["holder"] for d in port.status()["devices"]}

@@ -38,7 +38,7 @@ def test_mode_deployments_and_cordons_are_read_anew(db, states, add_model):
     add_model()
     add_model("undeployed", deployed=False)
     write_mode(db, Mode("split", 6))
-    cordons.drain(db, "n0/3", "", "ann", 1.0)
+    cordons.drain(db, {"id": "n0/3"}, "", "ann", 1.0)
     load = states.load(free_devices=0)
     assert (load.policy.kind, load.policy.train_devices, load.policy.serving_floor) == ("split", 6, 1)
     assert [(d.model, d.version, d.max_replicas, d.demand.held) for d in load.deployments] == [("starter", "v1", 2, 3)]

@@ -95,8 +95,3 @@ class TestJobs:
         job_records.upsert_metric(db, JobMetricRow("ftjob-1", 6, 4.0, loss=1.8))
         assert [row.step for row in job_records.list_metrics(db, "ftjob-1", after_step=5)] == [6]
         assert [row.step for row in job_records.last_metrics(db, "ftjob-1", 1)] == [6]
-
-
-def test_has_made_finds_a_checkpoint_by_its_name(db: Database):
-    plan = db.execute(f"EXPLAIN QUERY PLAN SELECT 1 FROM ({jobs._MADE}) WHERE name = ?2", ["ann", "m"]).fetchall()
-    assert any("(name=?)" in row["detail"] for row in plan)
