@@ -61,7 +61,7 @@ from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import removal
 from appliance.controller.models.capacity import BoxFacts
 from appliance.controller.scheduling.job_runs import TIDY_EVERY_S, JobRuns
-from appliance.controller.scheduling.state_store import BoxSize, JobMemory, SqliteStateStore
+from appliance.controller.scheduling.state_store import JobMemory, SqliteStateStore
 from appliance.controller.scheduling.wishes import Wishes
 from appliance.memory.box_memory import LOOK_EVERY_S, BoxMemory, Means
 from appliance.models.hub import HubSettings
@@ -201,7 +201,8 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     states = SqliteStateStore(
         db,
         events,
-        BoxSize(floor, len(home), config.serve.max_replicas),
+        floor,
+        config.serve.max_replicas,
         routing,
         Wishes(db, bus, routing, asking, floor),
         DemandLearning(routing.traffic, bus.arrivals.take, config.scheduler, len(home)),

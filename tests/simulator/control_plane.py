@@ -68,6 +68,7 @@ class SimulatedScheduler:
                 "kind": "cpu",
                 "name": "simulated",
                 "memory_bytes": 2**30,
+                "uuid": "",
                 "health": "ok",
                 "holder": None,
             }

@@ -18,7 +18,7 @@ from appliance.controller.interfaces.errors import BadRequest, InvalidValue
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Verdict
 from appliance.store.objects import models
-from appliance.store.rows import JobRow, VersionRow
+from appliance.store.rows import VersionRow
 from runtime.devices.kinds import HOST, kind_of
 from scheduler.core.config import SchedulerConfig
 from train.data.check import DataReport
@@ -145,19 +145,6 @@ def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
         f"into {', '.join(map(str, by_batch)) or 'no allowed number of'} devices; min_devices and max_devices leave "
         "none of them."
     )
-
-
-def bounds(row: JobRow, device_count: int) -> tuple[int, int, tuple[int, ...]]:
-    """(fewest, most, allowed sizes or none) of a job for the planner.
-
-    A job too large for the box's current size keeps its sizes and waits: the box may get its devices back.
-    """
-    least = row.min_devices or 1
-    if not row.allowed_sizes:
-        return least, max(row.max_devices or device_count, least), ()
-    most = row.max_devices or max(row.allowed_sizes)
-    fitting = sorted(size for size in row.allowed_sizes if least <= size <= most) or sorted(row.allowed_sizes)
-    return fitting[0], fitting[-1], tuple(fitting)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +16,7 @@ from appliance.controller.devices.mode import mode_windows, policy_of, read_mode
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.interfaces.records import TRAINING_FAILED
 from appliance.controller.jobs.events import JobEvents, add_message
-from appliance.controller.jobs.settings import bounds, shape_of
+from appliance.controller.jobs.settings import shape_of
 from appliance.controller.jobs.wanted import pause_reason
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts
@@ -43,16 +43,6 @@ POLICY_IDLE_S = 1.0
 """The same for models in training, whose jobs may wait for the devices."""
 
 
-@dataclass(frozen=True, slots=True)
-class BoxSize:
-    """serving_floor: devices that serving keeps in every mode. devices: of the box when it started. max_replicas: for
-    deployments without a limit of their own."""
-
-    serving_floor: int
-    devices: int
-    max_replicas: int
-
-
 class JobMemory:
     """Checks whether memory has room for a job before it begins: it waits in the queue instead of failing later. The
     loop calls `waits_for` in every round, so a job's constant values are computed once."""
@@ -76,8 +66,8 @@ class JobMemory:
         ascending."""
         if row.resolved is None:
             return {1: 0}
-        sizes = bounds(row, self._facts.devices)[2] or (1,)
-        return {size: self._numbers(row.id, (size,))["host_memory"]["job_bytes"] for size in sizes}
+        found = {size: self._numbers(row.id, (size,)) for size in row.allowed_sizes or (1,)}
+        return {size: numbers["host_memory"]["job_bytes"] for size, numbers in found.items()}
 
     def _computed(self, job_id: str, sizes: tuple[int, ...]) -> dict[str, Any]:
         return self._verdict(jobs.get(self._db, job_id), self._facts, sizes).numbers
@@ -97,7 +87,8 @@ class SqliteStateStore:
         self,
         db: Database,
         events: JobEvents,
-        size: BoxSize,
+        serving_floor: int,
+        max_replicas: int,
         routing: BusRouting,
         wishes: Wishes,
         learning: DemandLearning,
@@ -105,8 +96,14 @@ class SqliteStateStore:
         job_memory: JobMemory,
         starved: Callable[[JobRow], bool],
     ):
-        """starved: whether a job's ranks wait for samples (Rollouts.starved)."""
-        self._db, self._events, self._size, self._routing = db, events, size, routing
+        """
+        Args:
+            serving_floor: devices that serving keeps in every mode.
+            max_replicas: of deployments without a limit of their own.
+            starved: whether a job's ranks wait for samples (Rollouts.starved).
+        """
+        self._db, self._events, self._routing = db, events, routing
+        self._serving_floor, self._max_replicas = serving_floor, max_replicas
         self._wishes, self._learning, self._memory, self._job_memory = wishes, learning, memory, job_memory
         self._starved = starved
         self._settings: dict[str, str] = {}
@@ -131,9 +128,9 @@ class SqliteStateStore:
         deployed = [row for row in deployments.list_all(self._db) if row.model in active]
         adapters = {row.name: row for row in list_callable(self._db)} | self._routing.policy_adapters()
         return Workload(
-            policy=policy_of(mode, self._size.serving_floor),
+            policy=policy_of(mode, self._serving_floor),
             policy_since_s=mode.since_s,
-            windows=mode_windows(self._db, self._size.serving_floor),
+            windows=mode_windows(self._db, self._serving_floor),
             jobs=tuple(self._job(row) for row in unfinished if row.phase != "validating" and row.wanted != "cancel"),
             deployments=self._learning.learned(
                 (*self._own_engines(deployed, active, adapters), *self._checkpoints(adapters), *self._policies())
@@ -308,16 +305,15 @@ class SqliteStateStore:
         return row if row is not None and not row.finished else None
 
     def _job(self, row: JobRow) -> JobView:
-        least, most, sizes = bounds(row, self._size.devices)
-        there = self._memory.job_sizes(row) if sizes else ()
-        if possible := tuple(size for size in sizes if size in there):
-            least, most, sizes = possible[0], possible[-1], possible
+        # One that is too large for the box now keeps its sizes and waits: the box may get its devices back.
+        sizes, there = tuple(row.allowed_sizes or (1,)), self._memory.job_sizes(row)
+        sizes = tuple(size for size in sizes if size in there) or sizes
         if row.eta_s is not None and row.devices:
             self._remaining_device_s[row.id] = row.eta_s * len(row.devices)
         return JobView(
             id=row.id,
-            min_devices=least,
-            max_devices=most,
+            min_devices=sizes[0],
+            max_devices=sizes[-1],
             allowed_sizes=sizes,
             remaining_device_s=self._remaining_device_s.get(row.id),
             nodes=self._memory.job_nodes(row),
@@ -334,7 +330,7 @@ class SqliteStateStore:
         )
 
     def _deployment(self, row: DeploymentRow, version: str) -> DeploymentView:
-        most = max(row.min_replicas, self._size.max_replicas) if row.max_replicas is None else row.max_replicas
+        most = max(row.min_replicas, self._max_replicas) if row.max_replicas is None else row.max_replicas
         return DeploymentView(
             model=row.model,
             version=version,

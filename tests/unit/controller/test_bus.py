@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
-import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,10 +13,9 @@ from typing import Any, ClassVar
 import pytest
 
 from appliance.controller.bus import bus as bus_module
-from appliance.controller.bus.bus import Bus, first_generation
+from appliance.controller.bus.bus import Bus
 from appliance.controller.bus.load import ModelLoad
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.store.database import Database
 from runtime.background_tasks import BackgroundTasks
 
 QUICK = {"gateway_gone_after_s": 0.05, "gateway_expected_s": 0.05}
@@ -86,13 +84,6 @@ async def reported(bus: Bus, replica_id: str, inflight: int) -> None:
     async with asyncio.timeout(60):
         while bus.inflight(replica_id) != inflight:
             await asyncio.sleep(0)
-
-
-async def test_start_replaces_a_stale_socket(tmp_path: Path):
-    (tmp_path / "bus.sock").touch()
-    async with running(tmp_path) as (_, path):
-        assert stat.S_ISSOCK(path.stat().st_mode) and stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert not path.exists()
 
 
 async def test_gateway_gets_the_table_and_every_change(bus: Bus, tmp_path: Path):
@@ -245,12 +236,6 @@ async def test_invalid_message_closes_only_its_connection(bus: Bus, tmp_path: Pa
     await bad.send(line)
     assert await asyncio.wait_for(bad._reader.read(), 60) == b""
     assert bus.connected() == ["good"]
-
-
-def test_first_generation_grows_with_each_start(tmp_path: Path):
-    with Database(tmp_path / "a.db") as db:
-        first, second = first_generation(db), first_generation(db)
-    assert second - first >= 10**9
 
 
 async def test_usage_that_cannot_be_stored_keeps_the_connection(tmp_path: Path):

@@ -144,11 +144,12 @@ async def test_a_suffix_becomes_part_of_a_name_as_openai_makes_it(control: Contr
     assert told["user_provided_suffix"] == suffix
 
 
-@pytest.mark.parametrize("name", ["", ".hidden", "/abs", "a//b", "a/../b", "a b", "a\nb", "a@b", "ä", "a/", "a" * 257])
-def test_names_that_are_no_model_names(name: str):
-    assert not is_model_name(name)
-
-
-@pytest.mark.parametrize("name", ["a", "starter", "Qwen/Qwen3-0.6B", "ft:a:b:c:d", "m_1.5", "a" * 256])
-def test_model_names(name: str):
-    assert is_model_name(name)
+@pytest.mark.parametrize(
+    ("valid", "names"),
+    [
+        (False, ["", ".hidden", "/abs", "a//b", "a/../b", "a b", "a\nb", "a@b", "ä", "a/", "a" * 257]),
+        (True, ["a", "starter", "Qwen/Qwen3-0.6B", "ft:a:b:c:d", "m_1.5", "a" * 256]),
+    ],
+)
+def test_is_model_name(valid: bool, names: list[str]):
+    assert [is_model_name(name) for name in names] == [valid] * len(names)

@@ -168,12 +168,6 @@ async def test_file_that_is_there_is_not_drawn_again_and_the_next_waits_for_its_
     assert (await run.file(1)).weights_step == 1
 
 
-async def test_steps_ahead_are_drawn_from_weights_that_may_be_behind(run: Run, judged):
-    run.begin(staleness=1)
-    run.publish(0)
-    assert [(await run.file(step)).weights_step for step in (0, 1)] == [0, 0]
-
-
 @pytest.mark.parametrize(("phase", "starved"), [("running", False), ("suspended", True)])
 async def test_later_steps_starve_a_job_only_where_it_has_given_its_devices_back(
     run: Run, judged, phase: Any, starved: bool

@@ -12,7 +12,6 @@ from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import write_mode
 from appliance.controller.interfaces.errors import SwapFailed
 from appliance.controller.interfaces.records import Mode
-from appliance.controller.scheduling.state_store import BoxSize
 from appliance.store.objects import models
 from appliance.store.records import deployments
 from appliance.store.records.journal import SqliteJournal
@@ -46,7 +45,7 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
     add_job(allowed_sizes=[1, 2])
     deployments.update(db, "starter", min_replicas=1, max_replicas=1)
     world = World(box_of(3))
-    states = states_of(db, events, BoxSize(0, 3, 1))
+    states = states_of(db, events, 0)
     write_mode(db, Mode("serve"))
     journal = SqliteJournal(db)
     loop = SchedulerLoop(FakeEffects(world), states, journal)

@@ -94,15 +94,6 @@ def test_an_exception_undoes_the_whole_transaction_with_those_inside_it(db: Data
     assert [row.id for row in jobs.list_unfinished(db)] == ["ftjob-3"]
 
 
-def test_an_inner_transaction_that_fails_and_is_caught_leaves_the_outer_one_usable(db: Database):
-    with db.transaction():
-        jobs.insert(db, job(1))
-        with pytest.raises(DuplicateRow), db.transaction():
-            jobs.insert(db, job(1))
-        jobs.insert(db, job(2))
-    assert len(jobs.list_unfinished(db)) == 2
-
-
 def test_the_same_id_twice_and_unknown_rows_are_named(db: Database):
     jobs.insert(db, job(1))
     with pytest.raises(DuplicateRow, match="ftjob-1"):
