@@ -229,7 +229,7 @@ def read_facts(db: Database, created: Mapping[Name, float], is_held: Callable[[N
     steps = {name: step for name in snapshots if name.model in unfinished and (step := step_of(name.version)) >= 0}
     newest = {name.model: name for name in sorted(steps, key=lambda name: steps[name])}
     for name, step in steps.items():
-        metric = job_records.metric_at(db, name.model, step)
+        metric = job_records.find_metric(db, name.model, step)
         loss = metric.valid_loss if metric is not None else None
         kept[name] = Kept(name, name.model, created[name], loss, protected=newest[name.model] == name)
     over = {name for name in snapshots if name.model not in unfinished and jobs.find(db, name.model) is not None}

@@ -97,8 +97,6 @@ async def test_no_epoch_of_a_job_that_is_not_to_answer_is_one_to_go_back_to(cont
     ("fields", "param"),
     [
         ({"publish_as": "ft:starter:local:x:12345678"}, "publish_as"),
-        ({"publish_as": "org/name"}, "publish_as"),
-        ({"publish_as": ".x"}, "publish_as"),
         ({"publish_as": "a@b"}, "publish_as"),
         ({"publish_as": "fraud", "suffix": "x"}, "suffix"),
         ({"activate": False}, "activate"),
