@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
@@ -25,7 +25,7 @@ from appliance.memory.box_memory import BoxMemory
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs, models
-from appliance.store.objects.adapters import AdapterRow, list_callable
+from appliance.store.objects.adapters import list_callable
 from appliance.store.records import audit, canaries, deployments, model_settings, usage
 from appliance.store.rows import AuditRow, DeploymentRow, JobRow
 from scheduler.core.failures import Failure
@@ -124,17 +124,12 @@ class SqliteStateStore:
         self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
         mode = read_mode(self._db)
         self._settings, self._demand = model_settings.digests(self._db), self._wishes.demands(free_devices)
-        active = models.active_versions(self._db)
-        deployed = [row for row in deployments.list_all(self._db) if row.model in active]
-        adapters = {row.name: row for row in list_callable(self._db)} | self._routing.policy_adapters()
         return Workload(
             policy=policy_of(mode, self._serving_floor),
             policy_since_s=mode.since_s,
             windows=mode_windows(self._db, self._serving_floor),
             jobs=tuple(self._job(row) for row in unfinished if row.phase != "validating" and row.wanted != "cancel"),
-            deployments=self._learning.learned(
-                (*self._own_engines(deployed, active, adapters), *self._checkpoints(adapters), *self._policies())
-            ),
+            deployments=self._learning.learned(self._deployments()),
             cordoned=frozenset(cordons.read(self._db)),
             max_asleep=self._memory.max_asleep(),
         )
@@ -223,81 +218,49 @@ class SqliteStateStore:
             self._events.cancelled(row.id)
         return [row for row in unfinished if row not in gone]
 
-    def _own_engines(
-        self, deployed: list[DeploymentRow], active: Mapping[str, str], adapters: Mapping[str, AdapterRow]
-    ) -> list[DeploymentView]:
-        """Deployments that need engines of their own. An adapter's demand goes to its host model."""
+    def _deployments(self) -> tuple[DeploymentView, ...]:
+        """Everything that needs engines of its own. An adapter's demand goes to its host."""
+        active = models.active_versions(self._db)
+        adapters = {row.name: row for row in list_callable(self._db)} | self._routing.policy_adapters()
+        deployed = [row for row in deployments.list_all(self._db) if row.model in active]
         views = {row.model: self._deployment(row, active[row.model]) for row in deployed if row.model not in adapters}
         for adapter in adapters.values():
-            if adapter.host not in views:
-                # Its base serves another version now or is not deployed: start engines for the version it fits.
-                settings = self._settings.get(adapter.base, "")
-                views[adapter.host] = replace(
-                    views.get(adapter.base) or DeploymentView(adapter.base, adapter.base_version, settings=settings),
-                    model=adapter.host,
-                    version=adapter.base_version,
-                    min_replicas=0,
-                    pinned=False,
-                    served=None,
-                    demand=self._demand(adapter.host),
-                    idle_sleep_s=None,
-                    idle_limit_s=CHECKPOINT_IDLE_S,
-                )
+            if adapter.host not in views:  # its base serves another version now or is not deployed
+                like = views.get(adapter.base)
+                views[adapter.host] = self._on_demand(adapter.host, adapter.base, adapter.base_version, like)
         for row in deployed:
             if row.model in adapters and (row.pinned or row.min_replicas):
                 host = views[adapters[row.model].host]
-                views[host.model] = replace(
-                    host,
-                    pinned=host.pinned or bool(row.pinned),
-                    min_replicas=min(max(host.min_replicas, row.min_replicas), host.max_replicas),
-                )
+                least = min(max(host.min_replicas, row.min_replicas), host.max_replicas)
+                views[host.model] = replace(host, pinned=host.pinned or bool(row.pinned), min_replicas=least)
         for canary in canaries.list_running(self._db):
             # An adapter's canary needs none: the engines of its host serve both versions.
             if canary.model in views and canary.name not in adapters:
-                stable = views[canary.model]
-                views[canary.name] = replace(
-                    stable,
-                    model=canary.name,
-                    version=canary.version,
-                    min_replicas=1,  # no request waits for it, so demand alone would not start one
-                    max_replicas=max(1, stable.max_replicas),
-                    demand=self._demand(canary.name),
-                    idle_sleep_s=None,
-                    idle_limit_s=None,
-                    pinned=False,
-                    served=None,
-                )
-        return list(views.values())
+                like = views[canary.model]
+                # No request waits for it, so demand alone would not start one.
+                own: dict[str, Any] = {
+                    "min_replicas": 1,
+                    "max_replicas": max(1, like.max_replicas),
+                    "idle_limit_s": None,
+                }
+                views[canary.name] = self._on_demand(canary.name, canary.model, canary.version, like, **own)
+        for made in job_records.list_checkpoints(self._db):
+            if made.name not in adapters:
+                views[made.name] = self._on_demand(made.name, made.model, made.version, beside=made.model)
+        for name, policy in self._routing.policies.items():
+            if policy.version:  # it gives way as soon as its samples are there
+                views[name] = self._on_demand(name, policy.base, policy.version, idle_limit_s=POLICY_IDLE_S)
+        return tuple(views.values())
 
-    def _checkpoints(self, adapters: Mapping[str, AdapterRow]) -> list[DeploymentView]:
-        """Deployments of checkpoints, which have an engine only while they are in use. Adapters among the thousands
-        that there may be need none: their hosts' engines serve them."""
-        return [
-            DeploymentView(
-                row.name,
-                row.version,
-                demand=self._demand(row.name),
-                idle_limit_s=CHECKPOINT_IDLE_S,
-                settings=self._settings.get(row.model, ""),
-                beside=row.model,
-            )
-            for row in job_records.list_checkpoints(self._db)
-            if row.name not in adapters
-        ]
-
-    def _policies(self) -> list[DeploymentView]:
-        """Models in training with engines of their own, which give way as soon as their samples are there."""
-        return [
-            DeploymentView(
-                name,
-                policy.version,
-                demand=self._demand(name),
-                idle_limit_s=POLICY_IDLE_S,
-                settings=self._settings.get(policy.base, ""),
-            )
-            for name, policy in self._routing.policies.items()
-            if policy.version
-        ]
+    def _on_demand(
+        self, name: str, model: str, version: str, like: DeploymentView | None = None, **changes: Any
+    ) -> DeploymentView:
+        """A version of `model` that nobody deployed under this name, which has an engine only while it is in use. like:
+        whose engines it has; None: by the settings of `model`."""
+        view = like or DeploymentView(name, version, settings=self._settings.get(model, ""))
+        own: dict[str, Any] = {"min_replicas": 0, "pinned": False, "served": None, "idle_sleep_s": None}
+        own |= {"idle_limit_s": CHECKPOINT_IDLE_S, "demand": self._demand(name)}
+        return replace(view, model=name, version=version, **own | changes)
 
     def _open(self, job_id: str) -> JobRow | None:
         """The job if it can still change; None if a user has just cancelled or deleted it."""
