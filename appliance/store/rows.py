@@ -129,7 +129,6 @@ class VersionRow:
     created_s: float
     disk_path: str | None = None
     shm_path: str | None = None
-    fingerprint: dict[str, Any] | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     pinned: int = 0
     held_back: int = 0

@@ -148,10 +148,12 @@ class SimulatedModelOps:
     def __init__(self) -> None:
         self.removed: list[tuple[str, list[VersionRow]]] = []
         self.let_go_of: list[str] = []
+        self.library = self
 
-    async def import_model(
-        self, source: str, *, name: str | None, revision: str | None, report: Report
-    ) -> ModelVersion:
+    async def run(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        return work(*arguments, **named)
+
+    def import_model(self, source: str, *, name: str | None, revision: str | None, report: Report) -> ModelVersion:
         report(1, 2, "bytes", "copying")
         if source == "broken":
             raise OperationFailed("the header of model.safetensors overlaps", code="invalid_checkpoint")
@@ -170,17 +172,17 @@ class SimulatedModelOps:
             warnings=("there is no chat template",) if source.endswith("bare") else (),
         )
 
-    async def find_adapter(
+    def find_adapter(
         self, source: str, *, name: str | None, revision: str | None
     ) -> tuple[str, str, str | None] | None:
         if not Path(source).name.startswith("adapter"):
             return None
         return name or Path(source).name, "org/starter" if "starter" in source else "org/unknown", None
 
-    async def import_adapter(
+    def import_adapter(
         self, source: str, *, name: str, revision: str | None, rank_limit: int, report: Report, **_: Any
     ) -> ModelVersion:
-        made = await self.import_model(source, name=name, revision=revision, report=report)
+        made = self.import_model(source, name=name, revision=revision, report=report)
         return replace(made, info={"adapter": {"rank": min(8, rank_limit)}})
 
     async def verify(self, rows: Sequence[VersionRow], report: Report) -> dict[str, Any]:
