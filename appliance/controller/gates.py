@@ -18,7 +18,7 @@ from appliance.controller.interfaces.errors import ApiError, SwapFailed
 from appliance.controller.jobs.events import add_message, serve_version
 from appliance.controller.models import activation
 from appliance.store.errors import RowNotFound
-from appliance.store.objects import evals, job_records, jobs, models
+from appliance.store.objects import evals, jobs, models
 from appliance.store.rows import EvalRunRow, JobRow
 
 LOOK_EVERY_S = 1.0
@@ -46,7 +46,7 @@ class Gates:
         gate = job.gate
         assert gate is not None
         if gate["verdict"] is None:
-            made = models.versions_made_by(self._db, job.output_model, job.id)
+            made = models.versions_made_by(self._db, job.id)
             model = models.find(self._db, job.output_model)
             if job.phase != "succeeded" or not made or model is None:
                 what = job.phase if job.phase != "succeeded" else "succeeded, and its version was deleted"
@@ -83,7 +83,8 @@ class Gates:
             return _UNDECIDED, "the version was made to answer before it was judged"
         if least is None and before is None:
             return "passed", "no version answered before"
-        asked = {version: job_records.checkpoint_of(self._db, job.output_model, version)}
+        found = models.find_version(self._db, job.output_model, version)
+        asked = {version: found.checkpoint if found is not None else None}
         if least is None and before is not None:
             asked[before] = None  # by its own engines
         try:

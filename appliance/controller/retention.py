@@ -32,9 +32,7 @@ _JOB_GOES = (
     f"NOT {UNFINISHED['jobs']} AND snapshot IS NULL"
     " AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.output_model AND (NOT jobs.stable_name"
     "  OR models.job_id = jobs.id OR EXISTS"
-    "  (SELECT 1 FROM versions WHERE model = output_model AND meta ->> '$.job_id' = jobs.id)))"
-    " AND NOT EXISTS (SELECT 1 FROM checkpoints JOIN models ON models.id = checkpoints.model"
-    " WHERE checkpoints.job_id = jobs.id)"
+    "  (SELECT 1 FROM versions WHERE job_id = jobs.id)))"
 )
 _FILE_NEEDED = (
     f"(id IN (SELECT input_file_id FROM batches WHERE {UNFINISHED['batches']})"
@@ -84,8 +82,8 @@ def eval_runs_before(db: Database, before_s: float) -> list[str]:
 
 
 def delete_job(db: Database, job_id: str) -> None:
-    """Delete an ended job with what belongs to it: up to 100,000 events, steps and checkpoints each."""
-    for table in ("job_events", "job_metrics", "checkpoints"):
+    """Delete an ended job with what belongs to it: up to 100,000 events and steps each."""
+    for table in ("job_events", "job_metrics"):
         db.delete(table, "job_id = ?", [job_id])
     db.execute("DELETE FROM jobs WHERE id = ?", [job_id])
 

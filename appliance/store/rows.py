@@ -120,7 +120,11 @@ class ModelRow:
 class VersionRow:
     """One set of weights of a model. shm_path: its directory in shared memory while it is there; disk_path: its copy
     on disk once persisted. pinned: no retention rule drops it. held_back: its job did not
-    let it answer, and nothing else has since."""
+    let it answer, and nothing else has since.
+
+    One that a job published is a checkpoint too, by its public name `MODEL:ckpt-step-N`: id: of the API's checkpoint.
+    metrics: as of its step.
+    """
 
     model: str
     version: str
@@ -132,6 +136,11 @@ class VersionRow:
     meta: dict[str, Any] = field(default_factory=dict)
     pinned: int = 0
     held_back: int = 0
+    id: str = ""
+    checkpoint: str | None = None
+    job_id: str | None = None
+    step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,20 +317,6 @@ class JobMetricRow:
     communication: float | None = None
     measured: dict[str, float] | None = None
     valid_measured: dict[str, float] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointRow:
-    """A published version of a job's output model, by its public name `ft:…:ckpt-step-N`."""
-
-    id: str
-    job_id: str
-    name: str
-    model: str
-    version: str
-    step: int
-    created_s: float
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -582,7 +577,6 @@ CANARIES = Table("canaries", CanaryRow, "model", order="created_s, model", paren
 JOBS = Table("jobs", JobRow)
 JOB_EVENTS = Table("job_events", JobEventRow, parents={"job_id": "jobs"})
 JOB_METRICS = Table("job_metrics", JobMetricRow, "job_id", "step", order="step", parents={"job_id": "jobs"})
-CHECKPOINTS = Table("checkpoints", CheckpointRow, "name", parents={"job_id": "jobs"})
 HANDOVERS = Table("handovers", HandoverRecord)
 IDEMPOTENCY = Table("idempotency", IdempotencyRow, "seq")
 AUDIT = Table("audit", AuditRow)

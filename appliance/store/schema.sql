@@ -17,7 +17,7 @@ CREATE INDEX IF NOT EXISTS versions_adapters ON versions (model, version)
 CREATE INDEX IF NOT EXISTS versions_on ON versions (json_extract(meta, '$.adapter.base'), seq)
     WHERE json_extract(meta, '$.adapter.base') IS NOT NULL;
 CREATE INDEX IF NOT EXISTS versions_silent ON versions (model, version) WHERE json_extract(meta, '$.chat_template') = 0;
-CREATE INDEX IF NOT EXISTS versions_of_job ON versions (model, meta ->> '$.job_id');
+CREATE INDEX IF NOT EXISTS versions_of_job ON versions (job_id, seq);
 CREATE INDEX IF NOT EXISTS jobs_phase ON jobs (phase, seq);
 CREATE INDEX IF NOT EXISTS jobs_owner ON jobs (owner, seq);
 CREATE INDEX IF NOT EXISTS jobs_of_key ON jobs (key_id) WHERE phase IN ('validating', 'queued', 'running', 'suspended');
@@ -28,9 +28,8 @@ CREATE INDEX IF NOT EXISTS jobs_making ON jobs (output_model)
 CREATE INDEX IF NOT EXISTS jobs_gated ON jobs (seq) WHERE gate IS NOT NULL AND gate ->> '$.activated' IS NULL;
 CREATE INDEX IF NOT EXISTS job_events_job ON job_events (job_id, seq);
 CREATE INDEX IF NOT EXISTS job_metrics_profiled ON job_metrics(job_id, step) WHERE communication IS NOT NULL;
-CREATE UNIQUE INDEX IF NOT EXISTS checkpoints_id ON checkpoints (id);
-CREATE INDEX IF NOT EXISTS checkpoints_job ON checkpoints (job_id, seq);
-CREATE INDEX IF NOT EXISTS checkpoints_of_version ON checkpoints (model, version, name);
+CREATE UNIQUE INDEX IF NOT EXISTS versions_id ON versions (id) WHERE id != '';
+CREATE UNIQUE INDEX IF NOT EXISTS versions_checkpoint ON versions (checkpoint) WHERE checkpoint IS NOT NULL;
 CREATE INDEX IF NOT EXISTS handovers_ended ON handovers (ended_s);
 CREATE UNIQUE INDEX IF NOT EXISTS idempotency_keyed ON idempotency (key_id, route, idempotency_key)
     WHERE idempotency_key IS NOT NULL;

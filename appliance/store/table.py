@@ -92,9 +92,9 @@ class Table(Generic[Row]):
         query = f"SELECT * FROM {self._name} WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)"
         return db.one(self._kind, query, [row_id, viewer])
 
-    def page(self, db: Database, **part: Unpack[Part]) -> Page[Row]:
-        """Newest first. Raises UnknownCursor."""
-        return db.page(self._kind, self._name, **part)
+    def page(self, db: Database, scope: Mapping[str, Any] | None = None, **part: Unpack[Part]) -> Page[Row]:
+        """Newest first; scope as of `Database.page`. Raises UnknownCursor."""
+        return db.page(self._kind, self._name, scope=scope, **part)
 
     def page_visible(self, db: Database, *, viewer: str | None, **part: Unpack[Part]) -> Page[Row]:
         """Newest first; the viewer's alone, as with `find_visible`. Raises UnknownCursor."""

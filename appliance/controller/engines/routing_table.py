@@ -13,7 +13,7 @@ from appliance.controller.bus.demand_learning import Traffic
 from appliance.controller.bus.load import ModelLoad
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.store.database import Database
-from appliance.store.objects import job_records, models
+from appliance.store.objects import models
 from appliance.store.objects.adapters import AdapterRow, list_callable
 from appliance.store.records import canaries, deployments, model_settings
 from appliance.store.rows import CanaryRow, ModelRow
@@ -231,9 +231,10 @@ class BusRouting:
         found = {}
         for name in deployed:
             found[name] = _Callable(name, rows[name].active_version or "", rows[name].task, guests.get(name))
-        for checkpoint in job_records.list_checkpoints(self._db):
+        for checkpoint in models.list_checkpoints(self._db):
+            name = str(checkpoint.checkpoint)
             task = rows[checkpoint.model].task if checkpoint.model in rows else "generate"
-            found[checkpoint.name] = _Callable(checkpoint.model, checkpoint.version, task, guests.get(checkpoint.name))
+            found[name] = _Callable(checkpoint.model, checkpoint.version, task, guests.get(name))
         for canary in canaries.list_running(self._db):
             stable = found.get(canary.model)
             if stable is not None:

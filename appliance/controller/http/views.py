@@ -11,11 +11,11 @@ from appliance.controller.interfaces.records import ModelStates
 from appliance.store.database import Database
 from appliance.store.rows import (
     HANDOVERS,
-    CheckpointRow,
     FileRow,
     JobEventRow,
     JobJudgeRow,
     JobRow,
+    VersionRow,
     columns,
 )
 from scheduler.handover.ports import HandoverRecord, StepRecord
@@ -124,12 +124,12 @@ def event_object(row: JobEventRow) -> dict[str, Any]:
     }
 
 
-def checkpoint_object(row: CheckpointRow) -> dict[str, Any]:
+def checkpoint_object(row: VersionRow) -> dict[str, Any]:
     return {
         "id": row.id,
         "object": "fine_tuning.job.checkpoint",
         "created_at": int(row.created_s),
-        "fine_tuned_model_checkpoint": row.name,
+        "fine_tuned_model_checkpoint": row.checkpoint,
         "fine_tuning_job_id": row.job_id,
         "metrics": {"step": row.step, **row.metrics},
         "step_number": row.step,
@@ -139,7 +139,7 @@ def checkpoint_object(row: CheckpointRow) -> dict[str, Any]:
 def model_object(resolved: Resolved, states: ModelStates, context: int | None) -> dict[str, Any]:
     """OpenAI's object, plus the box's fields: its context in tokens, what the model does now, and why if it does not
     serve."""
-    made_s = resolved.version.created_s if resolved.checkpoint or resolved.pinned else resolved.model.created_s
+    made_s = resolved.version.created_s if resolved.is_checkpoint or resolved.pinned else resolved.model.created_s
     return {
         "id": resolved.name,
         "object": "model",

@@ -23,7 +23,6 @@ from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import deployments
 from appliance.store.rows import (
     VERSIONS,
-    CheckpointRow,
     DeploymentRow,
     JobEventRow,
     JobMetricRow,
@@ -81,7 +80,7 @@ def answers_at_once(db: Database, job: JobRow, new: VersionRow) -> bool:
         return job.gate is None
     if bool(active.version.meta.get("adapter")) is not bool(new.meta.get("adapter")):
         return False
-    return bool(job.activate) or active.version.meta.get("job_id") == job.id
+    return bool(job.activate) or active.version.job_id == job.id
 
 
 def serve_if_allowed(db: Database, row: JobRow, version: str) -> bool:
@@ -153,8 +152,8 @@ class JobEvents:
         costs the table and not the success: an error here would reach the scheduler's loop, which would end the job
         again in each round and plan nothing."""
         db, row = self._db, jobs.get(self._db, job_id)
-        versions = models.versions_made_by(db, row.output_model, row.id)
-        last = versions[-1].meta.get("step") if versions else None
+        versions = models.versions_made_by(db, row.id)
+        last = versions[-1].step if versions else None
         steps = [one for one in job_records.all_metrics(db, row.id) if last is None or one.step <= last]
         judged, made = verdict.judge(row.method, steps, row.resolved or {}), list[str]()
         table = _metrics_table(db, row)
@@ -174,7 +173,7 @@ class JobEvents:
             row = jobs.get(db, job_id)
             if row.finished:
                 return
-            versions = models.versions_made_by(db, row.output_model, job_id)
+            versions = models.versions_made_by(db, job_id)
             if not versions:
                 fail(db, job_id, "nothing_published", "The job ended without publishing weights; see its log.")
                 return
@@ -285,25 +284,34 @@ class JobEvents:
     def _published(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, version = self._db, int(event["step"]), str(event["version"])
         self._ensure_output_model(row, int(event["bytes"]))
-        meta = {"step": step, "job_id": row.id, **{name: event.get(name) for name in ("epoch", "seconds")}}
+        if models.find_version(db, row.output_model, version) is not None:
+            return
+        meta = {name: event.get(name) for name in ("epoch", "seconds")}
         publish = (row.resolved or {}).get("publish")
         if publish == "checkpoints":
             meta["of_epoch"] = True  # until it is the job's result
         if event.get("adapter"):
             meta["adapter"] = event["adapter"]
-        if models.find_version(db, row.output_model, version) is None:
-            source, size, path = f"job {row.id}", int(event["bytes"]), str(event["path"])
-            new = VersionRow(row.output_model, version, source, size, time.time(), shm_path=path, meta=meta)
-            # Also epochs before the last, and those of a job that does not reach its end.
-            held_back = publish != "epoch" or not answers_at_once(db, row, new)
-            models.insert_version(db, replace(new, held_back=int(held_back)))
-        name = checkpoint_name(row, step)
-        if job_records.find_checkpoint(db, name) is None:
-            metrics, ids = self._measured_at(row.id, step), (new_id("ftckpt_"), row.id)
-            checkpoint = CheckpointRow(*ids, name, row.output_model, version, step, time.time(), metrics)
-            job_records.insert_checkpoint(db, checkpoint)
-            what = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
-            add_message(db, row.id, f"{what} created at step {step}{_written(event)}", data=meta)
+        new = VersionRow(
+            row.output_model,
+            version,
+            f"job {row.id}",
+            int(event["bytes"]),
+            time.time(),
+            shm_path=str(event["path"]),
+            meta=meta,
+            id=new_id("ftckpt_"),
+            checkpoint=checkpoint_name(row, step),
+            job_id=row.id,
+            step=step,
+            metrics=self._measured_at(row.id, step),
+        )
+        # Also epochs before the last, and those of a job that does not reach its end.
+        held_back = publish != "epoch" or not answers_at_once(db, row, new)
+        models.insert_version(db, replace(new, held_back=int(held_back)))
+        what = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
+        data = {"step": step, "job_id": row.id, **meta}
+        add_message(db, row.id, f"{what} created at step {step}{_written(event)}", data=data)
 
     def _profiled(self, row: JobRow, event: dict[str, Any]) -> None:
         """Where the time of some steps went; `appliance job logs` shows it."""

@@ -27,7 +27,7 @@ from appliance.controller.openai.new_job import check_judges, insert_job
 from appliance.store import database
 from appliance.store.database import Database, Part
 from appliance.store.objects import job_records, jobs
-from appliance.store.rows import JobJudgeRow, JobRow
+from appliance.store.rows import VERSIONS, JobJudgeRow, JobRow
 from train.methods.methods import METHODS
 
 # A job whose data is refused ends there: its last events are the lines, at most as many as a report lists, and its end.
@@ -118,7 +118,7 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.get("/{job_id}/checkpoints")
     def checkpoints(job_id: str, caller: Caller, part: Annotated[Part, part(10)]) -> dict[str, Any]:
         JOBS.known(db, job_id, caller)
-        return list_object(job_records.page_checkpoints(db, job_id, **part), views.checkpoint_object)
+        return list_object(VERSIONS.page(db, scope={"job_id": job_id}, **part), views.checkpoint_object)
 
     return router
 

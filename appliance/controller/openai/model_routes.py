@@ -126,7 +126,7 @@ def _shareable(db: Database, name: str, body: Share, caller: Principal) -> Model
     """Raises ApiError."""
     found = usable_model(db, caller, name)
     model = found.model
-    if found.checkpoint or found.pinned:
+    if found.is_checkpoint or found.pinned:
         raise InvalidValue(f"{shown(name)} is a version of {model.id}; a model is shared as a whole.", "model")
     _refuse_unless_own(model, caller, "share")
     if not body.owners and not body.everybody:

@@ -24,7 +24,7 @@ from appliance.controller.scheduling.wishes import Wishes
 from appliance.memory.box_memory import BoxMemory
 from appliance.store.database import Database
 from appliance.store.ids import new_id
-from appliance.store.objects import job_records, jobs, models
+from appliance.store.objects import jobs, models
 from appliance.store.objects.adapters import list_callable
 from appliance.store.records import audit, canaries, deployments, model_settings, usage
 from appliance.store.rows import AuditRow, DeploymentRow, JobRow
@@ -244,9 +244,9 @@ class SqliteStateStore:
                     "idle_limit_s": None,
                 }
                 views[canary.name] = self._on_demand(canary.name, canary.model, canary.version, like, **own)
-        for made in job_records.list_checkpoints(self._db):
-            if made.name not in adapters:
-                views[made.name] = self._on_demand(made.name, made.model, made.version, beside=made.model)
+        for made in models.list_checkpoints(self._db):
+            if (name := str(made.checkpoint)) not in adapters:
+                views[name] = self._on_demand(name, made.model, made.version, beside=made.model)
         for name, policy in self._routing.policies.items():
             if policy.version:  # it gives way as soon as its samples are there
                 views[name] = self._on_demand(name, policy.base, policy.version, idle_limit_s=POLICY_IDLE_S)

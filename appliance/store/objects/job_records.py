@@ -1,4 +1,4 @@
-"""What belongs to a job: its judge, events, metrics and checkpoints."""
+"""What belongs to a job: its judge, events and metrics."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from typing import Unpack
 
 from appliance.store.database import Database, Page, Part
 from appliance.store.rows import (
-    CHECKPOINTS,
     JOB_EVENTS,
     JOB_JUDGES,
     JOB_METRICS,
-    CheckpointRow,
     JobEventRow,
     JobMetricRow,
 )
 
 insert_judge, find_judge, insert_event = JOB_JUDGES.insert, JOB_JUDGES.find, JOB_EVENTS.insert
-insert_checkpoint, find_checkpoint, list_checkpoints = CHECKPOINTS.insert, CHECKPOINTS.find, CHECKPOINTS.list_all
 find_metric, upsert_metric = JOB_METRICS.find, JOB_METRICS.insert_or_merge
 """A step that ran again replaces its row, but keeps a validation loss already measured at it."""
 
@@ -95,14 +92,3 @@ def last_metrics(db: Database, job_id: str, count: int) -> list[JobMetricRow]:
         JobMetricRow, "SELECT * FROM job_metrics WHERE job_id = ? ORDER BY step DESC LIMIT ?", [job_id, count]
     )
     return rows[::-1]
-
-
-def checkpoint_of(db: Database, model: str, version: str) -> str | None:
-    """The name of a version's checkpoint."""
-    name: str | None = db.value("SELECT name FROM checkpoints WHERE model = ? AND version = ?", [model, version])
-    return name
-
-
-def page_checkpoints(db: Database, job_id: str, **part: Unpack[Part]) -> Page[CheckpointRow]:
-    """Newest first."""
-    return db.page(CheckpointRow, "checkpoints", scope={"job_id": job_id}, **part)

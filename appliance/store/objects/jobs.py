@@ -71,8 +71,7 @@ def any_wants_devices(db: Database) -> bool:
 _MADE = f"""
     SELECT output_model AS name FROM jobs WHERE owner = ?1 AND ({UNFINISHED["jobs"]}
         OR EXISTS (SELECT 1 FROM models WHERE id = output_model AND models.owner = jobs.owner))
-    UNION ALL SELECT c.name FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id JOIN models ON models.id = c.model
-        WHERE jobs.owner = ?1
+    UNION ALL SELECT v.checkpoint FROM versions AS v JOIN jobs ON jobs.id = v.job_id WHERE jobs.owner = ?1
 """
 
 

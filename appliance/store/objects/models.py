@@ -50,7 +50,7 @@ def callable_names(db: Database, viewer: str | None) -> list[str]:
     """What this owner may call, None: an admin, all: models, oldest first, then their checkpoints."""
     seen, given = ("SELECT id FROM models", []) if viewer is None else (_VISIBLE, [viewer])
     found = f"SELECT id FROM models WHERE active_version IS NOT NULL AND id IN ({seen}) ORDER BY seq"
-    checkpoints = f"SELECT name FROM checkpoints WHERE model IN ({seen}) ORDER BY seq"
+    checkpoints = f"SELECT checkpoint FROM versions WHERE checkpoint IS NOT NULL AND model IN ({seen}) ORDER BY seq"
     return db.column(found, given) + db.column(checkpoints, given)
 
 
@@ -92,10 +92,8 @@ def activate(db: Database, name: str, version: str) -> None:
 
 def delete(db: Database, name: str) -> None:
     """Deletes the versions and the deployment too. Raises RowNotFound."""
-    with db.transaction():
-        if db.execute("DELETE FROM models WHERE id = ?", [name]).rowcount == 0:
-            raise RowNotFound("models", name)
-        db.execute("DELETE FROM checkpoints WHERE model = ?", [name])
+    if not MODELS.delete(db, name):
+        raise RowNotFound("models", name)
 
 
 def active(db: Database, row: ModelRow) -> VersionRow | None:
@@ -108,18 +106,23 @@ def list_versions(db: Database, model: str) -> list[VersionRow]:
     return VERSIONS.list_all(db, "model = ?", model)
 
 
-def versions_made_by(db: Database, model: str, job_id: str) -> list[VersionRow]:
+def versions_made_by(db: Database, job_id: str) -> list[VersionRow]:
     """Those of this job, oldest first: jobs under one name have made ten thousands."""
-    return VERSIONS.list_all(db, "model = ? AND meta ->> '$.job_id' = ?", model, job_id)
+    return VERSIONS.list_all(db, "job_id = ?", job_id)
+
+
+def find_checkpoint(db: Database, name: str) -> VersionRow | None:
+    return next(iter(VERSIONS.list_all(db, "checkpoint = ?", name)), None)
+
+
+def list_checkpoints(db: Database) -> list[VersionRow]:
+    return VERSIONS.list_all(db, "checkpoint IS NOT NULL")
 
 
 def delete_version(db: Database, model: str, version: str) -> None:
-    """Deletes the checkpoints that name it too. Raises RowNotFound."""
-    with db.transaction():
-        cursor = db.execute("DELETE FROM versions WHERE model = ? AND version = ?", [model, version])
-        if cursor.rowcount == 0:
-            raise RowNotFound("versions", f"{model}@{version}")
-        db.execute("DELETE FROM checkpoints WHERE model = ? AND version = ?", [model, version])
+    """Raises RowNotFound."""
+    if not VERSIONS.delete(db, model, version):
+        raise RowNotFound("versions", f"{model}@{version}")
 
 
 def version_before(db: Database, model: str, version: str) -> VersionRow | None:

@@ -9,7 +9,6 @@ from appliance.controller import retention
 from appliance.store.database import DELETED_AT_ONCE, Database
 from appliance.store.objects import evals, job_records, jobs
 from appliance.store.rows import (
-    CheckpointRow,
     EvalItemRow,
     EvalRow,
     EvalRunRow,
@@ -44,14 +43,13 @@ def rows(db: Database, table: str) -> int:
 
 
 def test_deleting_a_job_takes_what_belongs_to_it(db: Database):
-    tables = ("job_events", "job_metrics", "checkpoints", "job_judges", "jobs")
+    tables = ("job_events", "job_metrics", "job_judges", "jobs")
     jobs.insert(db, JobRow("ftjob-1", "m", "supervised", "file-1", 1, "out", 0.0, phase="succeeded"))
     job_records.insert_judge(db, JobJudgeRow("ftjob-1", {"teacher": "starter"}))
     with db.transaction():
         for number in range(2 * DELETED_AT_ONCE + 1):
             job_records.insert_event(db, JobEventRow(f"e-{number}", "ftjob-1", "info", "message", "x", 0.0))
             job_records.upsert_metric(db, JobMetricRow("ftjob-1", number, 0.0))
-            job_records.insert_checkpoint(db, CheckpointRow(f"c-{number}", "ftjob-1", f"m:{number}", "m", "1", 1, 0.0))
     retention.delete_job(db, "ftjob-1")
     assert [rows(db, table) for table in tables] == [0] * len(tables)
 

@@ -110,7 +110,7 @@ def _found(db: Database, owner: str) -> dict[str, Any]:
         f"WITH given AS (SELECT id FROM files WHERE {_mine('files')}), known AS (SELECT id FROM jobs WHERE"
         f" {_mine('jobs')} OR training_file IN given OR validation_file IN given)"
         " SELECT id FROM models WHERE job_id IN known"
-        " OR id IN (SELECT model FROM versions WHERE meta ->> '$.job_id' IN known) ORDER BY seq",
+        " OR id IN (SELECT model FROM versions WHERE job_id IN known) ORDER BY seq",
         [owner],
     )
     return {
