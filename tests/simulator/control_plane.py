@@ -202,12 +202,7 @@ class SimulatedTiers:
     """A disk that has every version, but no bytes of any."""
 
     def status(self) -> Callable[[], list[dict[str, Any]]]:
-        nothing: dict[str, Any] = {
-            "busy": None,
-            "damaged": 0,
-            "last_error": None,
-            "last_error_s": None,
-        }
+        nothing: dict[str, Any] = {"busy": None, "damaged": 0, "last_error": None, "last_error_s": None}
         told: list[dict[str, Any]] = [
             {
                 "name": "disk",
@@ -389,12 +384,7 @@ def judging_of(context: ControllerContext) -> Judging:
 
 
 async def graded(
-    context: ControllerContext,
-    job_id: str,
-    *texts: str,
-    item: Any,
-    tools: bool = False,
-    judging: Judging | None = None,
+    context: ControllerContext, job_id: str, *texts: str, item: Any, tools: bool = False, judging: Judging | None = None
 ) -> Verdict:
     """What the grader of a job says of these answers."""
     prompt = Prompt([], {"messages": [], "item": item, "tools": [{}] if tools else []}, 0)

@@ -35,11 +35,7 @@ class DeviceWatch:
     """nudge: called after a device was cordoned."""
 
     def __init__(
-        self,
-        db: Database,
-        config: SchedulerConfig,
-        nudge: Callable[[], Any],
-        clock: Callable[[], float] = time.time,
+        self, db: Database, config: SchedulerConfig, nudge: Callable[[], Any], clock: Callable[[], float] = time.time
     ):
         self._db, self._config, self._nudge, self._clock = db, config, nudge, clock
         self._readings: dict[str, deque[Reading]] = {}

@@ -42,13 +42,7 @@ class VersionProvider:
     """
 
     def __init__(
-        self,
-        db: Database,
-        store: WeightStore,
-        tiers: Tiers,
-        config: BoxConfig,
-        device: Device,
-        sizes: EngineSizes,
+        self, db: Database, store: WeightStore, tiers: Tiers, config: BoxConfig, device: Device, sizes: EngineSizes
     ):
         self._db, self._store, self._tiers = db, store, tiers
         self._sizes = sizes

@@ -6,13 +6,7 @@ from collections.abc import Iterator
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part
-from appliance.store.rows import (
-    JOB_EVENTS,
-    JOB_JUDGES,
-    JOB_METRICS,
-    JobEventRow,
-    JobMetricRow,
-)
+from appliance.store.rows import JOB_EVENTS, JOB_JUDGES, JOB_METRICS, JobEventRow, JobMetricRow
 
 insert_judge, find_judge, insert_event = JOB_JUDGES.insert, JOB_JUDGES.find, JOB_EVENTS.insert
 find_metric, upsert_metric = JOB_METRICS.find, JOB_METRICS.insert_or_merge

@@ -8,15 +8,7 @@ import pytest
 from appliance.controller import retention
 from appliance.store.database import DELETED_AT_ONCE, Database
 from appliance.store.objects import evals, job_records, jobs
-from appliance.store.rows import (
-    EvalItemRow,
-    EvalRow,
-    EvalRunRow,
-    JobEventRow,
-    JobJudgeRow,
-    JobMetricRow,
-    JobRow,
-)
+from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, JobEventRow, JobJudgeRow, JobMetricRow, JobRow
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK, given, made
 

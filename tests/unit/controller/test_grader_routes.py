@@ -61,11 +61,7 @@ async def test_a_grader_is_checked_and_told_back(control: Control):
 
 @pytest.mark.skipif(bool(worker.refusal()), reason="no sandbox for code")
 @pytest.mark.parametrize(
-    "source",
-    [
-        "def grade(sample, item)\n    return 1",
-        "import rdkit\ndef grade(sample, item):\n    return 1",
-    ],
+    "source", ["def grade(sample, item)\n    return 1", "import rdkit\ndef grade(sample, item):\n    return 1"]
 )
 async def test_code_that_cannot_grade_is_refused(control: Control, source: str):
     bad: Any = {"type": "python", "name": "p", "source": source}

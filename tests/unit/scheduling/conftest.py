@@ -52,19 +52,7 @@ def flow(db, tiers):
 @pytest.fixture
 def add_model(db):
     def add(name="starter", version="v1", deployed=True, params=5):
-        models.insert(
-            db,
-            ModelRow(
-                id=name,
-                kind="base",
-                arch="LlamaForCausalLM",
-                params=params,
-                bytes=10,
-                owned_by="org",
-                source="here",
-                created_s=1.0,
-            ),
-        )
+        models.insert(db, ModelRow(name, "base", "LlamaForCausalLM", params, 10, "org", "here", 1.0))
         models.insert_version(db, VersionRow(name, version, "here", 10, 1.0, disk_path=f"/models/{name}/{version}"))
         models.activate(db, name, version)
         if deployed:
@@ -78,20 +66,7 @@ def add_adapter(db):
     """Two published versions of an adapter on `base` `base_version`, the newer one active."""
 
     def add(name, base="starter", base_version="v1", deployed=True, **columns):
-        models.insert(
-            db,
-            ModelRow(
-                id=name,
-                kind="fine-tuned",
-                base=base,
-                arch="LlamaForCausalLM",
-                params=5,
-                bytes=1,
-                owned_by="org",
-                source="job",
-                created_s=1.0,
-            ),
-        )
+        models.insert(db, ModelRow(name, "fine-tuned", "LlamaForCausalLM", 5, 1, "org", "job", 1.0, base=base))
         for version in ("step-1", "step-2"):
             meta = {"adapter": {"base": base, "base_version": base_version, "rank": 8}}
             models.insert_version(db, VersionRow(name, version, "job", 1, 1.0, disk_path="/a", meta=meta))
@@ -107,18 +82,8 @@ def add_job(db):
     def add(job_id="ftjob-1", **columns):
         given = {"phase": "queued", "resolved": {"publish": "end"}, "allowed_sizes": [1, 2, 4, 8], **columns}
         given.setdefault("method", "supervised")
-        jobs.insert(
-            db,
-            JobRow(
-                id=job_id,
-                model="starter",
-                training_file="file-1",
-                seed=1,
-                output_model=f"ft:starter:local::{job_id}",
-                created_s=time.time(),
-                **given,
-            ),
-        )
+        made = {"output_model": f"ft:starter:local::{job_id}", "created_s": time.time(), **given}
+        jobs.insert(db, JobRow(job_id, "starter", training_file="file-1", seed=1, **made))
         return jobs.get(db, job_id)
 
     return add

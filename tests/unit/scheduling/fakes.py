@@ -48,10 +48,7 @@ def states_of(
     """Where there is memory for everything, unless `job_memory` or `job_sizes` say otherwise."""
     wishes, learning = SimpleNamespace(demands=lambda free_devices: demand), SimpleNamespace(learned=learned)
     enough = SimpleNamespace(
-        waits_for=lambda row: "",
-        job_nodes=lambda row: (HOME_NODE,),
-        job_sizes=job_sizes,
-        max_asleep=dict,
+        waits_for=lambda row: "", job_nodes=lambda row: (HOME_NODE,), job_sizes=job_sizes, max_asleep=dict
     )
     return SqliteStateStore(
         db, events, serving_floor, max_replicas, routing, wishes, learning, enough, job_memory or enough, starved

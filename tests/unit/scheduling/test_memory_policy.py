@@ -78,14 +78,7 @@ def test_decide_under_a_program_that_takes_all_gives_all_but_engines_and_takes_i
     box = Box(others=4 * GB)
     box.others += 40 * GB
     gone = box.run(60)
-    assert gone == [
-        "-pool",
-        "-versions",
-        "-sleeper",
-        "-sleeper",
-        "-job job-last",
-        "-job job-first",
-    ]
+    assert gone == ["-pool", "-versions", "-sleeper", "-sleeper", "-job job-last", "-job job-first"]
     assert "memory is short" in box.log[0].why and "GB of this machine available" in box.log[0].why
     assert box.run(600) == [], "nothing is left to give, and nothing is done twice"
     box.others = 4 * GB

@@ -239,10 +239,7 @@ async def test_the_table_says_for_whom_each_name_exists(routing, bus, db):
 
 @pytest.mark.parametrize(
     "config",
-    [
-        '{"x": ' + "[" * 980 + "]" * 980 + "}",
-        '{"text_config": {"head_dim": 1e999}, "layer_types": {"a": []}}',
-    ],
+    ['{"x": ' + "[" * 980 + "]" * 980 + "}", '{"text_config": {"head_dim": 1e999}, "layer_types": {"a": []}}'],
     ids=["deep", "odd types"],
 )
 async def test_no_models_config_stops_the_table_of_the_others(bus, db, add_model, tmp_path, config):

@@ -12,13 +12,7 @@ from typing import Literal
 import pytest
 
 from appliance.store.database import TABLES, Database
-from appliance.store.errors import (
-    DatabaseUnusable,
-    DuplicateRow,
-    OtherSchema,
-    RowNotFound,
-    UnknownCursor,
-)
+from appliance.store.errors import DatabaseUnusable, DuplicateRow, OtherSchema, RowNotFound, UnknownCursor
 from appliance.store.objects import files, jobs
 from appliance.store.rows import FileRow, JobRow
 from appliance.store.table import Table

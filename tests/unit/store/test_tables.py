@@ -15,18 +15,7 @@ from appliance.store.rows import JobMetricRow, JobRow
 
 
 def insert_job(db: Database, job_id: str = "ftjob-1", **fields) -> JobRow:
-    row = JobRow(
-        id=job_id,
-        model="m",
-        method="supervised",
-        training_file="f",
-        seed=1,
-        output_model="ft:m:o:s:12345678",
-        created_s=1.0,
-        **fields,
-    )
-    jobs.insert(db, row)
-    return row
+    return jobs.insert(db, JobRow(job_id, "m", "supervised", "f", 1, "ft:m:o:s:12345678", 1.0, **fields))
 
 
 class TestKeys:
