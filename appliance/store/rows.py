@@ -4,10 +4,13 @@ dataclass cannot say (indexes, triggers, tables of counters) is in schema.sql.""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, get_args
 
 from appliance.store.database import sql_list
+from appliance.store.ids import new_id
 from appliance.store.table import Table
 from scheduler.core.workload import PolicyKind
 from scheduler.handover.ports import HandoverRecord
@@ -331,14 +334,16 @@ class IdempotencyRow:
 
 @dataclass(frozen=True, slots=True)
 class AuditRow:
-    id: str
-    key_id: str | None
+    """key_id None: the box itself did it."""
+
     action: str
     target: str
-    outcome: Literal["done", "refused", "failed"]
-    request_id: str
-    created_s: float
+    outcome: Literal["done", "refused", "failed"] = "done"
     detail: dict[str, Any] = field(default_factory=dict)
+    key_id: str | None = None
+    request_id: str = ""
+    id: str = field(default_factory=partial(new_id, "audit_"))
+    created_s: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True, slots=True)

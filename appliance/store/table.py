@@ -73,8 +73,17 @@ class Table(Generic[Row]):
         """Whether there was one."""
         return db.execute(f"DELETE FROM {self._name} WHERE {self._where}", key).rowcount > 0
 
-    def list_all(self, db: Database, where: str = "1", *parameters: Any) -> list[Row]:
-        return db.all(self._kind, f"SELECT * FROM {self._name} WHERE {where} ORDER BY {self._order}", parameters)
+    def list_all(
+        self, db: Database, where: str = "1", *parameters: Any, limit: int = -1, last: bool = False
+    ) -> list[Row]:
+        """limit: -1 for all. last: the last rows first."""
+        order = f"{self._order} DESC" if last else self._order
+        query = f"SELECT * FROM {self._name} WHERE {where} ORDER BY {order} LIMIT {limit}"
+        return db.all(self._kind, query, parameters)
+
+    def first(self, db: Database, where: str, *parameters: Any, last: bool = False) -> Row | None:
+        """The first row of `list_all`."""
+        return next(iter(self.list_all(db, where, *parameters, limit=1, last=last)), None)
 
     def find(self, db: Database, *key: Any) -> Row | None:
         """Finds it whoever owns it: for the box's own work, or where the caller knows whose the row is."""
@@ -98,7 +107,7 @@ class Table(Generic[Row]):
 
     def page_visible(self, db: Database, *, viewer: str | None, **part: Unpack[Part]) -> Page[Row]:
         """Newest first; the viewer's alone, as with `find_visible`. Raises UnknownCursor."""
-        return db.page(self._kind, self._name, scope=owned_by(viewer), **part)
+        return self.page(db, owned_by(viewer), **part)
 
     def update(self, db: Database, *key: Any, **changes: Any) -> None:
         """Change columns of one row. Raises RowNotFound."""

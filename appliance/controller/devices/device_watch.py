@@ -18,7 +18,6 @@ from typing import Any
 
 from appliance.controller.devices import cordons
 from appliance.store.database import Database
-from appliance.store.ids import new_id
 from appliance.store.records import audit
 from appliance.store.rows import AuditRow
 from runtime.devices.kind import Reading
@@ -148,4 +147,4 @@ class DeviceWatch:
         level = logging.INFO if action in ("node.joined", "node.left", "device.try_again") else logging.ERROR
         log.log(level, "%s %s", action, reason, extra={"device": target})
         detail = {"reason": reason} if reason else {}
-        audit.insert(self._db, AuditRow(new_id("audit_"), None, action, target, "done", "", self._clock(), detail))
+        audit.insert(self._db, AuditRow(action, target, detail=detail, created_s=self._clock()))

@@ -23,7 +23,6 @@ from appliance.controller.models.capacity import BoxFacts
 from appliance.controller.scheduling.wishes import Wishes
 from appliance.memory.box_memory import BoxMemory
 from appliance.store.database import Database
-from appliance.store.ids import new_id
 from appliance.store.objects import jobs, models
 from appliance.store.objects.adapters import list_callable
 from appliance.store.records import audit, canaries, deployments, model_settings, usage
@@ -205,8 +204,7 @@ class SqliteStateStore:
             note = f"no engine starts with settings {rows[0].number}, so those before, {number}, serve again: {reason}"
             model_settings.add(self._db, model, said, served.settings, "box", time.time(), note)
             detail = {"failed": rows[0].number, "back_to": number, "reason": reason}
-            row = AuditRow(new_id("audit_"), None, "model.settings", model, "done", "", time.time(), detail)
-            audit.insert(self._db, row)
+            audit.insert(self._db, AuditRow("model.settings", model, detail=detail))
         self._routing.models_changed()  # the gateways' table holds the context
         return True
 

@@ -24,7 +24,7 @@ def teachers_of_running(db: Database) -> list[str]:
 
 def page_events(db: Database, job_id: str, **part: Unpack[Part]) -> Page[JobEventRow]:
     """Newest first."""
-    return db.page(JobEventRow, "job_events", scope={"job_id": job_id}, **part)
+    return JOB_EVENTS.page(db, {"job_id": job_id}, **part)
 
 
 def set_communication(db: Database, job_id: str, step: int, share: float) -> None:
@@ -34,21 +34,13 @@ def set_communication(db: Database, job_id: str, step: int, share: float) -> Non
 
 def last_communication(db: Database, job_id: str) -> float | None:
     """The share of communication in the newest step that was profiled."""
-    share: float | None = db.value(
-        "SELECT communication FROM job_metrics WHERE job_id = ? AND communication IS NOT NULL "
-        "ORDER BY step DESC LIMIT 1",
-        [job_id],
-    )
-    return share
+    row = JOB_METRICS.first(db, "job_id = ? AND communication IS NOT NULL", job_id, last=True)
+    return None if row is None else row.communication
 
 
 def list_metrics(db: Database, job_id: str, *, after_step: int = -1, limit: int = 10_000) -> list[JobMetricRow]:
     """Metrics by ascending step, from the one behind `after_step`."""
-    return db.all(
-        JobMetricRow,
-        "SELECT * FROM job_metrics WHERE job_id = ? AND step > ? ORDER BY step LIMIT ?",
-        [job_id, after_step, limit],
-    )
+    return JOB_METRICS.list_all(db, "job_id = ? AND step > ?", job_id, after_step, limit=limit)
 
 
 def steps_of(db: Database, job_id: str) -> set[int]:
@@ -82,7 +74,4 @@ def last_step(db: Database, job_id: str) -> int:
 
 def last_metrics(db: Database, job_id: str, count: int) -> list[JobMetricRow]:
     """The newest `count` steps, ascending."""
-    rows = db.all(
-        JobMetricRow, "SELECT * FROM job_metrics WHERE job_id = ? ORDER BY step DESC LIMIT ?", [job_id, count]
-    )
-    return rows[::-1]
+    return JOB_METRICS.list_all(db, "job_id = ?", job_id, limit=count, last=True)[::-1]

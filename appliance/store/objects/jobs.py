@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 from typing import Any, Unpack
 
-from appliance.store.database import HAS_PAIR, Database, Page, Part, owned_by, sql_list
+from appliance.store.database import HAS_PAIR, Database, Page, Part, sql_list
 from appliance.store.errors import IllegalTransition
 from appliance.store.objects.models import CHECKPOINT_MARK, VERSION_MARK
 from appliance.store.rows import FINISHED_PHASES, JOBS, UNFINISHED, JobPhase, JobRow, JobWanted
@@ -27,7 +27,7 @@ def page(
     pairs = metadata or {}
     where = " AND ".join(["metadata IS NULL" if null_metadata else "1", *[HAS_PAIR] * len(pairs)])
     parameters = [part for pair in pairs.items() for part in pair]
-    return db.page(JobRow, "jobs", scope=owned_by(viewer), where=where, parameters=parameters, **part)
+    return JOBS.page_visible(db, viewer=viewer, where=where, parameters=parameters, **part)
 
 
 def list_unfinished(db: Database, also: str = "", *parameters: Any) -> list[JobRow]:

@@ -112,7 +112,7 @@ def versions_made_by(db: Database, job_id: str) -> list[VersionRow]:
 
 
 def find_checkpoint(db: Database, name: str) -> VersionRow | None:
-    return next(iter(VERSIONS.list_all(db, "checkpoint = ?", name)), None)
+    return VERSIONS.first(db, "checkpoint = ?", name)
 
 
 def list_checkpoints(db: Database) -> list[VersionRow]:
@@ -127,9 +127,5 @@ def delete_version(db: Database, model: str, version: str) -> None:
 
 def version_before(db: Database, model: str, version: str) -> VersionRow | None:
     """The version made just before this one that has answered, which a rollback without an argument goes to."""
-    return db.one(
-        VersionRow,
-        "SELECT * FROM versions WHERE model = ?1 AND NOT held_back AND seq < "
-        "(SELECT seq FROM versions WHERE model = ?1 AND version = ?2) ORDER BY seq DESC LIMIT 1",
-        [model, version],
-    )
+    made = "SELECT seq FROM versions WHERE model = ?1 AND version = ?2"
+    return VERSIONS.first(db, f"model = ?1 AND NOT held_back AND seq < ({made})", model, version, last=True)

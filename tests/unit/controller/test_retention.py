@@ -55,7 +55,7 @@ def filled(db: Database, folder: Path) -> None:
     spent |= {"prompt_tokens": 1, "completion_tokens": 1}
     for age in AGES:
         at_s = NOW_S - age * DAY_S
-        audit.insert(db, AuditRow(f"audit_{age}", None, "a.b", "", "done", "", at_s))
+        audit.insert(db, AuditRow("a.b", "", created_s=at_s))
         usage.add(db, [spent], at_s)
         usage.devices_held(db, f"job-{age}", 2, at_s - 60)
         usage.devices_held(db, f"job-{age}", 0, at_s)
