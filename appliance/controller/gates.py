@@ -15,7 +15,7 @@ from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.runner import insert_run
 from appliance.controller.interfaces.errors import ApiError, SwapFailed
-from appliance.controller.jobs.events import add_message, serve_version
+from appliance.controller.jobs.events import add_message
 from appliance.controller.models import activation
 from appliance.store.errors import RowNotFound
 from appliance.store.objects import evals, jobs, models
@@ -130,7 +130,7 @@ class Gates:
                 return "the model was deleted"
             try:
                 if model.active_version is None:
-                    serve_version(self._db, name, version)
+                    models.serve(self._db, name, version)
                     self._context.routing.models_changed()
                     self._context.scheduler.nudge(why)
                 elif model.active_version != version:

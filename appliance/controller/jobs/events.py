@@ -20,10 +20,8 @@ from appliance.controller.files import storage
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs, models
-from appliance.store.records import deployments
 from appliance.store.rows import (
     VERSIONS,
-    DeploymentRow,
     JobEventRow,
     JobMetricRow,
     JobRow,
@@ -88,15 +86,8 @@ def serve_if_allowed(db: Database, row: JobRow, version: str) -> bool:
     if not answers_at_once(db, row, VERSIONS.get(db, row.output_model, version)):
         models.update_version(db, row.output_model, version, held_back=1)
         return False
-    serve_version(db, row.output_model, version)
+    models.serve(db, row.output_model, version)
     return True
-
-
-def serve_version(db: Database, model: str, version: str) -> None:
-    """Let a version answer, and have its model served."""
-    models.activate(db, model, version)
-    if deployments.find(db, model) is None:
-        deployments.insert(db, DeploymentRow(model=model, created_s=time.time()))
 
 
 class JobEvents:

@@ -12,8 +12,7 @@ from appliance.controller.interfaces.principal import Principal
 from appliance.models.library import ModelVersion
 from appliance.store.database import Database
 from appliance.store.objects import models
-from appliance.store.records import deployments
-from appliance.store.rows import DeploymentRow, ModelRow, VersionRow, columns
+from appliance.store.rows import ModelRow, VersionRow, columns
 
 
 def adapter_base(context: ControllerContext, name: str, trained_on: str, base: str | None) -> dict[str, Any]:
@@ -124,9 +123,7 @@ async def register(
                 models.share(db, row.id, owner)
         if models.find_version(db, row.id, made.version) is None:
             models.insert_version(db, version)
-        models.activate(db, row.id, made.version)
-        if deployments.find(db, row.id) is None:
-            deployments.insert(db, DeploymentRow(model=row.id, created_s=now_s))
+        models.serve(db, row.id, made.version)
     context.scheduler.nudge(f"model {row.id} version {made.version} is ready")
     result: dict[str, Any] = {"name": row.id, "version": made.version, "params": made.params, "bytes": made.bytes}
     if made.warnings:

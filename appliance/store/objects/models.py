@@ -6,7 +6,7 @@ import time
 
 from appliance.store.database import Database
 from appliance.store.errors import RowNotFound
-from appliance.store.rows import MODELS, VERSIONS, ModelRow, VersionRow
+from appliance.store.rows import DEPLOYMENTS, MODELS, VERSIONS, DeploymentRow, ModelRow, VersionRow
 
 _VISIBLE = (
     "SELECT id FROM models WHERE (models.owner = ?1 OR EXISTS (SELECT 1 FROM model_shares"
@@ -88,6 +88,13 @@ def activate(db: Database, name: str, version: str) -> None:
         update(db, name, active_version=version, bytes=found.bytes)
         if found.held_back:
             update_version(db, name, version, held_back=0)
+
+
+def serve(db: Database, name: str, version: str) -> None:
+    """Let a version answer, and have its model served. Raises RowNotFound."""
+    activate(db, name, version)
+    if DEPLOYMENTS.find(db, name) is None:
+        DEPLOYMENTS.insert(db, DeploymentRow(name, time.time()))
 
 
 def delete(db: Database, name: str) -> None:
