@@ -151,7 +151,8 @@ class SimulatedModelOps:
         self.library = self
 
     async def run(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        return work(*arguments, **named)
+        made = work(*arguments, **named)
+        return await made if asyncio.iscoroutine(made) else made
 
     def import_model(self, source: str, *, name: str | None, revision: str | None, report: Report) -> ModelVersion:
         report(1, 2, "bytes", "copying")
