@@ -48,10 +48,7 @@ class Part(TypedDict, total=False):
     after: str | None
     limit: int
     descending: bool
-    where: str
-    parameters: Sequence[Any]
     order_by: str
-    unread: Collection[str]
 
 
 TABLES: dict[str, tuple[set[str], str]] = {}

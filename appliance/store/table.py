@@ -4,7 +4,7 @@ and `records` take their `insert`, `find` and `update` from it, and write the SQ
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Generic, Unpack
 
 from appliance.store.database import TABLES, Database, Page, Part, Row, columns_of, encode, owned_by
@@ -101,13 +101,23 @@ class Table(Generic[Row]):
         query = f"SELECT * FROM {self._name} WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)"
         return db.one(self._kind, query, [row_id, viewer])
 
-    def page(self, db: Database, scope: Mapping[str, Any] | None = None, **part: Unpack[Part]) -> Page[Row]:
-        """Newest first; scope as of `Database.page`. Raises UnknownCursor."""
-        return db.page(self._kind, self._name, scope=scope, **part)
+    def page(
+        self,
+        db: Database,
+        scope: Mapping[str, Any] | None = None,
+        *,
+        where: str = "1",
+        parameters: Sequence[Any] = (),
+        unread: Collection[str] = (),
+        **part: Unpack[Part],
+    ) -> Page[Row]:
+        """Newest first; as `Database.page` has it. Raises UnknownCursor."""
+        more: Any = {"where": where, "parameters": parameters, "unread": unread, **part}
+        return db.page(self._kind, self._name, scope=scope, **more)
 
-    def page_visible(self, db: Database, *, viewer: str | None, **part: Unpack[Part]) -> Page[Row]:
-        """Newest first; the viewer's alone, as with `find_visible`. Raises UnknownCursor."""
-        return self.page(db, owned_by(viewer), **part)
+    def page_visible(self, db: Database, *, viewer: str | None, **more: Any) -> Page[Row]:
+        """As `page`; the viewer's alone, as with `find_visible`."""
+        return self.page(db, owned_by(viewer), **more)
 
     def update(self, db: Database, *key: Any, **changes: Any) -> None:
         """Change columns of one row. Raises RowNotFound."""

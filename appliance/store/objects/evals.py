@@ -58,7 +58,8 @@ def find_item(db: Database, run_id: str, item_id: str) -> EvalItemRow | None:
 def page_items(db: Database, run_id: str, *, status: str | None, **part: Unpack[Part]) -> Page[EvalItemRow]:
     """In the order of the data."""
     scope, where = {"run_id": run_id}, "(? IS NULL OR status = ?)"
-    return EVAL_ITEMS.page(db, scope, where=where, parameters=[status, status], order_by="place", **part)
+    part["order_by"] = "place"
+    return EVAL_ITEMS.page(db, scope, where=where, parameters=[status, status], **part)
 
 
 def passed(db: Database, run_id: str) -> dict[int, bool | None]:

@@ -53,8 +53,8 @@ def page_completions(
     # The kind as a literal, for the partial index.
     conditions = [f"kind = '{COMPLETION}'", "(? IS NULL OR model = ?)", *[HAS_PAIR] * len(metadata)]
     parameters = [model, model, *(part for pair in metadata.items() for part in pair)]
-    part |= {"where": " AND ".join(conditions), "parameters": parameters, "unread": () if messages else ("input",)}
-    return RESPONSES.page_visible(db, viewer=viewer, **part)
+    where, unread = " AND ".join(conditions), () if messages else ("input",)
+    return RESPONSES.page_visible(db, viewer=viewer, where=where, parameters=parameters, unread=unread, **part)
 
 
 def delete_before(db: Database, before_s: float) -> None:

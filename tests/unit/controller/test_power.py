@@ -97,11 +97,11 @@ async def test_energy_of_devices_is_booked_for_the_job_that_holds_them(control: 
     assert drawn() == (1000, 5), "the same reading counts once"
     meters.hold(None, None)
     await meters.look(20, 3000, 700)
-    assert drawn() == (1500, 10), "a device that changed hands is booked by halves"
+    assert drawn() == (1000, 5), "whoever holds it now pays"
     meters.hold({"kind": "job", "id": job_id}, None)
     await meters.look(25, 10, None)  # its driver was loaded anew; the other does not count any more
     await meters.look(30, 20, 900)
-    assert drawn() == (1510, 15)
+    assert drawn() == (1010, 10)
 
 
 async def test_energy_of_a_job_is_told_by_step_and_token_where_its_time_was_metered(control: Control):
