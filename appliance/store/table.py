@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Generic, Unpack
+from typing import Any, Generic
 
-from appliance.store.database import TABLES, Database, Page, Part, Row, columns_of, encode, owned_by
-from appliance.store.errors import DuplicateRow, RowNotFound
+from appliance.store.database import PAGE_BYTES, TABLES, Database, Page, Row, columns_of, decode, encode, owned_by
+from appliance.store.errors import DuplicateRow, RowNotFound, UnknownCursor
 
 
 class Table(Generic[Row]):
@@ -108,12 +108,47 @@ class Table(Generic[Row]):
         *,
         where: str = "1",
         parameters: Sequence[Any] = (),
+        after: str | None = None,
+        limit: int = 20,
+        descending: bool = True,
+        order_by: str = "",
         unread: Collection[str] = (),
-        **part: Unpack[Part],
     ) -> Page[Row]:
-        """Newest first; as `Database.page` has it. Raises UnknownCursor."""
-        more: Any = {"where": where, "parameters": parameters, "unread": unread, **part}
-        return db.page(self._kind, self._name, scope=scope, **more)
+        """Rows in the order of their creation (`seq`), from the one behind the row whose id is `after`.
+
+        order_by: a column that comes before that order. scope: column values that say whose list it is. where,
+        parameters: a filter on it. Raises UnknownCursor if `after` is not a row of the list. The filter may hide that
+        row: a cursor is only a position.
+
+        A page ends before `limit` once its text is longer than PAGE_BYTES; it has one row at least. unread: columns
+        that the list does not show, and that are None in its rows.
+        """
+        scope, places = scope or {}, (order_by, "seq") if order_by else ("seq",)
+        owned = " AND ".join(["1", *(f"{column} = ?" for column in scope)])
+        conditions, values = [owned, f"({where})"], [*scope.values(), *parameters]
+        if after is not None:
+            found = db.execute(
+                f"SELECT {', '.join(places)} FROM {self._name} WHERE {owned} AND id = ?", [*scope.values(), after]
+            ).fetchone()
+            if found is None:
+                raise UnknownCursor(after)
+            marks = ", ".join("?" * len(places))
+            conditions.append(f"({', '.join(places)}) {'<' if descending else '>'} ({marks})")
+            values += list(found)
+        order = ", ".join(f"{place} {'DESC' if descending else 'ASC'}" for place in places)
+        columns = ", ".join(f"NULL AS {name}" if name in unread else name for name in self._columns)
+        cursor = db.execute(
+            f"SELECT {columns} FROM {self._name} WHERE {' AND '.join(conditions)} ORDER BY {order} LIMIT ?",
+            [*values, limit + 1],
+        )
+        rows, size, has_more = list[Row](), 0, False
+        for row in cursor:
+            size += sum(len(value) for value in row if isinstance(value, str))
+            if has_more := len(rows) == limit or (bool(rows) and size > PAGE_BYTES):
+                break
+            rows.append(decode(self._kind, row))
+        cursor.close()  # it may have more to give, and would keep its snapshot of the store
+        return Page(rows, has_more)
 
     def page_visible(self, db: Database, *, viewer: str | None, **more: Any) -> Page[Row]:
         """As `page`; the viewer's alone, as with `find_visible`."""

@@ -17,7 +17,7 @@ MOST = 10_000
 
 
 def part(limit: int, *, most: int = MOST, order: Literal["asc", "desc"] = "desc") -> Any:
-    """A dependency: which part of a list a request wants, for `Database.page`.
+    """A dependency: which part of a list a request wants, for `Table.page`.
 
     Args:
         limit: number of rows if the request names none.
