@@ -154,7 +154,9 @@ class SimulatedModelOps:
         made = work(*arguments, **named)
         return await made if asyncio.iscoroutine(made) else made
 
-    def import_model(self, source: str, *, name: str | None, revision: str | None, report: Report) -> ModelVersion:
+    async def import_model(
+        self, source: str, *, name: str | None, revision: str | None, report: Report
+    ) -> ModelVersion:
         report(1, 2, "bytes", "copying")
         if source == "broken":
             raise OperationFailed("the header of model.safetensors overlaps", code="invalid_checkpoint")
@@ -180,10 +182,10 @@ class SimulatedModelOps:
             return None
         return name or Path(source).name, "org/starter" if "starter" in source else "org/unknown", None
 
-    def import_adapter(
+    async def import_adapter(
         self, source: str, *, name: str, revision: str | None, rank_limit: int, report: Report, **_: Any
     ) -> ModelVersion:
-        made = self.import_model(source, name=name, revision=revision, report=report)
+        made = await self.import_model(source, name=name, revision=revision, report=report)
         return replace(made, info={"adapter": {"rank": min(8, rank_limit)}})
 
     async def verify(self, rows: Sequence[VersionRow], report: Report) -> dict[str, Any]:
