@@ -231,10 +231,9 @@ class BusRouting:
         found = {}
         for name in deployed:
             found[name] = _Callable(name, rows[name].active_version or "", rows[name].task, guests.get(name))
-        for checkpoint in models.list_checkpoints(self._db):
-            name = str(checkpoint.checkpoint)
-            task = rows[checkpoint.model].task if checkpoint.model in rows else "generate"
-            found[name] = _Callable(checkpoint.model, checkpoint.version, task, guests.get(name))
+        for name, model, version in models.checkpoint_names(self._db):
+            task = rows[model].task if model in rows else "generate"
+            found[name] = _Callable(model, version, task, guests.get(name))
         for canary in canaries.list_running(self._db):
             stable = found.get(canary.model)
             if stable is not None:

@@ -242,9 +242,9 @@ class SqliteStateStore:
                     "idle_limit_s": None,
                 }
                 views[canary.name] = self._on_demand(canary.name, canary.model, canary.version, like, **own)
-        for made in models.list_checkpoints(self._db):
-            if (name := str(made.checkpoint)) not in adapters:
-                views[name] = self._on_demand(name, made.model, made.version, beside=made.model)
+        for name, model, version in models.checkpoint_names(self._db):
+            if name not in adapters:
+                views[name] = self._on_demand(name, model, version, beside=model)
         for name, policy in self._routing.policies.items():
             if policy.version:  # it gives way as soon as its samples are there
                 views[name] = self._on_demand(name, policy.base, policy.version, idle_limit_s=POLICY_IDLE_S)

@@ -122,8 +122,10 @@ def find_checkpoint(db: Database, name: str) -> VersionRow | None:
     return VERSIONS.first(db, "checkpoint = ?", name)
 
 
-def list_checkpoints(db: Database) -> list[VersionRow]:
-    return VERSIONS.list_all(db, "checkpoint IS NOT NULL")
+def checkpoint_names(db: Database) -> list[tuple[str, str, str]]:
+    """(name, model, version) of all checkpoints, oldest first; each round of the scheduler asks."""
+    rows = db.execute("SELECT checkpoint, model, version FROM versions WHERE checkpoint IS NOT NULL ORDER BY seq")
+    return [tuple(row) for row in rows]
 
 
 def delete_version(db: Database, model: str, version: str) -> None:
