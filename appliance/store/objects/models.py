@@ -125,7 +125,7 @@ def find_checkpoint(db: Database, name: str) -> VersionRow | None:
 def checkpoint_names(db: Database) -> list[tuple[str, str, str]]:
     """(name, model, version) of all checkpoints, oldest first; each round of the scheduler asks."""
     rows = db.execute("SELECT checkpoint, model, version FROM versions WHERE checkpoint IS NOT NULL ORDER BY seq")
-    return [tuple(row) for row in rows]
+    return [(name, model, version) for name, model, version in rows]
 
 
 def delete_version(db: Database, model: str, version: str) -> None:
