@@ -13,7 +13,7 @@ from appliance.store.database import sql_list
 from appliance.store.ids import new_id
 from appliance.store.table import Table
 from scheduler.core.workload import PolicyKind
-from scheduler.handover.ports import HandoverRecord
+from scheduler.handover.ports import HandoverState, StepRecord
 
 JobPhase = Literal["validating", "queued", "running", "suspended", "succeeded", "failed", "cancelled"]
 JobWanted = Literal["run", "pause", "cancel"]
@@ -323,6 +323,22 @@ class JobMetricRow:
 
 
 @dataclass(frozen=True, slots=True)
+class HandoverRow:
+    """asked_by: a key's name, "box", "window <id>" or "scheduler"; asked_for: what that asked for. state None: it has
+    not ended."""
+
+    id: int
+    reason: str
+    started_s: float
+    asked_by: str = ""
+    asked_for: str = ""
+    state: HandoverState | None = None
+    ended_s: float | None = None
+    steps: tuple[StepRecord, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class IdempotencyRow:
     key_id: str
     route: str
@@ -582,7 +598,7 @@ CANARIES = Table("canaries", CanaryRow, "model", order="created_s, model", paren
 JOBS = Table("jobs", JobRow)
 JOB_EVENTS = Table("job_events", JobEventRow, parents={"job_id": "jobs"})
 JOB_METRICS = Table("job_metrics", JobMetricRow, "job_id", "step", order="step", parents={"job_id": "jobs"})
-HANDOVERS = Table("handovers", HandoverRecord)
+HANDOVERS = Table("handovers", HandoverRow)
 IDEMPOTENCY = Table("idempotency", IdempotencyRow, "seq")
 AUDIT = Table("audit", AuditRow)
 OPERATIONS = Table("operations", OperationRow)

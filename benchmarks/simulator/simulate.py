@@ -161,9 +161,11 @@ def run_policy(setup: Setup, policy: Policy) -> Figures:
         await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
         effects.close_books()
         loop.stop()
+        if watching.done():
+            watching.result()  # raises what the policy raised
         watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-        await running
+        await asyncio.gather(running, watching, return_exceptions=True)
+        running.result()
 
     virtual_time.run(life())
     ended, within = 0, {}

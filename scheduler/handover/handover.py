@@ -19,7 +19,7 @@ from scheduler.core.inventory import Holder
 from scheduler.core.workload import Policy, ReplicaState, Workload
 from scheduler.handover.effects import Box, Detail, Effects, GroupView
 from scheduler.handover.moves import SERVING, Handover, Move
-from scheduler.handover.ports import HandoverRecord, HandoverState, Journal, StepRecord, StepState
+from scheduler.handover.ports import HandoverState, Journal, StepRecord, StepState
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +41,9 @@ _LOADS = ("start_replica", "wake_replica", "swap_replica")
 """Exceeding their time is the engine's fault, of the others the box's."""
 
 
-@dataclass(frozen=True, slots=True)
-class MoveEnd:
-    """done: the wanted state was reached. undone: rolled back to the previous state. failed: an undo failed too.
-    skipped: the move never began. cancelled: rolled back because the plan changed, which is not a failure."""
-
-    move: Move
-    state: Literal["done", "undone", "failed", "skipped", "cancelled"]
-    error: str = ""
-    failure: EffectFailed | None = None
+MoveState = Literal["done", "undone", "failed", "skipped", "cancelled"]
+"""done: the wanted state was reached. undone: rolled back to the previous state. failed: an undo failed too. skipped:
+the move never began. cancelled: rolled back because the plan changed, which is not a failure."""
 
 
 @dataclass(slots=True)
@@ -69,12 +63,12 @@ class Listener(Protocol):
 
     box: Box
 
-    def unwanted(self, move: Move) -> str:
-        """Why a move that is about to take devices should no longer do so; empty if it should."""
+    def unwanted(self, move: Move) -> bool:
+        """Whether a move that is about to take devices should no longer do so."""
 
     def step_done(self, move: Move, verb: str, took_s: float, detail: Detail) -> None: ...
 
-    def move_ended(self, end: MoveEnd) -> None: ...
+    def move_ended(self, move: Move, state: MoveState, failure: EffectFailed | None = None) -> None: ...
 
 
 class Runner:
@@ -97,6 +91,7 @@ class Runner:
         self._now_s, self._config = clock, config
         self._released: dict[Holder, asyncio.Future[bool]] = {}
         self._skipped: set[Move] = set()
+        self._errors: list[str] = []
         self._steps: dict[int, RunningStep] = {}
         self._failed_steps: dict[Move, int] = {}
         self._seq = 0
@@ -105,17 +100,13 @@ class Runner:
         """Write the journal record. Nothing else happens before this has returned."""
         loop = asyncio.get_running_loop()
         self._released = {move.holder: loop.create_future() for move in self.handover.moves if move.side == "free"}
-        now_s = self._now_s()
-        record = HandoverRecord(self.handover.id, reason, "running", now_s, asked_by=asked_by, asked_for=asked_for)
-        self._journal.begin(record)
+        self._journal.begin(self.handover.id, reason, self._now_s(), asked_by, asked_for)
 
     async def run(self) -> None:
         """Carry out the moves and close the journal record."""
-        ends = await asyncio.gather(*map(self._move, self.handover.moves))
-        states = {end.state for end in ends}
+        states = set(await asyncio.gather(*map(self._move, self.handover.moves)))
         state: HandoverState = "failed" if "failed" in states else "done" if states <= {"done"} else "undone"
-        errors = "; ".join(end.error for end in ends if end.error and end.state != "skipped")
-        self._journal.end(self.handover.id, state, self._now_s(), errors)
+        self._journal.end(self.handover.id, state, self._now_s(), "; ".join(self._errors))
 
     @property
     def running_steps(self) -> tuple[RunningStep, ...]:
@@ -130,7 +121,7 @@ class Runner:
         for move in self.handover.take if step.move.side == "free" else ():
             if step.move.holder in move.needs and move not in self._skipped:
                 self._skipped.add(move)
-                self._listener.move_ended(MoveEnd(move, "skipped", reason))
+                self._listener.move_ended(move, "skipped")
 
     # --- moves ----------------------------------------------------------------------------------------------------
 
@@ -226,28 +217,29 @@ class Runner:
             await self._do(move, "open_replica", plan.id)
             self._replica(plan.id, "open")
 
-    async def _move(self, move: Move) -> MoveEnd:
+    async def _move(self, move: Move) -> MoveState:
         do = {"free": self.release_devices, "take": self.take_devices, "swap": self.change_in_place}[move.side]
-        end = MoveEnd(move, "failed")
+        state: MoveState = "failed"
+        failure: EffectFailed | None = None
         try:
             stayed = [holder for holder in sorted(move.needs) if not await asyncio.shield(self._released[holder])]
-            reason = f"{stayed[0]} did not leave its devices" if stayed else self._listener.unwanted(move)
-            if reason or move in self._skipped:
-                end = MoveEnd(move, "skipped", reason)
+            if stayed or move in self._skipped or self._listener.unwanted(move):
+                state = "skipped"
             else:
                 await do(move)
-                end = MoveEnd(move, "done")
+                state = "done"
         except StepCancelled as cancelled:
-            end = MoveEnd(move, "cancelled" if cancelled.undone else "failed", cancelled.reason)
+            state = "cancelled" if cancelled.undone else "failed"
+            self._errors.append(cancelled.reason)
         except EffectFailed as error:
-            text = f"{error.step}: {error.reason}"
-            end = MoveEnd(move, "undone" if error.undone else "failed", text, error)
+            state, failure = "undone" if error.undone else "failed", error
+            self._errors.append(f"{error.step}: {error.reason}")
         finally:
             if move.side == "free":
-                self._released[move.holder].set_result(end.state == "done")
+                self._released[move.holder].set_result(state == "done")
         if move not in self._skipped:
-            self._listener.move_ended(end)
-        return end
+            self._listener.move_ended(move, state, failure)
+        return state
 
     # --- steps ----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from runtime.devices.kinds import kind_of
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import node_of
 from scheduler.core.workload import DeploymentView, JobView, PlanInput, ReplicaState, ReplicaView
@@ -215,7 +214,6 @@ class DeviceAssignment:
     def keep_open(self) -> None:
         """Keep engines open whose devices nobody needs, until their own idle time puts them to sleep, and outdated ones
         until those in their place are open; wake those that slept for a check of their devices."""
-        idle = IdlePolicy(self.config)
         eager = self.policy.kind in ("serve", "split", "auto")
         counts = Counter(r.model for r in self.out.values() if r.state == "open")
         is_open = {r.id for r in self.plan_input.replicas if r.state == "open"}
@@ -232,7 +230,7 @@ class DeviceAssignment:
                 continue
             if not eager or counts[replica.model] >= deployment.max_replicas or not self.fits(replica):
                 continue
-            if demand_.usable(deployment, self.now_s) and not idle.asleep(deployment, self.now_s):
+            if demand_.usable(deployment, self.now_s) and not deployment.asleep(self.now_s):
                 if self.free.has(replica.devices):
                     self.note_replica(replica, "open")
                     self.take(replica.devices)

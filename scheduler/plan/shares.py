@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from math import inf
 
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView, Hysteresis, JobView, PlanInput, Policy
 from scheduler.plan import queue
@@ -102,7 +102,9 @@ class Shares:
             if since_s != hysteresis.waiting_since_s:
                 hysteresis = replace(hysteresis, waiting_since_s=since_s)
             self.hysteresis[model] = hysteresis
-            self.reviews += [*reviews, deployment.not_before_s, IdlePolicy(self._config).sleep_at_s(deployment)]
+            if deployment.idle_after_s < inf:
+                reviews.append(deployment.last_s + deployment.idle_after_s)
+            self.reviews += [*reviews, deployment.not_before_s]
 
     def _serving_capacity(self) -> int:
         """Devices that serving may claim before training gets any."""

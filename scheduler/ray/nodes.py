@@ -51,6 +51,7 @@ class _Known:
     actor: Any
     leaves: bool = False
     memory: MemoryReading | None = None
+    answered_s: float | None = None  # how long its last answer took; None: it does not answer
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -117,16 +118,17 @@ class Nodes:
                     if name == self.home.name:
                         raise
                     log.warning("the node's agent does not start; the node seems to be dying", extra={"node": name})
-        away = [name for name in self._known if name != self.home.name]
-        for name, report in zip(away, await asyncio.gather(*map(self._reported, away)), strict=True):
-            if report is not None and (now := self._known.get(name)) is not None:
-                if report.leaves and not now.leaves:
-                    log.info("node is leaving; its holders release its devices first", extra={"node": name})
-                now.leaves, now.memory = now.leaves or report.leaves, report.memory
+        await asyncio.gather(*map(self._ask_report, self._known.values()))
         return {name: known.leaves for name, known in self._known.items()} != before
 
-    async def _reported(self, name: str) -> NodeReport | None:
-        return await _answer(self._known[name].actor.report.remote())
+    async def _ask_report(self, known: _Known) -> None:
+        began_s = time.monotonic()
+        report: NodeReport | None = await _answer(known.actor.report.remote())
+        known.answered_s = None if report is None else time.monotonic() - began_s
+        if report is not None:
+            if report.leaves and not known.leaves:
+                log.info("node is leaving; its holders release its devices first", extra={"node": known.config.name})
+            known.leaves, known.memory = known.leaves or report.leaves, report.memory
 
     async def _take_in(self, name: str, actor: Any, alive: dict[str, set[str]]) -> None:
         home = name == self.home.name
@@ -140,28 +142,26 @@ class Nodes:
 
     def memory(self) -> dict[str, MemoryReading]:
         """The last report of each node but home about its host's memory."""
-        return {name: known.memory for name, known in self._known.items() if known.memory is not None}
+        away = (known for name, known in self._known.items() if name != self.home.name)
+        return {known.config.name: known.memory for known in away if known.memory is not None}
 
-    async def poll(self) -> list[dict[str, Any]]:
-        """Each node, home first, as it answers now. answered_s: None if it does not. memory: as it last said."""
-
-        async def poll_one(name: str) -> dict[str, Any]:
-            known, began_s = self._known[name], time.monotonic()
-            report = await self._reported(name)
-            memory = known.memory if report is None else report.memory
-            return {
-                "id": name,
-                "address": known.config.address,
-                "home": name == self.home.name,
-                "answered_s": None if report is None else time.monotonic() - began_s,
-                "leaves": known.leaves or (report is not None and report.leaves),
-                "devices": [device.id for device in known.config.devices],
-                "memory_bytes": None if memory is None else memory.total,
-                "memory_available_bytes": None if memory is None else memory.available,
+    def status(self) -> list[dict[str, Any]]:
+        """Each node, home first, as it answered the last look. answered_s: None if it did not. memory: as it last
+        said."""
+        known = sorted(self._known.values(), key=lambda one: (one.config != self.home, one.config.name))
+        return [
+            {
+                "id": one.config.name,
+                "address": one.config.address,
+                "home": one.config.name == self.home.name,
+                "answered_s": one.answered_s,
+                "leaves": one.leaves,
+                "devices": [device.id for device in one.config.devices],
+                "memory_bytes": None if one.memory is None else one.memory.total,
+                "memory_available_bytes": None if one.memory is None else one.memory.available,
             }
-
-        names = sorted(self._known, key=lambda name: (name != self.home.name, name))
-        return list(await asyncio.gather(*map(poll_one, names)))
+            for one in known
+        ]
 
     async def on(self, node: str, method: str, *arguments: Any) -> Any:
         """The answer of a node's agent. Raises EffectFailed."""

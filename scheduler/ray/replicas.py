@@ -18,17 +18,16 @@ from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.workload import ReplicaView
 from scheduler.handover.effects import Detail
 from scheduler.ray.actors import (
-    ANSWER_S,
     LOOK_S,
     REPLICA,
     UNNAMED_TIMEOUT_S,
+    Silent,
     Supervisor,
     actor_names,
     ask,
     find_actor,
     first_line,
     until_unnamed,
-    within,
 )
 from scheduler.ray.node import NodeConfig, stored_bytes
 from scheduler.ray.nodes import Nodes, OnDeath
@@ -322,14 +321,13 @@ class Replicas:
         engine = self._find_engine(replica_id)
         if engine is None:
             return None
-        last, answer = engine.last_view, engine.supervisor.call("status")
         try:
-            status = await within(answer, REPLICA + replica_id, ANSWER_S if last is None else LOOK_S)
-        except EffectFailed as error:
-            if last is None:
+            status = await engine.supervisor.status(patient=engine.last_view is None)
+        except Silent as error:
+            if engine.last_view is None:
                 raise
             log.warning("%s", error, extra={"replica": replica_id})
-            return replace(last, answered=False)
+            return replace(engine.last_view, answered=False)
         except (SupervisorDied, RayError) as error:
             return ReplicaView(replica_id, "", "", "dead", (), failed=first_line(error), blame="outside")
         state, node = status["state"], status["node"]
@@ -365,8 +363,7 @@ class Replicas:
 
         async def read(replica_id: str, engine: _Engine) -> None:
             with contextlib.suppress(SupervisorDied, RayError, EffectFailed):
-                status = await within(engine.supervisor.call("status"), REPLICA + replica_id, LOOK_S)
-                resident[replica_id] = status["rss_bytes"]
+                resident[replica_id] = (await engine.supervisor.status())["rss_bytes"]
 
         await asyncio.gather(*(read(*known) for known in list(self._engines.items())))
         return resident

@@ -37,7 +37,7 @@ from appliance.store.rows import VersionRow
 from runtime.background_tasks import BackgroundTasks
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Policy
-from scheduler.handover.ports import HandoverRecord, StepRecord
+from scheduler.handover.ports import StepRecord
 from serve.core.config import EngineConfig
 from train.graders.hosts import GraderHosts
 from train.rollouts.samples import Prompt, Verdict
@@ -116,7 +116,8 @@ class SimulatedScheduler:
     async def set_mode(self, mode: Mode, *, wait: bool = False) -> str | None:
         handover_id, now_s = self._journal.last_id() + 1, time.time()
         step = StepRecord(0, "free r1-0", "drain_replica", "r1-0", started_s=now_s)
-        self._journal.begin(HandoverRecord(handover_id, f"mode {mode.policy}", "running", now_s, steps=(step,)))
+        self._journal.begin(handover_id, f"mode {mode.policy}", now_s, mode.by, "")
+        self._journal.step(handover_id, step)
         if wait and self.hang:
             await asyncio.Event().wait()
         if wait:
@@ -316,7 +317,7 @@ class AcceptingCheck:
 class SimulatedNodes:
     """Home, and one that does not answer."""
 
-    async def poll(self) -> list[dict[str, Any]]:
+    def status(self) -> list[dict[str, Any]]:
         there = {"leaves": False, "memory_bytes": 64 * 2**30}
         home = {"id": "n0", "address": "127.0.0.1", "home": True, "answered_s": 0.002, "devices": ["n0/0", "n0/1"]}
         away = {"id": "n1", "address": "10.0.0.2", "home": False, "answered_s": None, "devices": ["n1/0"]}

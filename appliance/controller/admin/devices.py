@@ -80,8 +80,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/nodes")
     async def nodes() -> dict[str, Any]:
-        """Asks each node: one that does not answer within a second has `answered_s` null."""
-        return {"object": "list", "data": await context.nodes.poll()}
+        """Each node: one that does not answer within a second has `answered_s` null."""
+        return {"object": "list", "data": context.nodes.status()}
 
     @router.delete("/nodes/{name}")
     async def forget_node(name: str, caller: Caller) -> dict[str, Any]:

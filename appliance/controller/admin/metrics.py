@@ -151,8 +151,7 @@ class ControllerCollector(Collector):
         ended = SummaryMetricFamily("appliance_handover_seconds", "Ended hand-overs, by outcome.", labels=["outcome"])
         for state in get_args(HandoverState):
             # A series that begins with its first failure has had no increase for Prometheus.
-            if state != "running":
-                ended.add_metric([state], *now["handovers_ended"].get(state, (0, 0.0)))
+            ended.add_metric([state], *now["handovers_ended"].get(state, (0, 0.0)))
         yield ended
         running = self._db.value("SELECT count(*) FROM handovers WHERE ended_s IS NULL")
         yield _gauge("handovers_running", "Hand-overs in progress.", "", [((), running)])

@@ -17,8 +17,8 @@ class ModelLoad(Struct, frozen=True):
     computed_part: tokens that engines compute for an estimated one, the most at a gateway. prefill_tokens_per_s: of one
     replica, the lowest that a gateway measured. None where unknown.
 
-    Of one gateway since it began, by bucket (`appliance.gateway.core.load`): arrived_prompts, requests by their
-    prompt tokens; first_tokens, streams by the time to their first token."""
+    arrived_prompts: of one gateway since it began, requests by bucket of their prompt tokens
+    (`appliance.gateway.core.load`)."""
 
     inflight: int = 0
     held: int = 0
@@ -29,7 +29,6 @@ class ModelLoad(Struct, frozen=True):
     computed_part: float | None = None
     prefill_tokens_per_s: float | None = None
     arrived_prompts: dict[int, int] = {}
-    first_tokens: dict[int, int] = {}
 
 
 _COMBINED: Mapping[str, Callable[[Iterable[float]], float]] = {
@@ -129,13 +128,6 @@ def _combined(rows: Sequence[ModelLoad]) -> ModelLoad:
     return ModelLoad(**{name: _COMBINED[name](known) for name, known in values.items() if known})  # type: ignore[arg-type]
 
 
-class Arrived(NamedTuple):
-    """What came for one model, by the buckets of `ModelLoad`."""
-
-    prompts: Counter[int]
-    first_tokens: Counter[int]
-
-
 class Arrivals:
     """What arrived since it was last taken, from reports that count since their gateway's start.
 
@@ -146,7 +138,7 @@ class Arrivals:
     def __init__(self, since_s: float):
         self._since_s = since_s
         self._reported: dict[str, Report] = {}  # the last one of each gateway
-        self._new: dict[str, Arrived] = {}
+        self._new: dict[str, Counter[int]] = {}
 
     def add(self, report: Report) -> None:
         last = self._reported.get(report.gateway)
@@ -158,11 +150,10 @@ class Arrivals:
             before = report.models if report.started_s < self._since_s else {}
         self._reported[report.gateway] = report
         for name, row in report.models.items():
-            known, new = before.get(name, ModelLoad()), self._new.setdefault(name, Arrived(Counter(), Counter()))
-            new.prompts.update(Counter(row.arrived_prompts) - Counter(known.arrived_prompts))
-            new.first_tokens.update(Counter(row.first_tokens) - Counter(known.first_tokens))
+            known = Counter(before.get(name, ModelLoad()).arrived_prompts)
+            self._new.setdefault(name, Counter()).update(Counter(row.arrived_prompts) - known)
 
-    def take(self) -> dict[str, Arrived]:
-        """By model."""
+    def take(self) -> dict[str, Counter[int]]:
+        """By model, requests by the buckets of `ModelLoad`."""
         new, self._new = self._new, {}
         return new

@@ -134,8 +134,7 @@ class Scheduler:
         if served and not replicas and (trouble := self._loop.trouble(model, wanted)) is not None:
             raise SwapFailed(model, wanted, f"no engine starts with it: {trouble.reason}")
         stale = [r["id"] for r in replicas if r["version"] != wanted]
-        steps = (step for record in self._journal.since(last) for step in record.steps)
-        swaps = [step for step in steps if step.detail.get("model") == model]
+        swaps = [step for step in self._journal.steps_since(last) if step.detail.get("model") == model]
         if stale:
             errors = [str(step.detail["error"]) for step in swaps if step.detail.get("error")]
             raise SwapFailed(model, wanted, "; ".join(errors) or f"{', '.join(stale)} serve another version")

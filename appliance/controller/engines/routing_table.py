@@ -211,9 +211,7 @@ class BusRouting:
         names = self._served_by(model)
         rows, size = self._loads(names), self._sizes.get(model)
         rates = [row.prefill_tokens_per_s for row in rows if row.prefill_tokens_per_s]
-        awake = sum(served.owner == model and served.state == "open" for served in self._replicas.values())
-        tokens = sum(row.prompt_tokens for row in rows)
-        return Traffic(names, min(rates, default=None), awake, size.kv_tokens if size is not None else None, tokens)
+        return Traffic(names, min(rates, default=None), size.kv_tokens if size is not None else None)
 
     def _served_by(self, model: str) -> tuple[str, ...]:
         """The names that are served on a model's engines."""

@@ -12,13 +12,14 @@ from appliance.store.database import Database
 from appliance.store.rows import (
     HANDOVERS,
     FileRow,
+    HandoverRow,
     JobEventRow,
     JobJudgeRow,
     JobRow,
     VersionRow,
     columns,
 )
-from scheduler.handover.ports import HandoverRecord, StepRecord
+from scheduler.handover.ports import StepRecord
 from train.methods.methods import DEFAULT, METHODS
 
 # OpenAI has no "paused" or "suspended"; the events say which it is and why.
@@ -154,12 +155,13 @@ def model_object(resolved: Resolved, states: ModelStates, context: int | None) -
 # --- hand-overs; the CLI and scripts rely on these keys
 
 
-def handover_object(row: HandoverRecord) -> dict[str, Any]:
+def handover_object(row: HandoverRow) -> dict[str, Any]:
     """`bytes` of all steps together; `asked_by` a key's name, "box" (a command on it), "window ID" or "scheduler"."""
     steps = [step_view(step) for step in row.steps]
     return {
         "id": str(row.id),
-        **columns(row, "reason state started_s ended_s"),
+        **columns(row, "reason started_s ended_s"),
+        "state": row.state or "running",
         "seconds": None if row.ended_s is None else row.ended_s - row.started_s,
         "bytes": sum(s["bytes"] or 0 for s in steps),
         **{name: getattr(row, name) or None for name in ("asked_by", "asked_for", "error")},

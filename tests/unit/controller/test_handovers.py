@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from appliance.controller.http.views import step_view
-from appliance.store.rows import HANDOVERS
-from scheduler.handover.ports import HandoverRecord, StepRecord
+from appliance.store.rows import HANDOVERS, HandoverRow
+from scheduler.handover.ports import StepRecord
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_admin import ask
 
@@ -42,7 +42,7 @@ async def test_a_hand_over_says_who_asked_and_how_fast_it_was(control: Control):
         StepRecord(0, "c", "suspend_group", "j", "done", 10.0, 12.0, SNAPSHOT),
         StepRecord(1, "c", "wake_replica", "r", "done", 12.0, 14.0, IN_PLACE),
     )
-    HANDOVERS.insert(control.db, HandoverRecord(7, "mode train: …", "done", 10.0, 14.0, steps, **why))
+    HANDOVERS.insert(control.db, HandoverRow(7, "mode train: …", 10.0, state="done", ended_s=14.0, steps=steps, **why))
     shown = await ask(control, "GET", "/handovers/7")
     assert shown | why | {"seconds": 4.0, "bytes": 28_000_000_000} == shown
     assert [step["bytes_per_s"] for step in shown["steps"]] == [8e9, 1e10]

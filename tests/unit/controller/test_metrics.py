@@ -15,7 +15,6 @@ from appliance.controller.jobs.events import fail
 from appliance.store.objects import job_records, jobs
 from appliance.store.records.journal import SqliteJournal
 from appliance.store.rows import JobMetricRow
-from scheduler.handover.ports import HandoverRecord
 from tests.simulator.control_plane import change
 
 from .conftest import ADMIN, Control
@@ -75,7 +74,7 @@ async def test_metrics_count_ended_handovers(control: Control) -> None:
     journal = SqliteJournal(control.db)
     control.scheduler._journal = journal
     for number, state, seconds in ((1, "done", 2.0), (2, "done", 3.5), (3, "undone", 1.0), (4, "running", None)):
-        journal.begin(HandoverRecord(number, "r", "running", 10.0))
+        journal.begin(number, "r", 10.0, "", "")
         if seconds is not None:
             journal.end(number, state, 10.0 + seconds)
     found, series = await scrape(control), "appliance_handover_seconds"

@@ -15,12 +15,12 @@ from appliance.store.rows import (
     AuditRow,
     BatchRow,
     FileRow,
+    HandoverRow,
     JobEventRow,
     JobMetricRow,
     JobRow,
     OperationRow,
 )
-from scheduler.handover.ports import HandoverRecord
 from tests.simulator.control_plane import simulated_context
 
 NOW_S = 1_000 * DAY_S
@@ -59,7 +59,7 @@ def filled(db: Database, folder: Path) -> None:
         usage.add(db, [spent], at_s)
         usage.devices_held(db, f"job-{age}", 2, at_s - 60)
         usage.devices_held(db, f"job-{age}", 0, at_s)
-        HANDOVERS.insert(db, HandoverRecord(100 - age, "r", "done", at_s, at_s))
+        HANDOVERS.insert(db, HandoverRow(100 - age, "r", at_s, state="done", ended_s=at_s))
         operations.insert(db, OperationRow(f"op_{age}", "import", "t", "succeeded", at_s, at_s))
         for status in ("completed", "in_progress"):
             given = f"file-{status}-{age}"

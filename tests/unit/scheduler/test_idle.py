@@ -45,5 +45,5 @@ def test_explain_says_until_when_an_idle_model_stays_awake() -> None:
     plan_input = PlanInput(Policy("auto"), box_of(2), deployments=(idle,))
     now_s = LAST_S + 100.0
     allocation = plan(plan_input, now_s, CONFIG)
-    told = explain(Handover(0, ()), allocation, plan_input, CONFIG, now_s)
-    assert told["idle"] == {"m": "Stays awake for 500 s more without a request, because its idle_sleep_s is 600 s."}
+    told = explain(Handover(0, ()), allocation, plan_input, now_s)
+    assert told["idle"] == {"m": "Stays awake for 500 s more without a request: its idle_sleep_s is 600 s."}

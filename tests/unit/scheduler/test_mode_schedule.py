@@ -123,8 +123,7 @@ async def test_explain_says_what_would_happen_and_does_nothing() -> None:
         told = rig.loop.explain(TRAIN)
         assert told["steps"] == [
             "Replica r1-0 finishes its requests and goes to sleep, because job j gets n0/0.",
-            "Job j runs on 2 devices (n0/0, n0/1), because training gets 2 of 2 devices in mode train, and it takes "
-            "from 1 to 2.",
+            "Job j runs on 2 devices (n0/0, n0/1), because training gets 2 of 2 devices in mode train.",
         ]
         assert told["jobs"] == {"j": ["n0/0", "n0/1"]} and told["waiting"] == {}
         assert rig.loop.explain()["steps"] == [] and "mode serve" in rig.loop.explain()["waiting"]["j"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from scheduler.core.errors import EffectFailed
+from scheduler.ray import actors as ray_actors
 from scheduler.ray import replicas
 from scheduler.ray.replicas import REPLICA, Replicas
 from serve.core.config import EngineConfig
@@ -54,8 +55,8 @@ async def two(monkeypatch):
 
     monkeypatch.setattr(replicas, "actor_names", names)
     monkeypatch.setattr(replicas, "find_actor", actors.get)
-    monkeypatch.setattr(replicas, "LOOK_S", 0.02)
-    monkeypatch.setattr(replicas, "ANSWER_S", 0.05)
+    monkeypatch.setattr(ray_actors, "LOOK_S", 0.02)
+    monkeypatch.setattr(ray_actors, "ANSWER_S", 0.05)
     nodes = SimpleNamespace(config=lambda node: None)
     routing = SimpleNamespace(version=lambda replica_id: "v1", close=lambda replica_id: None)
     found = Replicas(nodes, routing, None, EngineConfig(), lambda: None)

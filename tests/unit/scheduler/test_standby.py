@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.standby import Seen, StandbyLearner
+from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, Standby
 
@@ -35,7 +35,7 @@ def lived(
     for look in range(int(minutes * 60 / LOOK_S)):
         now_s = look * LOOK_S
         requests = poisson(rng, work_per_s(now_s) * LOOK_S / 0.05)
-        best = found.seen(now_s, Seen([0.05] * requests, awake=found.best.replicas))
+        best = found.seen(now_s, [0.05] * requests)
         if look % int(60 / LOOK_S) == 0:
             chosen.append(best)
     return chosen

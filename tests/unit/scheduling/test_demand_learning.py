@@ -28,7 +28,7 @@ def counted(*reports: Report) -> int:
     arrivals = Arrivals(BEGAN_S)
     for report in reports:
         arrivals.add(report)
-    return arrivals.take()["m"].prompts.total()
+    return arrivals.take()["m"].total()
 
 
 def test_arrivals_two_workers_add_up_and_repeated_reports_do_not():
@@ -44,7 +44,7 @@ class Box:
     """Two gateway workers, the learner, and a clock."""
 
     def __init__(self) -> None:
-        self.now_s, self.traffic, self.model = BEGAN_S, Traffic(("m", "adapter"), RATE, 1), MODEL
+        self.now_s, self.traffic, self.model = BEGAN_S, Traffic(("m", "adapter"), RATE), MODEL
         self.arrivals = Arrivals(BEGAN_S)
         self.learning = DemandLearning(
             lambda model: self.traffic, self.arrivals.take, SchedulerConfig(), 8, lambda: self.now_s
@@ -93,10 +93,10 @@ def test_learned_bursts_raise_standby_and_flat_load_keeps_it_low(box):
 
 
 def test_learned_without_rate_or_target_has_no_standby(box):
-    box.traffic = Traffic(("m",), None, 1)
+    box.traffic = Traffic(("m",), None)
     unknown = box.live(1, lambda t: 3.0)
     assert unknown.standby is None and unknown.prefill_tokens_per_s is None
-    box.traffic = Traffic(("m",), RATE, 1)
+    box.traffic = Traffic(("m",), RATE)
     assert box.live(1, flat).standby.replicas <= 2, "what came before the rate was known is no burst"
     box.model = DeploymentView("m", "v1", max_replicas=8)
     assert box.seen().standby is None

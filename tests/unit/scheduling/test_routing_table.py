@@ -159,7 +159,7 @@ async def test_what_is_asked_of_adapters_is_asked_of_their_base(routing, bus):
     assert routing.demand("unheard").requests == 0
     traffic = routing.traffic("starter")
     assert set(traffic.names) >= {"starter", "ft:a"} and "unheard" not in traffic.names
-    assert (traffic.prefill_tokens_per_s, traffic.prompt_tokens) == (800.0, 140)
+    assert traffic.prefill_tokens_per_s == 800.0
 
 
 async def test_a_canary_has_a_row_of_its_own_and_its_share_stands_in_its_models(routing, bus, db):

@@ -15,9 +15,10 @@ from appliance.controller.interfaces.records import Mode
 from appliance.store.objects import models
 from appliance.store.records import deployments
 from appliance.store.records.journal import SqliteJournal
+from appliance.store.rows import HANDOVERS
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Policy
-from scheduler.handover.ports import HandoverRecord, StepRecord
+from scheduler.handover.ports import StepRecord
 from scheduler.loop.loop import SchedulerLoop
 from tests.unit.scheduler.fakes import FakeEffects, World, box_of
 from tests.unit.scheduling.fakes import states_of
@@ -63,13 +64,13 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
     await loop.wait_settled(loop.nudge())
     held = {d["id"]: d["holder"] for d in port.status()["devices"]}
     assert held[device] is None and sum(holder is not None for holder in held.values()) == 1
-    newest = journal.since(journal.last_id() - 1)[-1]
+    newest = HANDOVERS.get(db, journal.last_id())
     assert (newest.asked_by, newest.asked_for) == ("ops", f"drain of {device}")
 
     wanted = write_mode(db, Mode("train", serving_floor=1, by="alice"))
     handover_id = await port.set_mode(wanted, wait=True)
     assert await port.set_mode(wanted, wait=True) is None, "nothing is left to do for it"
-    (newest,) = journal.since(int(handover_id) - 1)
+    newest = HANDOVERS.get(db, int(handover_id))
     assert (newest.asked_by, newest.asked_for) == ("alice", "mode train")
     loop.stop()
     await running
@@ -84,16 +85,18 @@ async def test_a_swap_is_told_of_its_own_model_only(db, add_model, scheduler_of)
 
     done = {"pause_s": 0.1, "seconds": 1.0, "bytes": 10, "how": "shared memory"}
     journal = SqliteJournal(db)
-    journal.begin(HandoverRecord(1, "an earlier one", "done", 1.0, 2.0, (swap(0, "starter", done),)))
+
+    def begin(number: int, *steps: StepRecord) -> None:
+        journal.begin(number, "swaps", 1.0, "", "")
+        for step in steps:
+            journal.step(number, step)
+
+    begin(1, swap(0, "starter", done))
 
     async def settle(generation: int) -> None:
         if journal.last_id() == 1:
-            steps = (
-                swap(0, "starter", done),
-                swap(1, "other", {**done, "pause_s": 9.0}),
-                swap(2, "other", {"error": "e"}),
-            )
-            journal.begin(HandoverRecord(2, "two swaps", "done", 1.0, 2.0, steps))
+            others = swap(1, "other", {**done, "pause_s": 9.0}), swap(2, "other", {"error": "e"})
+            begin(2, swap(0, "starter", done), *others)
 
     replica = {"id": "r1", "model": "starter", "state": "open", "version": models.find(db, "starter").active_version}
     loop = SimpleNamespace(
@@ -104,6 +107,6 @@ async def test_a_swap_is_told_of_its_own_model_only(db, add_model, scheduler_of)
     assert (told["replicas"], told["pause_s"], told["bytes"]) == (1, 0.1, 10)
 
     replica["version"] = "older"
-    journal.begin(HandoverRecord(3, "another model's", "failed", 1.0, 2.0, (swap(0, "other", {"error": "e"}),), "e"))
+    begin(3, swap(0, "other", {"error": "e"}))
     with pytest.raises(SwapFailed, match="r1 serve another version"):
         await port.converge_model("starter")
