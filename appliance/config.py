@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from appliance import DEFAULT_DATA_DIR, DEFAULT_PORT
-from appliance.controller.interfaces.config import ControllerConfig, PublicUrl
+from appliance.controller.interfaces.config import ControllerConfig, PublicUrl, check_https
 from appliance.gateway.core.config import GatewayConfig, HoldLimits, Limits
 from appliance.gateway.core.errors import ConfigInvalid
 from scheduler.core.config import SchedulerConfig
@@ -63,7 +63,7 @@ class BoxSettings(_Section):
     public_url: PublicUrl = Field(
         "",
         description="URL of the box as browsers see it, such as `https://box.example.org`: links to its page begin "
-        "with it, and logins come back there; unset: `box_url` of `[controller.oidc]`, else host and port",
+        "with it, and logins by a provider come back there; unset: host and port",
     )
     devices: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
@@ -226,6 +226,12 @@ class BoxConfig(_Section):
     power: PowerSettings = Field(default_factory=PowerSettings)
     alerts: AlertSettings = Field(default_factory=AlertSettings)
 
+    @model_validator(mode="after")
+    def _logins_come_back(self) -> BoxConfig:
+        if self.controller.oidc.issuer:
+            check_https("box.public_url", self.box.public_url or self.url)
+        return self
+
     @property
     def scheme(self) -> str:
         """The scheme of the endpoint's URLs. A client that used the other one would send its key in clear."""
@@ -298,7 +304,6 @@ def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
             if not isinstance(keys, dict):
                 raise ConfigError(f"{layer.source}: {section} is {keys!r}; expected a section, [{section}]")
         table = _merged(table, layer.table)
-    table = _with_public_url(table)
     try:
         config = BoxConfig.model_validate(table)
     except ValidationError as error:
@@ -322,17 +327,6 @@ def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
         raise ConfigError(f"{layer.source}: gateway.{error}") from error
     data_dir = str(Path(config.box.data_dir).expanduser().resolve())
     return config.model_copy(update={"gateway": gateway, "box": config.box.model_copy(update={"data_dir": data_dir})})
-
-
-def _with_public_url(table: Table) -> Table:
-    """The URL that browsers know is one, whichever of its two keys is set."""
-    box, controller = table.get("box", {}), table.get("controller", {})
-    oidc = controller.get("oidc", {})
-    if not isinstance(oidc, dict):
-        return table
-    known = box.get("public_url") or oidc.get("box_url") or ""
-    both = {"box": {"public_url": known}, "controller": {"oidc": {"box_url": oidc.get("box_url") or known}}}
-    return _merged(table, both) if known else table
 
 
 def _merged(below: Table, above: Table) -> Table:

@@ -34,8 +34,7 @@ from appliance.backup import read_last
 from appliance.boot.box_state import read_troubles
 from appliance.config import BoxConfig, load_resolved
 from appliance.controller import alerts
-from appliance.controller.access.disk import Disk
-from appliance.controller.access.quotas import Quotas
+from appliance.controller.access.quotas import Disk, Quotas
 from appliance.controller.access.spending import USAGE_EVERY_S, Spending
 from appliance.controller.app import create_app
 from appliance.controller.bus.asking import Asking

@@ -215,7 +215,7 @@ def test_a_person_logs_in_by_a_provider_with_the_scopes_of_their_group(
 ) -> None:
     port, secret = free_port(), tmp_path / "secret"
     secret.write_text("between us\n")
-    settings = {"issuer": provider, "client_id": "box", "box_url": f"http://127.0.0.1:{port}", "name": "our directory"}
+    settings = {"issuer": provider, "client_id": "box", "name": "our directory"}
     settings |= {"groups": {"ml": ["inference", "fine_tuning"]}, "client_secret_path": str(secret)}
     with running_front(imports=False, workers=1, controller={"oidc": settings}, port=port) as front:
         page = browser.new_context(locale="en-US").new_page()

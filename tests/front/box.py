@@ -187,6 +187,7 @@ def running_front(
             insert_model(db, MODEL)
             front = Front(folder, key, port)
             context = simulated_context(folder, db, **(controller or {}))
+            context.box["public_url"] = front.url
             if imports:
                 change(context, model_ops=ImportingOps(folder / "models"))
             bus = context.bus

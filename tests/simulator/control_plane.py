@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 import httpx
 import orjson
 
-from appliance.controller.access.disk import Disk
-from appliance.controller.access.quotas import Quotas
+from appliance.controller.access.quotas import Disk, Quotas
 from appliance.controller.access.spending import Spending
 from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus

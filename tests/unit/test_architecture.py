@@ -35,8 +35,6 @@ SUBPACKAGES = (
     "appliance.cli.commands",
     "appliance.cli",
     "appliance.controller.scheduling",
-    "appliance.controller.admin.models",
-    "appliance.controller.admin.owners",
     "appliance.controller.admin",
     "appliance.controller.openai",
     "appliance.controller.evals",

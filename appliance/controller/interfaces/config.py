@@ -38,25 +38,13 @@ class RetentionSettings(BaseModel):
     files_days: float | None = Field(None, gt=0)
     """Files of every purpose, except those that an unfinished job or batch reads; a file may have an earlier expiry of
     its own."""
-    batches_days: float | None = Field(400.0, gt=0)
-    """Records of batches that have ended; their output files are files."""
-    eval_runs_days: float | None = Field(400.0, gt=0)
-    """Runs of evaluations that have ended, with their items."""
-    jobs_days: float | None = Field(400.0, gt=0)
-    """Jobs that have ended, with their folders, events and steps. A job stays as long as a model that it made, and what
-    its devices cost stays without it."""
     job_data_days: float | None = Field(30.0, gt=0)
     """The folders of ended jobs: events, TensorBoard files. The copy of the training data is deleted at once."""
-    job_events_days: float | None = Field(None, gt=0)
-    """Events and steps of jobs that have ended."""
+    records_days: float | None = Field(400.0, gt=0)
+    """What has ended: batches, runs of evaluations, jobs with their events and steps, hand-overs, imports and other
+    operations; and usage by the hour. A job stays as long as a model that it made; files are files."""
     audit_days: float | None = Field(None, gt=0)
     """Rows of the audit log."""
-    usage_days: float | None = Field(400.0, gt=0)
-    """Tokens and energy by the hour, and devices held by jobs."""
-    handovers_days: float | None = Field(90.0, gt=0)
-    """Hand-overs that have ended, with their steps; the newest stays."""
-    operations_days: float | None = Field(90.0, gt=0)
-    """Imports, checks and other long operations that have ended."""
 
 
 Scope = Literal["inference", "fine_tuning", "read", "metrics", "admin"]
@@ -73,7 +61,8 @@ PublicUrl = Annotated[str, AfterValidator(_public)]
 
 
 class OidcSettings(BaseModel):
-    """Logins of the page by an OpenID provider (docs/ui.md). Unset `issuer`: there are none."""
+    """Logins of the page by an OpenID provider (docs/ui.md), which has to allow the return to `public_url` of `[box]`
+    with `/ui` behind it. Unset `issuer`: there are none."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -82,8 +71,6 @@ class OidcSettings(BaseModel):
     client_id: str = ""
     client_secret_path: str | None = None
     """A file with the secret, for a provider that gives this box one."""
-    box_url: PublicUrl = ""
-    """`public_url` of `[box]` unless it is set here; the provider has to allow the return to `BOX_URL/ui`."""
     name: str = "single sign-on"
     """What the page calls it."""
     scopes: list[str] = ["openid", "profile", "email"]
@@ -98,15 +85,17 @@ class OidcSettings(BaseModel):
 
     @model_validator(mode="after")
     def _whole(self) -> OidcSettings:
-        if not self.issuer:
-            return self
-        for name, url in (("issuer", self.issuer), ("box_url", self.box_url)):
-            here = url.startswith(("http://127.0.0.1", "http://localhost"))
-            if not url.startswith("https://") and not here:
-                raise ValueError(f"{name}: {url!r} given, expected a URL that begins with https://")
-        if not self.client_id or not self.groups:
-            raise ValueError("client_id and groups belong to an issuer")
+        if self.issuer:
+            check_https("issuer", self.issuer)
+            if not self.client_id or not self.groups:
+                raise ValueError("client_id and groups belong to an issuer")
         return self
+
+
+def check_https(name: str, url: str) -> None:
+    """Raises ValueError for a URL whose answers could be changed on the way."""
+    if not url.startswith(("https://", "http://127.0.0.1", "http://localhost")):
+        raise ValueError(f"{name}: {url!r} given, expected a URL that begins with https://")
 
 
 class ControllerConfig(BaseModel):
@@ -133,11 +122,6 @@ class ControllerConfig(BaseModel):
     disk_floor_bytes: int | None = Field(None, ge=0)
     """Free bytes on the data directory's volume below which nothing more is stored; unset: 2 % of it, at least 2 and at
     most 20 GiB, and never more than a tenth."""
-    retry_window_s: Seconds = 3600.0
-    """A POST that the SDK marks as a retry finds the resource of its first attempt for this long."""
-    idempotency_keep_s: Seconds = 24 * 3600.0
-    mode_wait_s: Seconds = 900.0
-    """Longest a request with ?wait=true waits for the hand-over."""
 
     # --- batches
     batch_max_lines: int = Field(50_000, ge=1)
@@ -146,13 +130,6 @@ class ControllerConfig(BaseModel):
     # --- responses
     responses_kept_days: float = Field(30.0, ge=0)
     """Answers of /v1/responses, and chat completions with `store`, are kept for this long; 0: none is stored."""
-
-    # --- background
-    housekeeping_every_s: Seconds = 30.0
-    canary_every_s: Seconds = 2.0
-    """Time between two checks of versions that are compared with the previous one."""
-    progress_every_s: Seconds = 0.5
-    """Progress of an operation is written to the store at most this often."""
 
     # --- bus
     gateway_gone_after_s: Seconds = 3.0

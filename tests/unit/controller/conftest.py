@@ -15,8 +15,7 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from appliance.controller import app as app_module
-from appliance.controller import data_checks
+from appliance.controller import data_checks, gates
 from appliance.controller.app import create_app
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.peers import Listener
@@ -118,7 +117,7 @@ def graders_load_what_they_use() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def rounds_come_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests look themselves, and count the looks: one that went on beside theirs, as each second, left out theirs."""
-    monkeypatch.setattr(app_module, "GATES_EVERY_S", 3600.0)
+    monkeypatch.setattr(gates, "LOOK_EVERY_S", 3600.0)
 
 
 @pytest.fixture(autouse=True)

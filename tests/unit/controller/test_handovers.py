@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.http.views import step_view
+from appliance.controller.admin.box import step_view
 from appliance.store.rows import HANDOVERS, HandoverRow
 from scheduler.handover.ports import StepRecord
 from tests.unit.controller.conftest import Control

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from urllib.parse import quote
 
 import pytest
@@ -78,15 +77,6 @@ async def test_a_model_none_of_whose_versions_answers_can_be_deleted(control: Co
     assert models.find(control.db, TUNED) is None and control.ops.removed[0][0] == TUNED
 
 
-async def test_deleting_a_model_twice_at_once_deletes_it_once(control: Control):
-    insert_tuned(control)
-    path = f"/v1/models/{quote(TUNED, safe='')}"
-    answers = await asyncio.gather(*(control.http.delete(path) for _ in range(3)))
-    assert sorted(answer.status_code for answer in answers) == [200, 404, 404]
-    assert models.find(control.db, TUNED) is None and models.find_checkpoint(control.db, CHECKPOINT) is None
-    assert len(control.ops.removed) == 1
-
-
 async def test_deleting_a_checkpoint_takes_only_its_version_and_never_the_active_one(control: Control):
     insert_tuned(control)
     await control.sdk.models.delete(CHECKPOINT)
@@ -128,8 +118,6 @@ async def test_a_version_that_a_job_uses_stays_by_whichever_of_its_names(control
     [
         ("My Great Model", "my-great-model"),
         ("a:b/c..d", "a-b-c-d"),
-        ("<script>", "script"),
-        ("A" * 64, "a" * 64),
         ("中文 模型", "xn----kq6at31adrolnf"),
         ("客服 v2", "v2"),
     ],
@@ -142,12 +130,7 @@ async def test_a_suffix_becomes_part_of_a_name_as_openai_makes_it(control: Contr
     assert told["user_provided_suffix"] == suffix
 
 
-@pytest.mark.parametrize(
-    ("valid", "names"),
-    [
-        (False, ["", ".hidden", "/abs", "a//b", "a/../b", "a b", "a\nb", "a@b", "ä", "a/", "a" * 257]),
-        (True, ["a", "starter", "Qwen/Qwen3-0.6B", "ft:a:b:c:d", "m_1.5", "a" * 256]),
-    ],
-)
-def test_is_model_name(valid: bool, names: list[str]):
-    assert [is_model_name(name) for name in names] == [valid] * len(names)
+def test_is_model_name_takes_printable_names_without_path_tricks():
+    good = ["a", "starter", "Qwen/Qwen3-0.6B", "ft:a:b:c:d", "m_1.5", "a" * 256]
+    bad = ["", ".hidden", "/abs", "a//b", "a/../b", "a b", "a\nb", "a@b", "ä", "a/", "a" * 257]
+    assert [is_model_name(name) for name in (*good, *bad)] == [True] * len(good) + [False] * len(bad)

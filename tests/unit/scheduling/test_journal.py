@@ -27,5 +27,5 @@ def test_journal_after_a_restart_knows_what_was_begun(tmp_path):
         journal.end(3, "undone", 12.0, "the engine died")
         row = HANDOVERS.get(db, 3)
         assert journal.unfinished() == [] and (row.state, row.error) == ("undone", "the engine died")
-        retention.delete_aged(db, "handovers", 1e9)
+        retention.delete_records(db, 1e9)
         assert journal.last_id() == 3, "numbers are never used again"
