@@ -166,8 +166,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     sizes = EngineSizes(db, config.serve, of_engines, asleep)
     routing = BusRouting(bus, db, sizes, spending)
     transport = httpx.AsyncHTTPTransport(uds=str(paths.asking_socket), limits=httpx.Limits(max_connections=None))
-    asking = Asking(db, transport, lambda: bus.models, routing.host, inbox.nudge)
-    bus.on_table = asking.table_changed
+    asking = Asking(db, transport, lambda: bus.models, inbox.nudge)
 
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
     tiers = Tiers(db, weights, config.weights, paths)

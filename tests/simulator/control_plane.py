@@ -232,14 +232,14 @@ class SimulatedTiers:
 
 
 class _Rows(dict[str, Any]):
-    """Of any name, a model with one engine that has so many places for class batch; none: it is asleep."""
+    """Of any name, a model with one engine, which answers so many requests at once; none: it is asleep."""
 
     places = 4
 
     def get(self, name: str, default: Any = None) -> Any:
         if name in self:
             return self[name]
-        return {"replicas": [{"state": "open"}] if self.places else [], "slots": 2 * self.places}
+        return {"replicas": [{"state": "open"}] if self.places else []}
 
 
 class LineReturned(Exception):
@@ -251,14 +251,12 @@ class LineReturned(Exception):
 
 
 class SimulatedEngines(Asking):
-    """Asks a gateway that answers every request at once with its body; `rule` may do otherwise. asked_by: the key of
-    each request."""
+    """Asks a gateway that answers every request at once with its body, if its engine has a place; `rule` may do
+    otherwise. asked_by: the key of each request."""
 
     def __init__(self, db: Database) -> None:
         self.rows = _Rows()
-        self.hosts: dict[str, str] = {}
-        transport = httpx.MockTransport(self._posted)
-        super().__init__(db, transport, lambda: self.rows, lambda model: self.hosts.get(model, model), lambda: None)
+        super().__init__(db, httpx.MockTransport(self._posted), lambda: self.rows, lambda: None)
         self.sent: list[dict[str, Any]] = []
         self.asked_by: list[str] = []
         self.most_at_once = 0
@@ -272,13 +270,14 @@ class SimulatedEngines(Asking):
     @lines.setter
     def lines(self, places: int) -> None:
         self.rows.places = places
-        self.table_changed()
 
     def awake(self) -> None:
         self.lines = 4
 
     async def _posted(self, request: httpx.Request) -> httpx.Response:
         assert request.headers["x-appliance-class"] == "batch"
+        while self._at_once >= self.rows.places:
+            await asyncio.sleep(0.001)
         self.asked_by.append(request.headers["x-appliance-key-id"])
         try:
             answer = await self._answer(orjson.loads(request.content))

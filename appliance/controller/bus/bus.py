@@ -49,7 +49,7 @@ class Bus:
     """Serves the gateway from `start` to `stop`: a new connection replaces the last. All methods belong to one event
     loop.
 
-    on_load: called after every report. on_table: called when the table's models have changed. on_usage: called with the
+    on_load: called after every report. on_usage: called with the
     rows of every usage message. They must not block; their errors are recorded in `background` and break no connection.
 
     models, keys, generation: of the last published table; keys by SHA-256 in hex. first_generation: above any of an
@@ -61,7 +61,6 @@ class Bus:
     ):
         self._path, self._config, self._background = path, config, background or BackgroundTasks()
         self.on_load: Callable[[], Any] = lambda: None
-        self.on_table: Callable[[], Any] = lambda: None
         self.on_usage: Callable[[list[dict[str, Any]]], Any] = lambda rows: None
         self.generation = first_generation
         self.models: dict[str, Any] = {}
@@ -103,7 +102,6 @@ class Bus:
         if models != self.models:
             self.models = models
             self._next_generation()
-            self.on_table()
         return self.generation
 
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:

@@ -167,9 +167,7 @@ class Rollouts:
             ends=plan.facts.ends,
             form=plan.spec.options.get("response_format"),
         )
-        answer = await self._asking.ask(
-            row.key_id, policy_name(row.id), in_tokens.URL, body, sequences=n, within_s=ANSWER_WITHIN_S
-        )
+        answer = await self._asking.ask(row.key_id, policy_name(row.id), in_tokens.URL, body, within_s=ANSWER_WITHIN_S)
         if answer.error:
             raise ValueError(answer.error)
         return in_tokens.samples_of(answer.body, n)

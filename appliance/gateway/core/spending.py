@@ -1,10 +1,10 @@
-"""Limits what keys and owners spend and have open at one gateway process, and sums up what was spent."""
+"""Limits what keys and owners spend and have open, and sums up what was spent."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final
 
 from appliance.gateway.core import errors
@@ -30,7 +30,8 @@ class Bucket:
 
 
 class OwnerUse:
-    """Open work of all keys of one owner: requests and bytes of bodies. Ten keys do not allow ten times as much."""
+    """Open work of a class of all keys of one owner: requests and bytes of bodies. Ten keys do not allow ten times as
+    much."""
 
     requests: int = 0
     body_bytes: int = 0
@@ -55,6 +56,7 @@ class KeyUse:
                 self.buckets[name] = before[name] if same else Bucket(limit, now_s)
 
     def spend(self, requests: int, tokens: int) -> None:
+        """Spend this even if it is not available; less than nothing is given back."""
         for name, bucket in self.buckets.items():
             bucket.level = min(bucket.limit, bucket.level - (requests if name == "requests" else tokens))
 
@@ -68,17 +70,14 @@ class KeyUse:
 
 
 class UsageLimits:
-    """Spending of all keys at one gateway process, and its limits. workers: how many processes share the port;
-    report_spent: reports to the others what a key has spent here. callers: by the id of the key."""
+    """Spending of all keys, and its limits. callers: by the id of the key."""
 
-    def __init__(self, workers: int) -> None:
-        self.report_spent: Callable[[str, bool, int, int], None] = lambda key, batch, requests, tokens: None
-        self._workers = workers
+    def __init__(self) -> None:
         self.callers: dict[str, Caller] = {}
         # By key, owner and class: a key may get another owner, whose open requests it then shares, and class batch has
         # an allowance of its own.
         self._uses: dict[tuple[str, str, bool], KeyUse] = {}
-        self._owners: defaultdict[str, OwnerUse] = defaultdict(OwnerUse)
+        self._owners: defaultdict[tuple[str, bool], OwnerUse] = defaultdict(OwnerUse)
         # By key, model and version.
         self._sums: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
 
@@ -92,7 +91,7 @@ class UsageLimits:
     def use_of(self, caller: Caller, *, batch: bool = False) -> KeyUse:
         name = caller.id, caller.owner, batch
         if name not in self._uses:
-            self._uses[name] = KeyUse(caller.id, self._owners[caller.owner], batch)
+            self._uses[name] = KeyUse(caller.id, self._owners[caller.owner, batch], batch)
             self._uses[name].limit(caller, time.monotonic())
         return self._uses[name]
 
@@ -112,11 +111,10 @@ class UsageLimits:
         if use.owner.requests >= most_requests:
             raise self.too_many_at_once("requests", most_requests)
         # A request's cost is known at its end: open requests together stay within the quota, but one alone may pass it.
-        quota = None if caller.quota is None else max(1, caller.quota // self._workers)
-        if quota is not None and use.under_way and use.under_way + tokens > quota:
+        if caller.quota is not None and use.under_way and use.under_way + tokens > caller.quota:
             message = (
                 f"Open requests of this API key may take {use.under_way} tokens, and this one {tokens}; its "
-                f"quota allows {quota} at once. Please retry when one has ended."
+                f"quota allows {caller.quota} at once. Please retry when one has ended."
             )
             raise errors.over_limit(message, "tokens", 1)
         self._take(use, 0, tokens)
@@ -137,18 +135,7 @@ class UsageLimits:
             if wait_s := bucket.wait_s(requests if name == "requests" else tokens, time.monotonic()):
                 message = f"Rate limit reached: {bucket.limit} {name} per minute. Please try again in {wait_s:.3g}s."
                 raise errors.over_limit(message, name, wait_s)
-        self.correct(use, requests, tokens)
-
-    def spent_elsewhere(self, key: str, batch: bool, requests: int, tokens: int) -> None:
-        """Another process of this port reports what a key has spent there."""
-        if key in self.callers:
-            self.use_of(self.callers[key], batch=batch).spend(requests, tokens)
-
-    def correct(self, use: KeyUse, requests: int, tokens: int) -> None:
-        """Spend this even if it is not available; less than nothing is given back."""
-        if use.buckets:
-            use.spend(requests, tokens)
-            self.report_spent(use.key, use.batch, requests, tokens)
+        use.spend(requests, tokens)
 
     def count(self, key: str, model: str, version: str, counts: dict[str, int]) -> None:
         """Add to the sums for the controller."""

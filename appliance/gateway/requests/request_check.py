@@ -24,7 +24,7 @@ from appliance.gateway.requests.continuation import CHAT, Continuation, continua
 from appliance.gateway.requests.fields import check_fields, prompts_in, refused
 from appliance.gateway.requests.normalize import normalize
 from appliance.gateway.requests.transcript import Transcript, of_completion, of_response
-from serve.core.keywords import counted, defined, unenforced
+from serve.core.keywords import counted, defined, nodes, unenforced
 
 _MODEL_NAME_CHARS: Final = 512
 _COMPLETION_TOKENS: Final = 256
@@ -231,7 +231,10 @@ def check_structure(data: dict[str, Any], json_depth: int) -> None:
                 param=f"{place}.{path}",
                 code="unsupported_schema_keyword",
             )
-    forms = [*schemas, *_enforced_tools(data)]
+    # Tools that are to be held to their schema, wherever they are; one whose call is demanded is strict (normalize.py).
+    tools = ((name, path, tool) for name in ("tools", "messages") for path, tool in nodes(data.get(name)))
+    strict = [(f"{name}[{path.partition('.')[0]}]", tool) for name, path, tool in tools if tool.get("strict")]
+    forms = [*schemas, *strict]
     for unit, measure, most in _MOST:
         sizes = [measure(form) for _, form in forms]
         if sum(sizes) > most:
@@ -272,23 +275,6 @@ def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, 
             raise errors.bad_request(f"`{outputs}.json` is not JSON: {error}", param=f"{outputs}.json") from None
         check_depth([schema], json_depth, f"{outputs}.json")
     yield f"{outputs}.json", schema
-
-
-def _enforced_tools(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Schemas of strict tools, those of namespaces too; a tool whose call is demanded is strict (normalize.py)."""
-    tools = [(f"tools[{place}]", tool) for place, tool in enumerate(data.get("tools", ()))]
-    for place, message in enumerate(data.get("messages", ())):  # Anthropic's blocks `tool_addition`
-        blocks = message.get("content")
-        added = [block.get("tool") for block in blocks if isinstance(block, dict)] if isinstance(blocks, list) else []
-        tools += [(f"messages[{place}]", tool.get("definition")) for tool in added if isinstance(tool, dict)]
-    for where, tool in tools:
-        tool = tool if isinstance(tool, dict) else {}
-        inner = tool["tools"] if tool.get("type") == "namespace" else ()
-        # In `function` (chat), or in the tool itself (Responses, Anthropic): an engine may read either.
-        for holder in (tool, tool.get("function"), *inner):
-            if isinstance(holder, dict) and holder.get("strict"):
-                for name in ("parameters", "input_schema"):
-                    yield f"{where}.{name}", holder.get(name)
 
 
 # -- images and sounds

@@ -111,32 +111,34 @@ class Exchange:
     body_complete: all of the request's body was read. ended: why it was ended from outside. broke_off: an error
     followed its answer's head."""
 
+    route: Route = UNKNOWN
+    caller: Caller = NOBODY
+    use: KeyUse = _NO_USE
+    request_id = trace = b""
+    received_s = sent_s = first_byte_s = 0.0
+    status = body_bytes = buffered_bytes = sent_bytes = stream_events = 0
+    model = routed_model = model_version = replica = session = ""
+    checked: Checked | None = None
+    choice: Choice | None = None
+    ticket: Ticket | None = None
+    ignored: Pairs = ()
+    span: Any = None
+    infers = head_only = head_sent = sse = finished = broke_off = False
+    ended: HttpError | None = None
+
     def __init__(self, limits: Limits, scope: Any, receive: Any, send: Any) -> None:
-        headers: dict[bytes, bytes] = {}
-        for name, value in scope["headers"]:
-            headers[name] = b"%b, %b" % (headers[name], value) if name in headers else value
-        self.method, self.target, self.headers = scope["method"].encode(), plain_target(scope["target"]), headers
-        self.path = self.target.partition(b"?")[0]
-        length = headers.get(b"content-length")
-        self.content_length = None if length is None else int(length)
-        self.chunked = b"transfer-encoding" in headers
         self.connection: Connection = scope["connection"]
-        self.route: Route = UNKNOWN
-        self.caller: Caller = NOBODY
-        self.use: KeyUse = _NO_USE
-        self.request_id = self.trace = b""
-        self.received_s = self.sent_s = self.first_byte_s = 0.0
-        self.status = self.body_bytes = self.buffered_bytes = self.sent_bytes = self.stream_events = 0
-        self.model = self.routed_model = self.model_version = self.replica = self.session = ""
-        self.checked: Checked | None = None
-        self.choice: Choice | None = None
-        self.ticket: Ticket | None = None
-        self.ignored: Pairs = ()
-        self.tokens = Tokens()
-        self.span: Any = None
-        self.infers = self.head_only = self.head_sent = self.sse = self.finished = self.broke_off = False
+        self.method, self.target, self.headers = (
+            scope["method"].encode(),
+            plain_target(scope["target"]),
+            scope["fields"],
+        )
+        self.path = self.target.partition(b"?")[0]
+        length = self.headers.get(b"content-length")
+        self.content_length = None if length is None else int(length)
+        self.chunked = b"transfer-encoding" in self.headers
         self.body_complete = not (self.chunked or self.content_length)
-        self.ended: HttpError | None = None
+        self.tokens = Tokens()
         self._limits, self._receive, self._send = limits, receive, send
         self.task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]
 
@@ -390,7 +392,6 @@ class Connection(HttpToolsProtocol):
             raise errors.unavailable("The server is shutting down.", "shutting_down", 2)
         super().on_message_begin()
         self._in_head = True
-        self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # a trailer is dropped
@@ -398,13 +399,15 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head, self._unparsed_bytes, self._head_since_s = False, 0, None
-        version, method, headers = self.parser.get_http_version(), self.parser.get_method(), dict(self.headers)
+        version, method, headers = self.parser.get_http_version(), self.parser.get_method(), dict[bytes, bytes]()
+        for name, value in self.headers:
+            if name in headers and name in _ONCE:
+                raise errors.protocol_error("A header was sent twice that a request has once.")
+            headers[name] = b"%b, %b" % (headers[name], value) if name in headers else value
         self.scope["method"], self.scope["http_version"] = method.decode(), version
         coding = headers.get(b"transfer-encoding")
         if len(self.url) + sum(len(n) + len(value) + 4 for n, value in self.headers) > self.state.limits.head_bytes:
             raise errors.protocol_error("The URL and the headers of the request are too long.", 431)
-        if sum(name in _ONCE for name, _ in self.headers) > len(_ONCE & headers.keys()):
-            raise errors.protocol_error("A header was sent twice that a request has once.")
         if method == b"CONNECT":
             raise errors.protocol_error("CONNECT is not supported.")
         if version not in ("1.0", "1.1"):
@@ -418,7 +421,7 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self._offers_upgrade = True
             return
-        self.scope["target"] = self.url  # type: ignore[typeddict-unknown-key]
+        self.scope |= {"connection": self, "target": self.url, "fields": headers}  # type: ignore[typeddict-item]
         # uvicorn takes the URL apart and decodes it; routes go by its bytes, which are checked there.
         self.url = b"/"
         super().on_headers_complete()

@@ -76,7 +76,7 @@ class State:
         self.token = b"" if config.token_path is None else Path(config.token_path).read_bytes().strip()
         self.keys: dict[str, Caller] = {}
         self.sessions: dict[str, tuple[Login, Caller]] = {}
-        self.spending = UsageLimits(config.workers)
+        self.spending = UsageLimits()
         self.generation = -1
         self.stopping = False
         self.background = BackgroundTasks()
@@ -93,8 +93,10 @@ class State:
     # -- bodies in memory
 
     def take_body(self, exchange: Exchange, nbytes: int) -> None:
-        """Account for body bytes in memory. Raises HttpError 503 if all bodies together are too large."""
-        if self.buffered_bytes + nbytes > self.limits.buffered_body_bytes:
+        """Account for body bytes in memory. Raises HttpError 503 if all bodies together are too large; class batch
+        leaves half of the memory to people."""
+        most = self.limits.buffered_body_bytes // (2 if exchange.use.batch else 1)
+        if self.buffered_bytes + nbytes > most:
             raise errors.unavailable("The server is busy with other large requests. Please retry.", "overloaded", 2)
         owner = exchange.use.owner
         if owner.body_bytes + nbytes > self.limits.owner_body_bytes:
@@ -157,9 +159,9 @@ class State:
     def place_held(self) -> None:
         """Give waiting requests the places that replicas have for them."""
         now_s = time.monotonic()
-        for host in self.holds.hosts():
+        for queue in self.holds.queues():
             full: set[tuple[str, ...]] = set()
-            while (ticket := self.holds.next(host, full)) is not None:
+            while (ticket := self.holds.next(queue, full)) is not None:
                 choice = self.router.choose(ticket.names, ticket.work, now_s, ticket.avoided)
                 if choice is None:
                     full.add(ticket.names)
@@ -177,7 +179,7 @@ class State:
             self.spending.closed(use, checked.tokens)
         inferred = checked if exchange.infers else None
         if inferred is not None and use.batch and status == 503:
-            self.spending.correct(use, -1, -inferred.tokens)
+            use.spend(-1, -inferred.tokens)
             inferred = None  # it counts once, when it is answered
         if exchange.broke_off:
             self.metrics.events["broke_off"] += 1
@@ -186,7 +188,7 @@ class State:
             if not tokens.completion and exchange.sent_s and status in (200, 401, 499):
                 # No usage came: the client left, its key was revoked, or the engine died in mid-stream.
                 tokens.prompt, tokens.completion = tokens.prompt or inferred.prompt_tokens, exchange.stream_events
-            self.spending.correct(use, 0, tokens.prompt + tokens.completion - inferred.tokens)
+            use.spend(0, tokens.prompt + tokens.completion - inferred.tokens)
             counts = {"prompt_tokens": tokens.prompt, "completion_tokens": tokens.completion}
             counts |= {"requests": 1, "errors": int(status >= 500 or exchange.broke_off)}
             self.spending.count(exchange.caller.id, exchange.model, exchange.model_version, counts)
