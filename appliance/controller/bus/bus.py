@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from appliance.controller.bus.load import MESSAGE, Arrivals, Load, Report, Usage, total
+from appliance.controller.bus.load import MESSAGE, Arrivals, Load, Report, Usage
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.store.database import Database
 from appliance.store.records import box
@@ -209,7 +209,7 @@ class Bus:
                 self._writer.write(b'{"type":"counted"}\n')  # also invalid rows, or they would come without end
             return
         self.arrivals.add(report)
-        self._report, self._load = report, total([report])
+        self._report, self._load = report, Load.of(report)
         self._ever_reported = True
         self._changed.set()
         with self._background.guard("what load reports set off"):
