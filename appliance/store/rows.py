@@ -13,7 +13,7 @@ from appliance.store.database import sql_list
 from appliance.store.ids import new_id
 from appliance.store.table import Table
 from scheduler.core.workload import PolicyKind
-from scheduler.handover.ports import HandoverState, StepRecord
+from scheduler.handover.ports import StepRecord
 
 JobPhase = Literal["validating", "queued", "running", "suspended", "succeeded", "failed", "cancelled"]
 JobWanted = Literal["run", "pause", "cancel"]
@@ -324,15 +324,14 @@ class JobMetricRow:
 
 @dataclass(frozen=True, slots=True)
 class HandoverRow:
-    """asked_by: a key's name, "box", "window <id>" or "scheduler"; asked_for: what that asked for. state None: it has
-    not ended."""
+    """asked_by: a key's name, "box", "window <id>" or "scheduler"; asked_for: what that asked for."""
 
     id: int
     reason: str
     started_s: float
     asked_by: str = ""
     asked_for: str = ""
-    state: HandoverState | None = None
+    state: Literal["running", "done", "undone", "failed"] = "running"
     ended_s: float | None = None
     steps: tuple[StepRecord, ...] = ()
     error: str = ""

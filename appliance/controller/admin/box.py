@@ -154,8 +154,7 @@ def _handover(row: HandoverRow) -> dict[str, Any]:
     steps = [step_view(step) for step in row.steps]
     return {
         "id": str(row.id),
-        "state": row.state or "running",
-        **columns(row, "reason started_s ended_s"),
+        **columns(row, "reason state started_s ended_s"),
         **{name: getattr(row, name) or None for name in ("asked_by", "asked_for", "error")},
         "seconds": None if row.ended_s is None else row.ended_s - row.started_s,
         "bytes": sum(s["bytes"] or 0 for s in steps),
