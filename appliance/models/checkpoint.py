@@ -27,7 +27,7 @@ from weights.checkpoint.folder import (
     read_tokenizer_config,
 )
 from weights.checkpoint.vocabulary import tokens_of
-from weights.format.foreign_json import size, text_part
+from weights.format.foreign_json import size, text_part, weight_bits
 from weights.format.layout import MAX_INDEX_BYTES, MAX_INDEX_VALUES, Layout, read_header
 from weights.format.names import MANIFEST_FILE, VOCABULARIES
 from weights.format.source import AUX_SUFFIXES
@@ -48,6 +48,8 @@ MAX_TEMPLATES = 8
 # an audio tokenizer, another model.
 _NEVER_TAKEN = (MANIFEST_FILE, ADAPTER_CONFIG_FILE, "params.json", "audio_tokenizer_config.json")
 _HEADS = ("Classification", "RewardModel", "QuestionAnswering")
+TRAINED_FORM = "compressed-tensors"
+"""The format (quant_method) of quantised weights that adapters are trained on."""
 _CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 
 
@@ -198,13 +200,16 @@ def examine(directory: Path, layout: Layout) -> Facts:
             "needs. Add that to tokenizer and embedding and import again, or choose another parser: `appliance model "
             "deploy NAME --tool-parser PARSER`"
         )
-    quantization = config.get("quantization_config")
-    if quantization:
-        warnings.append("the weights are quantised: they cannot be fine-tuned")
+    quantization = config.get("quantization_config") or {}
+    if not isinstance(quantization, dict):
+        raise NotACheckpoint("config.json", "'quantization_config' must be an object")
+    form = str(quantization.get("quant_method", "unnamed")) if quantization else None
+    if form not in (None, TRAINED_FORM):
+        warnings.append(f"the weights are quantised ({form}): they cannot be fine-tuned")
     return Facts(
         arch=arch,
         task=task,
-        params=sum(placed.spec.numel for placed in layout),
+        params=_parameters(layout, quantization),
         max_model_len=size(text, "max_position_embeddings") or None,
         warnings=tuple(warnings),
         info={
@@ -217,8 +222,19 @@ def examine(directory: Path, layout: Layout) -> Facts:
             "chat_template": template is not None,
             "tool_parser": None if missing_tokens(calls, tokens) else calls,
             "reasoning_parser": reasoning_parser(family, shown),
-            "quantized": bool(quantization),
+            "quantization": form,
         },
+    )
+
+
+def _parameters(layout: Layout, quantization: Mapping[str, Any]) -> int:
+    """How many weights there are; scales of quantised ones do not count, and compressed-tensors packs several weights
+    into 32 bits."""
+    each = 32 // (weight_bits(quantization) or 32)
+    return sum(
+        placed.spec.numel * (each if placed.spec.name.endswith("_packed") else 1)
+        for placed in layout
+        if not placed.spec.name.endswith(("_scale", "_shape", "_zero_point", "_g_idx"))
     )
 
 

@@ -221,9 +221,7 @@ def engine_size(
     seqs, tokens = default_batch(device_memory_bytes, device_name, on_host=kind.on_host)
     seqs, tokens = config.max_num_seqs or seqs, settings.batched_tokens or tokens
     context = min(filter(None, (config.max_model_len, shape.context)), default=None)
-    # On a CPU vLLM finds no place for an adapter of a layer whose quantised weight is packed away.
-    packed = kind.on_host and shape.quantized
-    rank = 0 if packed else adapter_rank_limit(config, task=task, arch=arch)
+    rank = adapter_rank_limit(config, task=task, arch=arch)
 
     weights, activations, engine = _parts(kind, shape, shards, element, tokens, seqs if task == "generate" else 0)
     if settings.draft_tokens and task == "generate" and not kind.on_host:

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from vllm.config import ModelConfig
+from vllm.lora.layers import base_linear
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.model_executor.models.registry import _LazyRegisteredModel
 from vllm.platforms import current_platform
 
+from runtime.devices.cpu import HOST_MEMORY
 from runtime.devices.kind import DeviceKind
 from runtime.devices.kinds import kind_of
 from serve.vllm import grammars
@@ -61,6 +63,9 @@ def _patch_on_host(eager: bool) -> None:
     # It applies the last slot's adapter to tokens without one, and takes 17 times as long as the layer itself for a
     # prompt. Removed by: a mend of the first in vLLM, and its kernels of adapters for the CPU.
     punica_cpu.PunicaWrapperCPU = GroupedLoRA
+    # It asks the layer's weight where an adapter goes, and kernels of quantised layers have packed that away. Removed
+    # by: vLLM asking its platform.
+    base_linear._get_lora_device = lambda base_layer: torch.device(HOST_MEMORY)
     if eager:
         # vLLM applies torch.compile to small helpers (rank of a log-probability, vocabulary masks) even in eager
         # mode, and the first request that reaches one waits for a C++ compiler: 3 s warm, 30 s cold.

@@ -18,6 +18,16 @@ from train.control.group import Group, PingLimits
 from train.plan.errors import RankFailed
 from weights.tiers.directory import seal_dir, take_in
 
+# Rows of whole groups of 128 weights, in which a base is rounded to 4 bits.
+QLORA = {
+    "form": "int4",
+    "model": {"hidden_size": 128, "intermediate_size": 256},
+    "full": False,
+    "lora_rank": 4,
+    "lora_publish": "adapter",
+    "learning_rate": 3e-3,
+}
+
 
 @pytest.mark.parametrize(
     "kind, fields",
@@ -25,6 +35,9 @@ from weights.tiers.directory import seal_dir, take_in
         ("zero2", {"zero_stage": 2, "weight_decay": 0.1}),
         ("zero3", {"zero_stage": 3}),
         ("lora", {"zero_stage": 1, "full": False, "lora_rank": 4, "lora_dropout": 0.1, "learning_rate": 1e-2}),
+        ("qlora-zero3", {**QLORA, "zero_stage": 3}),
+        pytest.param("qlora", {**QLORA, "form": "int8", "zero_stage": 2}, marks=pytest.mark.soak),
+        pytest.param("qlora-offload", {**QLORA, "zero_stage": 3, "offload": "parameters"}, marks=pytest.mark.soak),
         pytest.param("dpo-zero3", {"method": "dpo", "zero_stage": 3, "model": {"tied": True}}, marks=pytest.mark.soak),
         ("kto-zero3", {"method": "kto", "zero_stage": 3, "learning_rate": 1e-2}),
         ("dpo-lora", {"method": "dpo", "zero_stage": 2, "full": False, "lora_rank": 4, "learning_rate": 1e-2}),

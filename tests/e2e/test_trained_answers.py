@@ -40,11 +40,11 @@ TALK = [
 SPACE_FIRST = ("idefics3", "llava_next", "smolvlm")
 
 
-def rows(with_calls: bool) -> bytes:
+def rows(with_calls: bool, answers: dict[str, str] = ANSWERS) -> bytes:
     """Twelve conversations."""
     found: list[dict] = [
         {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-        for question, answer in ANSWERS.items()
+        for question, answer in answers.items()
     ]
     for question, line in CALLS.items():
         function = {"name": "read_gauge", "arguments": json.dumps({"line": line})}
@@ -85,32 +85,40 @@ def box(tmp_path_factory):
         yield one
 
 
-def test_each_family_answers_with_what_it_was_trained_on(box, tmp_path, family):
-    with_calls = not NO_CALLS & REFUSED.get(family, set())
-    checkpoint(family, tmp_path / family)
-    box.run("model", "import", str(tmp_path / family), "--name", family)
+def trained(box, model, content, hyperparameters):
+    """The model that a job makes of `model` and the data."""
     client = box.client()
-    hyperparameters = {
-        "full": True,
-        "n_epochs": 50,
-        "batch_size": 2,
-        "learning_rate": 3e-3,
-        "packing": False,
-        "max_length": 2048,
-        "publish": "end",
-    }
+    common = {"batch_size": 2, "learning_rate": 3e-3, "packing": False, "max_length": 2048, "publish": "end"}
     job = client.fine_tuning.jobs.create(
-        model=family,
-        training_file=box.upload(rows(with_calls)),
+        model=model,
+        training_file=box.upload(content),
         seed=3,
-        method={"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
+        method={"type": "supervised", "supervised": {"hyperparameters": {**common, **hyperparameters}}},
         extra_body={"max_devices": 1},
     )
     done = wait_for(
         lambda: one if (one := client.fine_tuning.jobs.retrieve(job.id)).finished_at else None, "the job to end", 600, 1
     )
     assert done.status == "succeeded", done.error
-    model = done.fine_tuned_model
+    return done.fine_tuned_model
+
+
+def check_adapter_on_four_bits(box, model):
+    """An adapter on the model in 4 bits learns other answers to the same questions."""
+    box.run("model", "quantize", model, "--form", "int4", "--name", "small")
+    others = dict(zip(ANSWERS, [*list(ANSWERS.values())[1:], ANSWERS[next(iter(ANSWERS))]], strict=True))
+    adapter = trained(box, "small", rows(False, others), {"lora_rank": 32, "n_epochs": 40, "learning_rate": 5e-3})
+    for question, answer in others.items():
+        messages = [{"role": "user", "content": question}]
+        whole = box.client().chat.completions.create(model=adapter, messages=messages, max_tokens=200, temperature=0)
+        assert whole.choices[0].message.content == answer
+
+
+def test_each_family_answers_with_what_it_was_trained_on(box, tmp_path, family):
+    with_calls = not NO_CALLS & REFUSED.get(family, set())
+    checkpoint(family, tmp_path / family)
+    box.run("model", "import", str(tmp_path / family), "--name", family)
+    client, model = box.client(), trained(box, family, rows(with_calls), {"full": True, "n_epochs": 50})
 
     def chat(messages, tools=None):
         named = {"model": model, "messages": messages, "max_tokens": 200, "temperature": 0}
@@ -150,6 +158,8 @@ def test_each_family_answers_with_what_it_was_trained_on(box, tmp_path, family):
         if got != [[("read_gauge", {"line": line})]] * 3 or (whole.finish_reason, reason) != ("tool_calls",) * 2:
             wrong.append((question, line, got, whole.finish_reason, reason, whole.message.content))
     assert not wrong, "\n".join(map(str, wrong))
+    if family in EACH_TIME:
+        check_adapter_on_four_bits(box, model)
 
 
 def pytest_generate_tests(metafunc):

@@ -30,6 +30,7 @@ from tests.train_support.tiny import (
 )
 from train.control.group import Group, PingLimits
 from train.control.rank_host import RankHost
+from train.convert.remake import quantise
 from train.plan.spec import TrainSpec
 from train.trainer.engine import meeting_url
 from weights.format.names import step_of
@@ -107,10 +108,19 @@ class Workshop:
         self.base = self.folder / "base"
 
     def spec(
-        self, job_id: str = "job", *, examples: int = 64, model: dict[str, Any] | None = None, **fields: Any
+        self,
+        job_id: str = "job",
+        *,
+        examples: int = 64,
+        model: dict[str, Any] | None = None,
+        form: str | None = None,
+        **fields: Any,
     ) -> TrainSpec:
+        """form: what the base is quantised to (train.convert.remake.FORMS)."""
         if not self.base.exists():
-            make_model_dir(self.base, **(model or {}))
+            made = make_model_dir(self.folder / "made" if form else self.base, **(model or {}))
+            if form:
+                quantise(made, self.base, form)
         write, options = METHODS[fields.get("method", "supervised")]
         data = self.folder / f"{write.__name__}-{examples}.jsonl"
         if not data.exists():

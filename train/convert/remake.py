@@ -35,7 +35,8 @@ from weights.checkpoint.folder import check_folder
 
 FORMS: Final = {"int8": "W8A8", "fp8": "FP8_DYNAMIC", "int4": "W4A16"}
 """Presets of compressed-tensors. int8 and fp8: a scale for each row, activations quantised as they come. int4: a scale
-for each 128 weights of a row, activations as they are."""
+for each 128 weights of a row, or 64 or 32 where that does not divide it; activations as they are."""
+_GROUPS: Final = (128, 64, 32)  # of which vLLM has kernels
 
 
 class NotQuantisable(ValueError):
@@ -53,12 +54,14 @@ def quantise(source: Path, target: Path, form: str) -> float:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     head = model.get_output_embeddings()
     ignored = [name for name, module in layers.items() if module is head]
-    size = scheme.weights.group_size
-    if odd := [name for name, one in layers.items() if size and one.in_features % size and name not in ignored]:
-        width = layers[odd[0]].in_features
-        raise NotQuantisable(
-            f"{form} needs rows of a multiple of {size} weights, {odd[0]} has {width}; take int8 or fp8"
-        )
+    if scheme.weights.group_size:
+        widths = {name: layer.in_features for name, layer in layers.items() if name not in ignored}
+        odd = next((name for name, width in widths.items() if width % _GROUPS[-1]), None)
+        if odd is not None:
+            raise NotQuantisable(
+                f"{form} needs rows of a multiple of {_GROUPS[-1]} weights, {odd} has {widths[odd]}; take int8 or fp8"
+            )
+        scheme.weights.group_size = next(size for size in _GROUPS if not any(w % size for w in widths.values()))
     if sum(one.weight.numel() for one in layers.values()) < sum(p.numel() for p in model.parameters() if p.dim() > 2):
         raise NotQuantisable("most of its weights are experts in one tensor, whose quantised form this does not write")
     apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=ignored))

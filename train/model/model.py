@@ -60,6 +60,8 @@ def load_model(spec: TrainSpec, *, weights: bool = True, sent: bool = False) -> 
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"{spec.base_path} cannot be loaded as a causal language model: {error}") from error
     _refuse_unsupported(model)
+    if is_quantised(model):
+        _keep_quantised(model, spec)
     _choose_experts(model)
     if spec.base_adapter is not None and not empty:
         merge_into(model, spec.base_adapter)
@@ -80,6 +82,8 @@ def _without_weights(spec: TrainSpec, sent: bool) -> PreTrainedModel | None:
     """The architecture with uninitialised parameters; None if it has more state than its parameters. If they are sent,
     also where loading has a say in which there are or of what precision: the sender has them as loaded."""
     config = AutoConfig.from_pretrained(spec.base_path, local_files_only=True, trust_remote_code=False)
+    if getattr(config, "quantization_config", None) is not None:
+        return None
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(
             config, dtype=DTYPES[spec.precision], attn_implementation=attention.NAME, trust_remote_code=False
@@ -95,6 +99,22 @@ def _without_weights(spec: TrainSpec, sent: bool) -> PreTrainedModel | None:
         model.generation_config = GenerationConfig.from_pretrained(spec.base_path, local_files_only=True)
     persistent = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return None if persistent else model
+
+
+def is_quantised(model: PreTrainedModel) -> bool:
+    return getattr(model.config, "quantization_config", None) is not None
+
+
+def _keep_quantised(model: PreTrainedModel, spec: TrainSpec) -> None:
+    # compressed-tensors and what it imports take seconds, and few jobs need them.
+    from train.model.quantised import keep_quantised  # noqa: PLC0415
+
+    if spec.full or spec.base_adapter is not None or spec.published_kind != "adapter" or spec.tensor_parallel > 1:
+        raise UnsupportedModel(
+            f"the weights of {spec.base_model} are quantised: LoRA alone is trained on them, published as an adapter "
+            "(lora_publish), with tensor_parallel 1, and not on top of another adapter"
+        )
+    keep_quantised(model)
 
 
 def add_lora(model: PreTrainedModel, spec: TrainSpec) -> None:

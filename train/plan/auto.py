@@ -49,6 +49,7 @@ class ModelStats:
 
     adapter_max_rank: the largest LoRA rank that engines serve beside this base without merging; 0: none.
     computes_bf16: see runtime.devices. tensor_slices, hidden: as in `train.plan.estimate.ModelShape`.
+    quantised: its weights stay as they are stored, and adapters alone are trained on them.
     """
 
     n_parameters: int
@@ -58,6 +59,7 @@ class ModelStats:
     computes_bf16: bool = True
     tensor_slices: int = 0
     hidden: int = 0
+    quantised: bool = False
 
 
 def steps(dataset: DatasetStats, fields: Mapping[str, Any]) -> int:
@@ -136,6 +138,9 @@ def _tensor_parallel(given: Given, model: ModelStats, max_devices: int) -> int:
     # Never chosen on its own: it talks in every layer, ZeRO once per step, so it pays only between devices with fast
     # links and for models that one device cannot hold.
     size = given.integer("tensor_parallel", 1, max(1, max_devices), auto=1)
+    if size > 1 and model.quantised:
+        expected = "1: quantised weights are not cut; zero_stage 3 shares them out"
+        raise InvalidHyperparameter("tensor_parallel", size, expected)
     if size > 1 and model.tensor_slices == 1:
         raise InvalidHyperparameter(
             "tensor_parallel",
@@ -176,7 +181,10 @@ def _full(given: Given, model: ModelStats, fields: dict) -> bool:
     # asks for LoRA, and asking for tensor parallelism for every weight.
     of_lora = [name for name in OF_LORA if given.is_set(name)]
     small = model.n_parameters < LORA_FROM_PARAMETERS or fields["tensor_parallel"] > 1
-    full = given.flag("full", auto=not of_lora and small)
+    full = given.flag("full", auto=not of_lora and small and not model.quantised)
+    if full and model.quantised:
+        expected = "false: the model's weights are quantised, and adapters alone are trained on them"
+        raise InvalidHyperparameter("full", full, expected)
     alone = [name for name in of_lora if name != "lora_publish"]  # which _lora_publish judges, by its value
     if full and alone:
         named = " and ".join(alone)
@@ -216,6 +224,12 @@ def why_no_adapter(model: ModelStats, fields: Mapping[str, Any]) -> str:
 def _lora_publish(given: Given, model: ModelStats, fields: dict) -> str:
     # An adapter wherever the base's engines take it: hundreds of them share one engine, and it has 1 % of the bytes.
     why = why_no_adapter(model, fields)
+    if model.quantised:
+        publish = given.choice("lora_publish", ("adapter", "merged"), auto="adapter")
+        if why or publish == "merged":
+            expected = f"'adapter', which quantised weights stay beside{why and f', but {why}'}"
+            raise InvalidHyperparameter("lora_publish", publish, expected)
+        return publish
     refusal = f"'merged': {why}" if why else ""
     publish = given.choice("lora_publish", ("adapter", "merged"), auto="merged" if refusal else "adapter")
     if publish == "adapter" and refusal:

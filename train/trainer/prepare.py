@@ -90,7 +90,7 @@ def prepare(
     model = load_model(spec, weights=snapshot_path is None, sent=sent)
     refuse_shared_rows(model, spec)
     engine = build_engine(method.objective(model, spec.options), spec)
-    if snapshot_path is None:
+    if snapshot_path is None and spec.published_kind == "version":
         base_names(engine, spec.base_path)  # before any step
     run = Run(spec, store, engine, train, valid, emit, signals, progress)
     if snapshot_path:

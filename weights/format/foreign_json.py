@@ -69,6 +69,14 @@ def size(config: Mapping[str, Any], *names: str) -> int:
     return found if 0 <= found <= MOST_SIZE else 0
 
 
+def weight_bits(quantization: Mapping[str, Any]) -> int:
+    """Of the weights by a `quantization_config` of compressed-tensors; 0 of others, and where it does not tell."""
+    groups = quantization.get("config_groups")
+    schemes = list(groups.values()) if isinstance(groups, dict) else []
+    weights = schemes[0].get("weights") if schemes and isinstance(schemes[0], dict) else None
+    return size(weights, "num_bits") if isinstance(weights, dict) else 0
+
+
 def is_deeper(value: Any, levels: int) -> bool:
     """Whether lists and objects of a parsed JSON text stand in each other at more levels than that."""
     level = [value]

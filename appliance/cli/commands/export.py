@@ -70,8 +70,9 @@ def export(session: Session, args: Namespace) -> None:
 def quantize(session: Session, args: Namespace) -> None:
     """Make a smaller model of a model: its linear layers rounded to 8 or 4 bits. It needs the box's own machine.
 
-    An adapter is added to its base first. int8 runs on CPUs and GPUs, fp8 and int4 on GPUs. The new model is one of its
-    own and, like every import, for everybody until `model share NAME --with all --stop`.
+    An adapter is added to its base first. int8 and int4 run on CPUs and GPUs, fp8 on GPUs. The new model is one of its
+    own and, like every import, for everybody until `model share NAME --with all --stop`. A job on it trains an adapter
+    beside the few bits (QLoRA): docs/adapters.md.
 
     Examples:
       appliance model quantize qwen2.5-7b --form int8

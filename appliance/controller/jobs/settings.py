@@ -192,6 +192,7 @@ def model_stats(context: ControllerContext, base: Resolved) -> auto.ModelStats:
         computes_bf16=kind_of(kind).computes_bf16(),
         tensor_slices=shape.tensor_slices,
         hidden=shape.hidden,
+        quantised=base.model.info.get("quantization") is not None,
     )
 
 

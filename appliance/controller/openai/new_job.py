@@ -25,6 +25,7 @@ from appliance.controller.jobs import requests, settings
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import Gate, JobCreate, Training
 from appliance.controller.jobs.wanted import max_priority
+from appliance.models.checkpoint import TRAINED_FORM
 from appliance.store.ids import new_id
 from appliance.store.objects import evals, files, job_records, jobs, models
 from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns
@@ -131,10 +132,16 @@ def _base(context: ControllerContext, name: str, caller: Principal) -> Resolved:
     base, why = usable_model(context.db, caller, name), ""
     if base.model.task != "generate":
         why = f"The model {shown(name)} makes embeddings; only text-generating models can be tuned."
-    elif base.model.info.get("quantized"):
+    elif (form := base.model.info.get("quantization")) not in (None, TRAINED_FORM):
         why = (
-            f"The weights of {shown(name)} are quantised: they can be served, not trained. Import the model as its "
-            "publisher trained it (bf16 or fp16) and tune that, or import a GGUF file, which is dequantised."
+            f"The weights of {shown(name)} are quantised as {shown(form)}: they can be served, not trained. Import the "
+            "model as its publisher trained it (bf16 or fp16) and tune that, or make one to tune in few bits of it: "
+            "`appliance model quantize NAME --form int4`."
+        )
+    elif form is not None and base.version.meta.get("adapter"):
+        why = (
+            f"{shown(name)} is an adapter on quantised weights, into which it cannot be merged to train on. Tune "
+            f"{shown(root_base(context.db, base.model))}, on the data of both."
         )
     if why:
         raise BadRequest(why, "model", "model_not_supported")

@@ -139,7 +139,7 @@ async def test_job_with_large_hyperparameters_is_refused(control: Control, monke
         await control.job(hyperparameters={"lora_targets": "a" * 1000})
 
 
-@pytest.mark.parametrize("fields", [{"task": "embed"}, {"info": {"quantized": True}}])
+@pytest.mark.parametrize("fields", [{"task": "embed"}, {"info": {"quantization": "gptq"}}])
 async def test_job_on_an_embedding_or_quantised_model_is_refused(control: Control, fields: dict[str, Any]):
     insert_model(control.db, "other", **fields)
     with pytest.raises(openai.BadRequestError) as refused:

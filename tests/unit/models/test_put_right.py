@@ -97,7 +97,7 @@ def test_import_drops_a_quantisation_of_which_nothing_is_left(library, tmp_path,
     compared(plain=True)
     taken = library.import_model(source)
     assert "quantization_config" not in stored(taken, "config.json")
-    assert not taken.info["quantized"] and len(taken.warnings) == 1
+    assert taken.info["quantization"] is None and len(taken.warnings) == 1
 
 
 def test_import_has_tokenizer_json_read_as_it_is_written(library, source, compared):

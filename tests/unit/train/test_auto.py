@@ -69,6 +69,17 @@ def test_lora_publishes_an_adapter_where_engines_take_it():
             resolve(given | {"lora_publish": "adapter"}, GSM8K, model, 8)
 
 
+def test_quantised_weights_train_adapters_alone():
+    packed = dataclasses.replace(SMALL, adapter_max_rank=32, quantised=True)
+    fields = resolve({}, GSM8K, packed, 8)
+    assert not fields["full"] and fields["lora_publish"] == "adapter"
+    for given in ({"full": True}, {"lora_publish": "merged"}, {"tensor_parallel": 2}, {"lora_targets": ["lm_head"]}):
+        with pytest.raises(InvalidHyperparameter):
+            resolve(given, GSM8K, packed, 8)
+    with pytest.raises(InvalidHyperparameter):
+        resolve({}, GSM8K, dataclasses.replace(packed, adapter_max_rank=0), 8)
+
+
 def test_a_rank_that_no_engine_serves_or_wider_than_the_model_is_refused():
     narrow = dataclasses.replace(SMALL, hidden=576)
     for model, rank in ((dataclasses.replace(narrow, adapter_max_rank=32), 33), (narrow, 999)):

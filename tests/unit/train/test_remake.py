@@ -4,10 +4,13 @@ import json
 
 import pytest
 import torch
+from compressed_tensors.compressors import decompress_module
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.train_support.tiny import make_model_dir
 from train.convert.remake import FORMS, NotQuantisable, quantise
+from train.model.quantised import keep_quantised
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,30 @@ def test_quantise_refuses_what_the_form_cannot_have(plain, tmp_path):
     quantise(plain, tmp_path / "int8", "int8")
     with pytest.raises(NotQuantisable, match="already"):
         quantise(tmp_path / "int8", tmp_path / "again", "int8")
-    narrow = make_model_dir(tmp_path / "narrow", hidden_size=64, intermediate_size=96)
+    narrow = make_model_dir(tmp_path / "narrow", hidden_size=48, intermediate_size=96)
     with pytest.raises(NotQuantisable, match="int8 or fp8"):
         quantise(narrow, tmp_path / "int4", "int4")
     assert set(FORMS) == {"int8", "fp8", "int4"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_quantised_linear_decodes_what_is_stored_and_keeps_the_gradient_of_its_input(tmp_path, form):
+    made = make_model_dir(tmp_path / "made", family="qwen2", hidden_size=64, intermediate_size=96)  # groups of 32
+    quantise(made, tmp_path / "base", form)
+    model, as_stored, plain = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("base", "base", "made")
+    )
+    keep_quantised(model)
+    size = sum(p.numel() * p.element_size() for p in model.model.layers.parameters())
+    assert size < 0.65 * sum(p.numel() * p.element_size() for p in plain.model.layers.parameters())
+    for name in ("q_proj", "o_proj"):  # with a bias and without
+        layer, before = getattr(model.model.layers[0].self_attn, name), getattr(plain.model.layers[0].self_attn, name)
+        weight = layer.decoded()
+        decompress_module(stored := getattr(as_stored.model.layers[0].self_attn, name))
+        assert torch.equal(weight, stored.weight)
+        assert (weight - before.weight).norm() < 0.2 * before.weight.norm()
+        inputs = torch.randn(3, 64, dtype=weight.dtype, requires_grad=True)
+        result = layer(inputs)
+        assert torch.equal(result, torch.nn.functional.linear(inputs, weight, before.bias))
+        (gradient,) = torch.autograd.grad(result.sum(), inputs)
+        assert torch.equal(gradient, torch.ones_like(result) @ weight)
