@@ -43,7 +43,7 @@ from appliance.controller.bus.demand_learning import DemandLearning
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.doctor import Doctor
 from appliance.controller.context.model_files import LibraryOps
-from appliance.controller.context.scheduler import RSS_EVERY_S, Scheduler
+from appliance.controller.context.scheduler import Scheduler
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.device_watch import DeviceWatch
 from appliance.controller.devices.power import LOOK_EVERY_S as POWER_EVERY_S
@@ -331,7 +331,6 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
     keep_every("health of devices", partial(context.health.look, context.nodes.readings), look_s, at_once=True)
     keep_every("energy of devices", parts.energy.look, look_s)
     keep_every("power profile", context.power.look, POWER_EVERY_S, at_once=True)
-    keep_every("resident memory of engines", context.scheduler.read_memory, RSS_EVERY_S, at_once=True)
     keep_every("host memory", lambda: parts.memory.look(parts.loop.status()), LOOK_EVERY_S, at_once=True)
     keep_every("what is degraded", partial(_report_degraded, context), DEGRADED_EVERY_S)
     keep_every("usage", context.spending.flush, USAGE_EVERY_S)

@@ -9,22 +9,21 @@ that long after the last request, then all sleep except the minimum.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
+from typing import NamedTuple
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView, Hysteresis, ReplicaView, Standby
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A request for one awake replica: the `nth` (from 0) of its model."""
+class Slot(NamedTuple):
+    """A request for one awake replica: the `nth` (from 0) of its model. wanted: False where no demand needs it, and it
+    fills devices that belong to serving anyway."""
 
     model: str
     nth: int
-    tensor_parallel: int
     wanted: bool
-    """False: no demand needs it; it fills devices that belong to serving anyway."""
 
 
 def usable(deployment: DeploymentView, now_s: float) -> bool:
@@ -168,7 +167,7 @@ def slots(
         round_ = [d for d in able if nth < most[d.model] and hysteresis[d.model].replicas > 0]
         if not round_:
             break
-        out += [Slot(d.model, nth, d.tensor_parallel, nth < hysteresis[d.model].replicas) for d in round_]
+        out += [Slot(d.model, nth, nth < hysteresis[d.model].replicas) for d in round_]
     out.sort(key=lambda slot: not slot.wanted)  # a needed third replica comes before a second that only fills
     return out
 

@@ -89,9 +89,7 @@ class JobView:
 
     def largest_within(self, budget: int) -> int:
         """The largest size it may run at on `budget` devices; 0 if none."""
-        if not self.allowed_sizes:
-            return min(budget, self.max_devices) if budget >= self.min_devices else 0
-        return max((s for s in self.allowed_sizes if self.min_devices <= s <= min(budget, self.max_devices)), default=0)
+        return max((size for size in self.sizes if size <= budget), default=0)
 
     def wants_devices(self, now_s: float) -> bool:
         return self.phase != "paused" and not self.held and not self.lacks and self.not_before_s <= now_s

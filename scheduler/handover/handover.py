@@ -87,13 +87,12 @@ class Runner:
         workload: Workload,
     ):
         self.handover, self.before, self.policy, self.workload = handover, listener.box, policy, workload
-        self._listener, self._effects, self._journal = listener, effects, journal
+        self._loop, self._effects, self._journal = listener, effects, journal
         self._now_s, self._config = clock, config
         self._released: dict[Holder, asyncio.Future[bool]] = {}
         self._skipped: set[Move] = set()
         self._errors: list[str] = []
         self._steps: dict[int, RunningStep] = {}
-        self._failed_steps: dict[Move, int] = {}
         self._seq = 0
 
     def begin(self, reason: str, asked_by: str, asked_for: str) -> None:
@@ -121,7 +120,7 @@ class Runner:
         for move in self.handover.take if step.move.side == "free" else ():
             if step.move.holder in move.needs and move not in self._skipped:
                 self._skipped.add(move)
-                self._listener.move_ended(move, "skipped")
+                self._loop.move_ended(move, "skipped")
 
     # --- moves ----------------------------------------------------------------------------------------------------
 
@@ -131,9 +130,9 @@ class Runner:
         if holder.kind == "job":
             # A failed suspend leaves the group running, as it was before.
             await self._do(move, "suspend_group" if move.how == "suspend" else "stop_group", holder.id)
-            self._box = self._box.without(holder)
+            self._loop.box = self._loop.box.without(holder)
         else:
-            state = self._box.replicas[holder.id].state
+            state = self._loop.box.replicas[holder.id].state
             try:
                 if state in SERVING:
                     self._replica(holder.id, "draining")
@@ -142,7 +141,7 @@ class Runner:
                     await self._sleep_or_stop(move)
                 else:
                     await self._do(move, "stop_replica", holder.id)
-                    self._box = self._box.without(holder)
+                    self._loop.box = self._loop.box.without(holder)
             except (EffectFailed, StepCancelled) as error:
                 if state == "open" and await self._undo(error, move, "open_replica"):
                     self._replica(holder.id, "open")
@@ -158,7 +157,7 @@ class Runner:
         except EffectFailed as error:
             if not await self._undo(error, move, "stop_replica"):
                 raise
-            self._box = self._box.without(move.holder)
+            self._loop.box = self._loop.box.without(move.holder)
 
     async def take_devices(self, move: Move) -> None:
         """The holder takes its devices: an engine wakes or starts and is opened, a job's ranks start."""
@@ -166,8 +165,8 @@ class Runner:
         holder, plan = move.holder, move.plan
         try:
             if plan is None:
-                await self._do(move, "start_group", holder.id, move.devices, move.lease)
-                self._box = self._box.with_group(GroupView(holder.id, move.devices, self._now_s(), run=move.lease))
+                await self._do(move, "start_group", holder.id, move.devices, self._lease(move))
+                self._enter_group(move)
             else:
                 if move.how == "wake":
                     await self._do(move, "wake_replica", plan.id, plan.model, plan.version)
@@ -179,15 +178,15 @@ class Runner:
         except (EffectFailed, StepCancelled) as error:
             # An engine is not put to sleep again: a process that failed to wake is not reused.
             if await self._undo(error, move, "stop_group" if plan is None else "stop_replica"):
-                self._box = self._box.without(holder)
+                self._loop.box = self._loop.box.without(holder)
                 self._note(move, "release")
             raise
 
     def _acquire(self, move: Move) -> None:
         """Enter the holder in the box. Raises EffectFailed if a device is gone, or held by another."""
-        holders, plan, now_s = self._box.holders, move.plan, self._now_s()
+        holders, plan = self._loop.box.holders, move.plan
         for device_id in move.devices:
-            if device_id not in self._box.devices:
+            if device_id not in self._loop.box.devices:
                 reason = f"device {device_id} is gone"
             elif holders.get(device_id, move.holder) != move.holder:
                 reason = f"device {device_id} is still held by {holders[device_id]}"
@@ -195,14 +194,14 @@ class Runner:
                 continue
             self._note(move, "acquire", "failed", {"error": reason})
             failure = EffectFailed(reason, "outside")
-            failure.step = f"acquire {move.lease}"
+            failure.step = f"acquire {self._lease(move)}"
             raise failure
         if plan is None:
-            self._box = self._box.with_group(GroupView(move.holder.id, move.devices, now_s, run=move.lease))
-        elif plan.id in self._box.replicas:
+            self._enter_group(move)
+        elif plan.id in self._loop.box.replicas:
             self._replica(plan.id, "starting")
         else:
-            self._box = self._box.with_replica(replace(plan, state="starting", since_s=now_s))
+            self._loop.box = self._loop.box.with_replica(replace(plan, state="starting", since_s=self._now_s()))
         self._note(move, "acquire")
 
     async def change_in_place(self, move: Move) -> None:
@@ -212,10 +211,15 @@ class Runner:
         assert plan is not None
         if move.how == "swap":
             await self._do(move, "swap_replica", plan.id, plan.model, plan.version)
-            self._box = self._box.with_replica(replace(self._box.replicas[plan.id], version=plan.version))
-        if self._box.replicas[plan.id].state != "open":
+            changed = replace(self._loop.box.replicas[plan.id], version=plan.version)
+            self._loop.box = self._loop.box.with_replica(changed)
+        if self._loop.box.replicas[plan.id].state != "open":
             await self._do(move, "open_replica", plan.id)
             self._replica(plan.id, "open")
+
+    def _lease(self, move: Move) -> str:
+        """Names the holder's right to its devices in the history. Never used before."""
+        return f"{self.handover.id}:{move.holder.kind}:{move.holder.id}"
 
     async def _move(self, move: Move) -> MoveState:
         do = {"free": self.release_devices, "take": self.take_devices, "swap": self.change_in_place}[move.side]
@@ -223,7 +227,7 @@ class Runner:
         failure: EffectFailed | None = None
         try:
             stayed = [holder for holder in sorted(move.needs) if not await asyncio.shield(self._released[holder])]
-            if stayed or move in self._skipped or self._listener.unwanted(move):
+            if stayed or move in self._skipped or self._loop.unwanted(move):
                 state = "skipped"
             else:
                 await do(move)
@@ -238,7 +242,7 @@ class Runner:
             if move.side == "free":
                 self._released[move.holder].set_result(state == "done")
         if move not in self._skipped:
-            self._listener.move_ended(move, state, failure)
+            self._loop.move_ended(move, state, failure)
         return state
 
     # --- steps ----------------------------------------------------------------------------------------------------
@@ -246,7 +250,7 @@ class Runner:
     async def _undo(self, cause: EffectFailed | StepCancelled, move: Move, verb: str) -> bool:
         """Take back what came before the step that failed. True if that succeeded."""
         try:
-            await self._do(move, verb, move.holder.id, undoes=self._failed_steps.get(move))
+            await self._do(move, verb, move.holder.id, undoes=cause.seq)
         except EffectFailed:
             cause.undone = False
             return False
@@ -279,11 +283,10 @@ class Runner:
             failure = StepCancelled(step.cancelled)
         else:
             self._end(move, record, "done", detail)
-            return self._listener.step_done(move, verb, self._now_s() - step.since_s, detail)
+            return self._loop.step_done(move, verb, self._now_s() - step.since_s, detail)
         finally:
             del self._steps[record.seq]
-        if undoes is None:
-            self._failed_steps[move] = record.seq
+        failure.seq = record.seq
         if isinstance(failure, StepCancelled):
             self._end(move, record, "skipped", {"reason": failure.reason})
         else:
@@ -293,8 +296,8 @@ class Runner:
 
     def _note(self, move: Move, verb: str, state: StepState = "done", detail: Mapping[str, Any] | None = None) -> None:
         """Journal a step that takes no time: devices are in the books only."""
-        now_s, target = self._now_s(), move.lease
-        record = StepRecord(self._seq, move.name, verb, target, state, now_s, None, {"devices": list(move.devices)})
+        devices = {"devices": list(move.devices)}
+        record = StepRecord(self._seq, move.name, verb, self._lease(move), state, self._now_s(), None, devices)
         self._seq += 1
         self._end(move, record, state, detail)
 
@@ -307,18 +310,14 @@ class Runner:
             ids |= {key: merged[key] for key in ("model", "version") if key in merged}
             log.log(level, "%s %s: %s", record.verb, record.target, merged.get("error", state), extra=ids)
 
-    @property
-    def _box(self) -> Box:
-        return self._listener.box
-
-    @_box.setter
-    def _box(self, box: Box) -> None:
-        self._listener.box = box
+    def _enter_group(self, move: Move) -> None:
+        group = GroupView(move.holder.id, move.devices, self._now_s(), run=self._lease(move))
+        self._loop.box = self._loop.box.with_group(group)
 
     def _replica(self, replica_id: str, state: ReplicaState, version: str = "") -> None:
         """Enter the engine's new state, and version unless it is ""."""
-        old = self._box.replicas[replica_id]
-        self._box = self._box.with_replica(
+        old = self._loop.box.replicas[replica_id]
+        self._loop.box = self._loop.box.with_replica(
             replace(old, state=state, version=version or old.version, since_s=self._now_s())
         )
 

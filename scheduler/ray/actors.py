@@ -174,8 +174,7 @@ async def ask(answer: Awaitable[Any]) -> Any:
 
 
 def _failed(error: BaseException) -> EffectFailed:
-    of_settings = isinstance(error, EngineRefused)
-    return EffectFailed(first_line(error), blame_of(error), of_settings=of_settings)
+    return EffectFailed(first_line(error), blame_of(error), of_settings=isinstance(error, EngineRefused))
 
 
 def blame_of(error: BaseException) -> Blame:
@@ -188,14 +187,11 @@ def blame_of(error: BaseException) -> Blame:
         return "input"
     if isinstance(error, ReloadFailed | VersionMismatch):
         return "version"
-    if isinstance(error, RuntimeLayerError | OSError | TimeoutError) and not _of_the_engine(error):
+    if isinstance(error, SupervisorDied):
         return "outside"
-    return "own"
-
-
-def _of_the_engine(error: BaseException) -> bool:
-    """Whether a process died by itself or answered with its own error."""
-    return isinstance(error, ChildDied | ChildError) and not isinstance(error, SupervisorDied)
+    if isinstance(error, ChildDied | ChildError):  # a process died by itself or answered with its own error
+        return "own"
+    return "outside" if isinstance(error, RuntimeLayerError | OSError | TimeoutError) else "own"
 
 
 def first_line(error: BaseException) -> str:

@@ -244,7 +244,10 @@ class Groups:
         return {device_id: status for device_id, status in zip(device_ids, statuses, strict=True) if status}
 
     async def _rank(self, device_id: str, patient: bool) -> dict[str, Any] | None:
-        host = self._host(device_id)
+        try:
+            host = self._host(device_id)
+        except EffectFailed:  # its node is gone, and the rank with it
+            return None
         try:
             return await host.status(patient=patient)
         except Silent as error:

@@ -165,7 +165,7 @@ class Nodes:
 
     async def on(self, node: str, method: str, *arguments: Any) -> Any:
         """The answer of a node's agent. Raises EffectFailed."""
-        return await ask(getattr(self._actor(node), method).remote(*arguments))
+        return await ask(getattr(self._of(node).actor, method).remote(*arguments))
 
     async def of_store(self, name: str, method: str, *arguments: Any) -> Any:
         """What the store of weights on a node answers. Raises EffectFailed."""
@@ -220,16 +220,12 @@ class Nodes:
         return known.config if known else None
 
     def config_of(self, device_ids: tuple[str, ...]) -> NodeConfig:
-        """The node that has these devices. Raises EffectFailed when one is gone."""
-        nodes = {self.device(device_id).node for device_id in device_ids}
-        return self._known[nodes.pop()].config
+        """The node that has these devices. Raises EffectFailed when it is gone."""
+        return self._of(self.device(device_ids[0]).node).config
 
     def here(self, body: type, name: str, node_config: NodeConfig, *arguments: Any) -> Any:
         """Start or find an actor on this node. Raises EffectFailed when the node is gone."""
-        known = self._known.get(node_config.name)
-        if known is None:
-            raise EffectFailed(f"node {node_config.name} is gone")
-        return named_actor(body, name, known.ray_id, *arguments)
+        return named_actor(body, name, self._of(node_config.name).ray_id, *arguments)
 
     async def readings(self, let_go: Collection[str] = ()) -> tuple[Reading, ...]:
         """The health of every GPU as the drivers of all nodes report it. Omits nodes that do not answer, and devices to
@@ -250,25 +246,25 @@ class Nodes:
             stored = StoredVersion.read(version_dir)
         except (WeightsError, OSError) as error:
             raise EffectFailed(f"{version_dir} cannot be read: {error}") from error
-        name, home = Name(stored.kind, stored.model, stored.version), self._actor(self.home.name)
+        name, home = Name(stored.kind, stored.model, stored.version), self._of(self.home.name).actor
         return await self.on(node_config.name, "take", home, name, version_dir, holder)
 
     async def bring_home(self, node: str, name: Name, remote: Path) -> tuple[Path, int]:
         """Copy home what the node wrote at `remote`; returns the new path and the bytes copied. Raises
         EffectFailed."""
-        there = self._actor(node)
+        there = self._of(node).actor
         kept = await self.on(self.home.name, "keep", there, name, remote)
         await self.on(node, "unpin", remote)
         return kept
 
     async def bring_job(self, node: str, folder: Path) -> Path:
         """The job's folder on another node, filled with the data in home's `folder`."""
-        return await self.on(node, "take_job", self._actor(self.home.name), folder)
+        return await self.on(node, "take_job", self._of(self.home.name).actor, folder)
 
-    def _actor(self, node: str) -> Any:
+    def _of(self, node: str) -> _Known:
         if (known := self._known.get(node)) is None:
             raise EffectFailed(f"node {node} is gone")
-        return known.actor
+        return known
 
 
 async def announce(node_config: NodeConfig) -> None:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from scheduler.ray.effects import RayEffects
     from scheduler.ray.nodes import Nodes
 
-RSS_EVERY_S = 5.0
-
 
 class Scheduler:
     """serving_floor: devices that serving keeps if a mode sets no number."""
@@ -50,21 +48,15 @@ class Scheduler:
         self._loop, self._effects, self._journal, self._routing = loop, effects, journal, routing
         self._db, self._bus, self._nodes, self._weights, self._memory = db, bus, nodes, weights, memory
         self._serving_floor, self._config = serving_floor, config
-        self._rss: dict[str, int] = {}
-
-    async def read_memory(self) -> None:
-        """Each replica's resident memory (bytes); called every `RSS_EVERY_S`. Of an engine that does not answer in
-        time, as in a step of many long prompts, it stays what it was."""
-        found = self._rss | await self._effects.resident_bytes()
-        self._rss = {one["id"]: found[one["id"]] for one in self._loop.status()["replicas"] if one["id"] in found}
 
     def status(self) -> SchedulerStatus:
         """The current state, from memory: no waiting."""
         now, usage, host = self._loop.status(), self._weights.usage(), self._memory.status()
+        resident = self._effects.resident_bytes()
         return {
             "devices": now["devices"],
             "replicas": [
-                {**one, "inflight": self._bus.inflight(one["id"]), "rss_bytes": self._rss.get(one["id"], 0)}
+                {**one, "inflight": self._bus.inflight(one["id"]), "rss_bytes": resident.get(one["id"], 0)}
                 for one in now["replicas"]
             ],
             "memory": {

@@ -110,13 +110,10 @@ class BusRouting:
             self._avoided ^= {replica_id}
             self.refresh()
 
-    def is_open(self, replica_id: str) -> bool:
-        served = self._replicas.get(replica_id)
-        return served is not None and served.state == "open"
-
     def version(self, replica_id: str) -> str:
         """What gateways are told that an open replica serves; "" of any other."""
-        return self._replicas[replica_id].version if self.is_open(replica_id) else ""
+        served = self._replicas.get(replica_id)
+        return served.version if served is not None and served.state == "open" else ""
 
     def open_engines(self) -> dict[str, tuple[str, str]]:
         """Model and socket, by replica, of those that answer requests and give signs of life."""

@@ -11,7 +11,6 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device
-from scheduler.handover.effects import GroupEnded
 from scheduler.ray import actors, groups
 from scheduler.ray.groups import RANK, Groups, is_whole
 
@@ -201,13 +200,6 @@ async def test_one_that_nobody_knows_yet_is_waited_for(box, monkeypatch):
         await box.groups.observe_groups()
 
 
-async def test_start_group_of_a_job_that_has_ended_leaves_its_end_to_be_observed(box):
-    await box.groups.start_group(*START)
-    box.groups._groups["j"].ended = GroupEnded("succeeded")
-    assert await box.groups.start_group("j", ("n0/0", "n0/1"), "l2:job:j") is None
-    assert [group.ended for group in await box.groups.observe_groups()] == [GroupEnded("succeeded")]
-
-
 async def test_ranks_that_are_being_stopped_are_not_adopted(box):
     await box.groups.start_group(*START)
     for host in box.hosts:
@@ -241,3 +233,14 @@ def status(rank, size=3, alive=True, done=False):
 )
 def test_a_world_is_whole_when_every_rank_of_it_is_there(statuses, whole):
     assert is_whole(statuses) is whole
+
+
+async def test_observe_leaves_out_ranks_of_a_node_that_is_gone(box):
+    def gone(*_: Any) -> Any:
+        raise EffectFailed("device n1/0 is gone", "outside")
+
+    await box.groups.start_group(*START)
+    box.find_or_make(None, f"{RANK}n1/0")  # Ray still lists it
+    here = box.groups._nodes.config_of
+    box.groups._nodes.config_of = lambda ids: gone() if ids == ("n1/0",) else here(ids)
+    assert [group.job_id for group in await box.groups.observe_groups()] == ["j"]

@@ -49,14 +49,22 @@ def flow(db, tiers):
     return TierFlow(db, tiers, owner="box-1")
 
 
+def _insert_model(db, name, *, kind, versions, deployed, meta=None, **columns):
+    shared = {"arch": "LlamaForCausalLM", "bytes": 10, "owned_by": "org", "created_s": 1.0}
+    models.insert(db, ModelRow(id=name, kind=kind, **shared, **columns))
+    for version in versions:
+        path = f"/models/{name}/{version}"
+        models.insert_version(db, VersionRow(name, version, "here", 10, 1.0, disk_path=path, meta=meta or {}))
+    models.activate(db, name, versions[-1])
+    if deployed is not None:
+        deployments.insert(db, DeploymentRow(name, 1.0, **deployed))
+
+
 @pytest.fixture
 def add_model(db):
     def add(name="starter", version="v1", deployed=True, params=5):
-        models.insert(db, ModelRow(name, "base", "LlamaForCausalLM", params, 10, "org", "here", 1.0))
-        models.insert_version(db, VersionRow(name, version, "here", 10, 1.0, disk_path=f"/models/{name}/{version}"))
-        models.activate(db, name, version)
-        if deployed:
-            deployments.insert(db, DeploymentRow(name, 1.0))
+        rows = {} if deployed else None
+        _insert_model(db, name, kind="base", versions=[version], deployed=rows, params=params, source="here")
 
     return add
 
@@ -65,14 +73,10 @@ def add_model(db):
 def add_adapter(db):
     """Two published versions of an adapter on `base` `base_version`, the newer one active."""
 
-    def add(name, base="starter", base_version="v1", deployed=True, **columns):
-        models.insert(db, ModelRow(name, "fine-tuned", "LlamaForCausalLM", 5, 1, "org", "job", 1.0, base=base))
-        for version in ("step-1", "step-2"):
-            meta = {"adapter": {"base": base, "base_version": base_version, "rank": 8}}
-            models.insert_version(db, VersionRow(name, version, "job", 1, 1.0, disk_path="/a", meta=meta))
-        models.activate(db, name, "step-2")
-        if deployed:
-            deployments.insert(db, DeploymentRow(name, 1.0, **columns))
+    def add(name, base="starter", base_version="v1", **columns):
+        meta = {"adapter": {"base": base, "base_version": base_version, "rank": 8}}
+        of = {"kind": "fine-tuned", "base": base, "params": 5, "source": "job"}
+        _insert_model(db, name, versions=["step-1", "step-2"], deployed=columns, meta=meta, **of)
 
     return add
 

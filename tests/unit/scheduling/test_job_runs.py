@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import resource
 import shutil
 from types import SimpleNamespace
 
@@ -53,48 +51,6 @@ async def test_missed_steps_are_read_in_once(runs, db, events, add_job, tmp_path
     await runs.catch_up("ftjob-1")
     assert [row.step for row in job_records.list_metrics(db, "ftjob-1")] == [1, 2, 3]
     assert len(job_records.page_events(db, "ftjob-1", after=None, limit=50).data) == 3
-
-
-@contextlib.contextmanager
-def room(nbytes):
-    """Files take no more than so many bytes from here on, as where the disk is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_full_disk_costs_no_step_and_no_event(tmp_path):
-    passed_on = []
-    log = EventLog(tmp_path, lambda event, **data: passed_on.append(data["step"]))
-    log("metrics", step=1)
-    with room((tmp_path / "events.jsonl").stat().st_size + 9):
-        log("metrics", step=2)
-        log("metrics", step=3)
-        assert [event["step"] for event in read_events(tmp_path)] == [1]
-    log("metrics", step=4)
-    assert passed_on == [1, 2, 3, 4] == [event["step"] for event in read_events(tmp_path)]
-
-
-def test_after_a_line_that_a_kill_cut_short_the_next_world_begins_a_new_one(tmp_path):
-    (tmp_path / "events.jsonl").write_text('{"event": "metrics", "step": 1}\n{"event": "met')
-    EventLog(tmp_path, lambda event, **data: None)("metrics", step=2)
-    assert [event["step"] for event in read_events(tmp_path)] == [1, 2]
-
-
-@pytest.mark.parametrize(("begun", "events_told"), [(70, 1), (0, 1), (72, 0)])
-def test_resumed_job_tells_repeated_steps(runs, db, events, add_job, begun, events_told):
-    add_job(phase="running")
-    events.ingest("ftjob-1", metrics(71))
-    events.ingest("ftjob-1", metrics(72))
-    if begun:
-        events.suspended("ftjob-1", begun, "rank 1 was killed")
-    before = {event.id for event in job_records.page_events(db, "ftjob-1", after=None, limit=50).data}
-    runs.on_event("ftjob-1", {"event": "started", "job": "ftjob-1", "step": begun, "devices": 2, "seconds": {}})
-    told = [e for e in job_records.page_events(db, "ftjob-1", after=None, limit=50).data if e.id not in before]
-    assert [event.data for event in told] == [{"step": begun, "steps_anew": 72 - begun}] * events_told
 
 
 async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow, store, add_job, tmp_path, tiers):
@@ -269,14 +225,3 @@ async def test_ranks_are_not_started_on_what_may_not_be_opened(runs, flow, store
     monkeypatch.setattr("appliance.controller.scheduling.job_runs.may_open", refuse)
     with pytest.raises(LookupError, match="config.json: has 'auto_map'.*appliance model verify starter"):
         await runs.prepare("ftjob-1")
-
-
-async def test_a_job_whose_row_is_gone_is_an_answer_and_no_fault_of_the_box(runs, tmp_path):
-    folder = tmp_path / "data" / "jobs" / "ftjob-gone"
-    folder.mkdir(parents=True)
-    EventLog(folder, lambda event, **data: None)("metrics", step=1)
-    for ask in (runs.catch_up, runs.prepare):
-        with pytest.raises(LookupError, match="ftjob-gone"):
-            await ask("ftjob-gone")
-    with pytest.raises(LookupError, match="ftjob-gone"):
-        runs.spec("ftjob-gone", "cpu")

@@ -29,7 +29,7 @@ def scheduler_of(db):
     """A Scheduler of these parts; for the others stand-ins that report next to nothing."""
     host = {"short": "1 GB", "reserve_bytes": 5}
     nothing = {
-        "effects": None,
+        "effects": SimpleNamespace(resident_bytes=dict),
         "journal": SqliteJournal(db),
         "routing": SimpleNamespace(wait_applied=lambda: asyncio.sleep(0), refresh=lambda: 1),
         "db": db,
