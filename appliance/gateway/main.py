@@ -30,12 +30,12 @@ from uvicorn import Config
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.errors import ConfigInvalid, HttpError
-from appliance.gateway.core.load import ModelLoad
 from appliance.gateway.core.routes import ROTATION, SESSIONS
 from appliance.gateway.core.table import Table, read_table
 from appliance.gateway.server.app import App
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import Connection, Exchange
+from appliance.gateway.server.metrics import ModelLoad
 from appliance.gateway.server.state import State
 from appliance.ui.site import site
 from runtime.logs import configure_logging, timestamp

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from appliance.gateway.core.load import BUCKETS_PER_DOUBLING
+from appliance.gateway.core.table import BUCKETS_PER_DOUBLING
 from scheduler.autoscale import demand as demand_
 from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig

@@ -17,7 +17,7 @@ class ModelLoad(Struct, frozen=True):
     prefill_tokens_per_s: of one replica. None where unknown.
 
     arrived_prompts: since the gateway began, requests by bucket of their prompt tokens
-    (`appliance.gateway.core.load`)."""
+    (`appliance.gateway.core.table`)."""
 
     inflight: int = 0
     held: int = 0
@@ -32,7 +32,7 @@ class ModelLoad(Struct, frozen=True):
 
 class VersionLoad(Struct, frozen=True):
     """Counts for one version since a canary began. first_byte, duration: those that succeeded, by bucket of their time
-    (`appliance.gateway.core.load`)."""
+    (`appliance.gateway.core.table`)."""
 
     requests: int = 0
     errors: int = 0

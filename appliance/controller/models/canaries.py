@@ -23,7 +23,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.models import activation
-from appliance.gateway.core.load import BUCKETS_PER_DOUBLING, SHORTEST_S
+from appliance.gateway.core.table import BUCKETS_PER_DOUBLING, SHORTEST_S
 from appliance.store.objects import models
 from appliance.store.records import canaries, deployments
 from appliance.store.rows import CanaryRow, ModelRow, VersionRow, columns

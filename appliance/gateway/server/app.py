@@ -24,7 +24,7 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import ADMIN, FRONT_DOOR, KEYLESS, LOGIN_BODY_BYTES, Kind, resolve
 from appliance.gateway.core.table import THE_BOX, Caller
-from appliance.gateway.requests.request_check import check_length, check_object, parsed_body
+from appliance.gateway.requests.request_check import check_object, parsed_body
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import ClientGone, Exchange, Headers
 from appliance.gateway.server.inference import Inference
@@ -208,8 +208,6 @@ class App:
             if transcript.previous_id and not background:
                 checked = await self._controller.with_previous(exchange, data, checked)
         checked.model, exchange.ignored = name, checked.ignored
-        if model.max_model_len is not None:
-            check_length(checked, model.max_model_len)
         state.spending.opened(caller, exchange.use, checked.tokens, state.limits.owner_requests)
         exchange.checked, exchange.routed_model = checked, name
         if background:

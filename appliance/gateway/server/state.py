@@ -22,13 +22,12 @@ from yarl import URL
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig, Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.load import Comparison
 from appliance.gateway.core.router import Choice, Holds, Router
 from appliance.gateway.core.routes import Kind
 from appliance.gateway.core.spending import UsageLimits
 from appliance.gateway.core.table import NOBODY, OPEN, Caller, Login, Model
 from appliance.gateway.server.exchange import Exchange
-from appliance.gateway.server.metrics import Metrics, access_line
+from appliance.gateway.server.metrics import Comparison, Metrics, access_line
 from runtime.background_tasks import BackgroundTasks
 from runtime.network.mutual_tls import mutual_tls, watched_socket
 from weights.format.names import policy_of

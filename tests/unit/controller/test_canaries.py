@@ -12,7 +12,7 @@ import pytest
 from appliance.controller.bus.load import Load, VersionLoad
 from appliance.controller.models import activation
 from appliance.controller.models.canaries import Canaries, chance_of_errors, decide
-from appliance.gateway.core.load import bucket
+from appliance.gateway.core.table import bucket
 from appliance.store.objects import models
 from appliance.store.records import audit, canaries, deployments
 from appliance.store.rows import CanaryRow, DeploymentRow

@@ -12,9 +12,8 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.gateway.core.load import LEAST_SAMPLES, prefill_tokens_per_s
 from appliance.gateway.core.table import NOBODY
-from appliance.gateway.server.metrics import MOST_SERIES, Metrics
+from appliance.gateway.server.metrics import LEAST_SAMPLES, MOST_SERIES, Metrics, prefill_tokens_per_s
 
 from .conftest import Box, Start, chat
 from .upstreams import Reply, UpstreamRequest

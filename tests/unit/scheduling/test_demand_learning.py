@@ -6,7 +6,7 @@ import pytest
 
 from appliance.controller.bus.demand_learning import LOOK_S, DemandLearning, Traffic
 from appliance.controller.bus.load import Arrivals, ModelLoad, Report
-from appliance.gateway.core.load import bucket
+from appliance.gateway.core.table import bucket
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView
 
