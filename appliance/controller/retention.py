@@ -19,9 +19,7 @@ _RECORDS = {
     # The newest stays however old: hand-overs are numbered on from it.
     "handovers": "ended_s < ?1 AND seq < (SELECT max(seq) FROM handovers)",
     "operations": "ended_s < ?1 AND state != 'running'",
-    "device_time": "to_s < ?1",
     "batches": f"created_s < ?1 AND NOT {UNFINISHED['batches']}",
-    "usage": "hour_s < ?1 - 3600",
 }
 # Not jobs whose snapshot is still to be given back, or of whose models one is left (a version, under a name that jobs
 # share). What their devices cost stays without them.
@@ -41,9 +39,9 @@ _FILE_NEEDED = (
 def keep_house(context: ControllerContext, now_s: float) -> None:
     """Delete expired files, requests that can no longer be repeated, and what was kept long enough."""
     db, kept = context.db, context.config.retention
-    files_s, data_s, records_s, audit_s = (
+    files_s, data_s, records_s, usage_s, audit_s = (
         float("-inf") if days is None else now_s - days * DAY_S
-        for days in (kept.files_days, kept.job_data_days, kept.records_days, kept.audit_days)
+        for days in (kept.files_days, kept.job_data_days, kept.records_days, kept.usage_days, kept.audit_days)
     )
     for row in files.expired(db, now_s=now_s):
         storage.remove(context, row)
@@ -54,6 +52,8 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
             storage.remove(context, file)
     db.delete("idempotency", "created_s < ?", [now_s - IDEMPOTENCY_KEEP_S])
     db.delete("audit", "created_s < ?", [audit_s])
+    db.delete("usage", "hour_s < ? - 3600", [usage_s])
+    db.delete("device_time", "to_s < ?", [usage_s])
     delete_records(db, records_s)
     for run_id in db.column(
         f"SELECT id FROM eval_runs WHERE ended_s < ? AND NOT {UNFINISHED['eval_runs']}", [records_s]

@@ -295,7 +295,7 @@ def _refusals() -> Iterator[None]:
     except OAuthError as error:
         raise refused(f"the provider does not take this code ({error.error})") from error
     except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
-        raise unavailable(f"{type(error).__name__} {error}") from error
+        raise unavailable(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
     except (JoseError, ValueError, TypeError, KeyError) as error:
         raise refused(f"its token is not good ({type(error).__name__})") from error
 

@@ -11,8 +11,8 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, get_args
 
 import httpx
 from prometheus_client import ProcessCollector
@@ -84,11 +84,11 @@ class Series(NamedTuple):
     samples: Iterable[tuple[Sequence[str], float | None]]
 
     def family(self) -> Metric:
-        kind = CounterMetricFamily if self.name.endswith("_total") else GaugeMetricFamily
-        found = kind(f"appliance_{self.name}", self.text, labels=self.labels.split())
+        kind: Any = CounterMetricFamily if self.name.endswith("_total") else GaugeMetricFamily
+        found: Metric = kind(f"appliance_{self.name}", self.text, labels=self.labels.split())
         for labels, value in self.samples:
             if value is not None:
-                found.add_metric(list(labels), float(value))
+                found.add_metric(list(labels), float(value))  # type: ignore[attr-defined]
         return found
 
 
@@ -192,7 +192,7 @@ class ControllerCollector(Collector):
         failed = sorted({TRAINING_FAILED: 0, **jobs.failed_by_code(db)}.items())
         yield Series("jobs_failed", "Failed jobs that are kept, by error.", "code", [([c], n) for c, n in failed])
         newest = {row.id: step for row in running for step in job_records.last_metrics(db, row.id, 1)}
-        computed = {
+        computed: dict[str, tuple[str, Callable[[JobRow], float | None]]] = {
             "job_devices": ("Devices that a running job holds.", lambda row: len(row.devices)),
             "job_communication_ratio": (
                 "Share of the time of its newest profiled steps in which a running job's first rank communicated.",

@@ -19,7 +19,7 @@ from appliance.controller.jobs.settings import Wish, nodes_of
 from appliance.controller.jobs.wanted import JOBS, pause_reason
 from appliance.controller.openai.job_routes import job_object, job_phase
 from appliance.store.objects import jobs
-from appliance.store.rows import JobRow, columns
+from appliance.store.rows import JobRow
 from runtime.profile_shares import MOST_STEPS
 
 # Slurm's reason codes (https://slurm.schedmd.com/job_reason_codes.html), each with a sentence of the box's own.
@@ -50,7 +50,10 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         planned = {one["id"]: one for one in now["queue"]}
         rows = [row for row in jobs.list_unfinished(db) if row.wanted != "cancel"]
         rows.sort(key=lambda row: (0, planned[row.id]["position"]) if row.id in planned else (1, row.created_s))
-        data = [_entry(row, place, planned.get(row.id), pause_reason(db, row)) for place, row in enumerate(rows, 1)]
+        data = [
+            _entry(job_object(row, context.config.organization), place, planned.get(row.id), pause_reason(db, row))
+            for place, row in enumerate(rows, 1)
+        ]
         return {"object": "list", "data": data, "owners": _owners(data)}
 
     def changed(caller: Principal, row: JobRow, verb: str, text: str, **changes: Any) -> dict[str, Any]:
@@ -115,21 +118,16 @@ def _changes(context: ControllerContext, row: JobRow, given: dict[str, Any]) -> 
     return changes
 
 
-def _entry(row: JobRow, position: int, planned: dict[str, Any] | None, paused: str | None) -> dict[str, Any]:
+def _entry(job: dict[str, Any], position: int, planned: dict[str, Any] | None, paused: str | None) -> dict[str, Any]:
+    """job: as the API shows it."""
     if planned is not None:
         reason, message = planned["reason"], paused or planned["message"]
     else:
-        reason, message = VALIDATING if row.phase == "validating" else SUBMITTED
-    return {
-        "position": position,
-        **columns(row, "id priority devices min_devices max_devices allowed_sizes deadline_s created_s"),
-        "owner": row.owner or None,
-        "phase": job_phase(row),
-        "preemptible": bool(row.preemptible),
-        "held": bool(row.held),
-        "reason": reason,
-        "message": message,
-    }
+        reason, message = VALIDATING if job["phase"] == "validating" else SUBMITTED
+    names = (
+        "id owner phase priority devices min_devices max_devices allowed_sizes deadline_s preemptible held created_s"
+    )
+    return {"position": position, **{name: job[name] for name in names.split()}, "reason": reason, "message": message}
 
 
 def _owners(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

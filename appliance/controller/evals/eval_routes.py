@@ -46,7 +46,7 @@ RUNS = Resource(
     "/v1/evals/{eval_id}/runs",
     (FINE_TUNING,),
     evals.find_run,
-    id_name="run_id",
+    param="run_id",
     missing="No eval run found with id {}.",
     fields=("eval_id", "model", "status"),
 )

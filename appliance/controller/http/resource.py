@@ -46,24 +46,18 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Resource(Generic[Row]):
-    """noun: "file" of the audit's "file.create". scopes: any one of them, or admin, may call its routes; `reads` too
-    where they only read. find: (db, id, viewer=owner or None) -> row or None. id_name: the id's name in URLs, "NOUN_id"
-    if it is empty. missing: message of the 404, with {} for the id; param and code of it, where they are not the id's
-    name and "NOUN_not_found". fields: of an answer, kept in the audit log."""
+    """noun: "file" of the audit's "file.create". scopes: any one of them, or admin, may call its routes. find: (db, id,
+    viewer=owner or None) -> row or None. missing: message of the 404, with {} for the id; param and code of it, where
+    they are not "NOUN_id", as in URLs, and "NOUN_not_found". fields: of an answer, kept in the audit log."""
 
     noun: str
     prefix: str
     scopes: tuple[str, ...]
     find: Callable[..., Row | None]
-    id_name: str = ""
     missing: str = ""
     param: str = ""
-    fields: tuple[str, ...] = ()
-    reads: tuple[str, ...] = ()
     code: str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "id_name", self.id_name or f"{self.noun}_id")
+    fields: tuple[str, ...] = ()
 
     def known(self, db: Database, row_id: str, caller: Principal, param: str = "") -> Row:
         """param: where the request names it. Raises NotFound, also for another owner's."""
@@ -74,14 +68,14 @@ class Resource(Generic[Row]):
 
     def absent(self, row_id: str, param: str = "") -> NotFound:
         message = (self.missing or f"No {self.noun} found with id {{}}.").format(shown(row_id))
-        return NotFound(message, param or self.param or self.id_name, self.code or f"{self.noun}_not_found")
+        return NotFound(message, param or self.param or f"{self.noun}_id", self.code or f"{self.noun}_not_found")
 
     def attempt(self, request: Request, caller: Principal, body: bytes) -> Attempt[Row]:
         """A request that makes one. body: its bytes, or what stands for more than can be kept."""
         return Attempt(self.find, request, caller, body)
 
     def router(self) -> APIRouter:
-        return make_router(self.prefix, *self.scopes, reads=self.reads, noun=self.noun, fields=self.fields)
+        return make_router(self.prefix, *self.scopes, noun=self.noun, fields=self.fields)
 
     def serve(
         self,
@@ -105,8 +99,8 @@ class Resource(Generic[Row]):
         def list_all(caller: Caller, part: Part = part, chosen: dict[str, Any] = filtered) -> dict[str, Any]:
             return list_object(page(db, viewer=caller.viewer, **chosen, **part), view)
 
-        @router.get(f"/{{{self.id_name}}}")
-        def retrieve(caller: Caller, row_id: str = Path(alias=self.id_name)) -> dict[str, Any]:
+        @router.get(f"/{{{self.noun}_id}}")
+        def retrieve(caller: Caller, row_id: str = Path(alias=f"{self.noun}_id")) -> dict[str, Any]:
             return view(self.known(db, row_id, caller))
 
         return router
@@ -119,7 +113,6 @@ class Attempt(Generic[Row]):
         """Raises BadRequest."""
         self._db: Database = request.app.state.context.db
         self._find, self._caller, self._is_retry = find, caller, is_retry(request)
-        self._since_s = time.time() - RETRY_WINDOW_S
         self._key = request.headers.get("idempotency-key")
         if self._key is not None and not (self._key.isprintable() and 0 < len(self._key) <= _MAX_KEY_CHARACTERS):
             rule = f"expected 1 to {_MAX_KEY_CHARACTERS} printable characters"
@@ -141,7 +134,7 @@ class Attempt(Generic[Row]):
                 raise Conflict(message, code="idempotency_key_reused")
         elif self._is_retry:
             newest = f"{select} body_sha256 = ? AND created_s >= ? ORDER BY seq DESC LIMIT 1"
-            row = self._db.one(IdempotencyRow, newest, [*self._who, self._sha256, self._since_s])
+            row = self._db.one(IdempotencyRow, newest, [*self._who, self._sha256, time.time() - RETRY_WINDOW_S])
         return None if row is None else self._find(self._db, row.resource_id, viewer=self._caller.viewer)
 
     def once(self, make: Callable[[], Row]) -> Row:

@@ -87,7 +87,8 @@ class StrictRequest(Request):
 
     def __init__(self, scope: Scope, receive: Receive, most: int):
         super().__init__(scope, receive)
-        self._most, self.given = most, None
+        self._most = most
+        self.given: Any = None  # its JSON, once it is read
         announced = self.headers.get("content-length", "0")
         if announced.isdigit() and int(announced[:20]) > most:
             raise BodyTooLarge(most)

@@ -42,7 +42,9 @@ class RetentionSettings(BaseModel):
     """The folders of ended jobs: events, TensorBoard files. The copy of the training data is deleted at once."""
     records_days: float | None = Field(400.0, gt=0)
     """What has ended: batches, runs of evaluations, jobs with their events and steps, hand-overs, imports and other
-    operations; and usage by the hour. A job stays as long as a model that it made; files are files."""
+    operations. A job stays as long as a model that it made; files are files."""
+    usage_days: float | None = Field(400.0, gt=0)
+    """Tokens and energy by the hour, and devices held by jobs."""
     audit_days: float | None = Field(None, gt=0)
     """Rows of the audit log."""
 

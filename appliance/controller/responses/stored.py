@@ -66,10 +66,7 @@ COMPLETIONS = Resource(
     missing="Chat completion with id {} not found.",
     code="chat_completion_not_found",
 )
-_OF_KIND: dict[AnswerKind, tuple[Resource[ResponseRow], str]] = {
-    "response": (RESPONSES, "resp_"),
-    COMPLETION: (COMPLETIONS, "chatcmpl-"),
-}
+_OF_KIND = {"response": (RESPONSES, "resp_"), COMPLETION: (COMPLETIONS, "chatcmpl-")}
 """And how the ids of engines begin, the only ones that can be on their way."""
 
 

@@ -24,7 +24,7 @@ from appliance.store.rows import (
 from tests.simulator.control_plane import simulated_context
 
 NOW_S = 1_000 * DAY_S
-DAYS = dict.fromkeys(("files_days", "job_data_days", "records_days", "audit_days"), 10.0)
+DAYS = dict.fromkeys(("files_days", "job_data_days", "records_days", "usage_days", "audit_days"), 10.0)
 LEFT = {
     "audit": 1,
     "usage": 1,
