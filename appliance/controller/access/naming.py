@@ -93,7 +93,7 @@ def checkpoint_name(job: JobRow, step: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What a public name means: a checkpoint, `MODEL@VERSION` (pinned), or else the model, with its active version."""
+    """The meaning of a public name: a checkpoint, `MODEL@VERSION` (pinned), or the model with its active version."""
 
     name: str
     model: ModelRow

@@ -120,7 +120,7 @@ class Bus:
     # --- listening
 
     def load(self) -> Load:
-        """What the gateway has last reported, while it is connected or was lost only recently."""
+        """The gateway's last report, while it is connected or was lost only recently."""
         self._forget_gone()
         return self._load
 

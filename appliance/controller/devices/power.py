@@ -1,5 +1,5 @@
 """Keeps the power limit of the GPUs of the box's own machine as [power] has it for the mode in force, and books the
-energy of jobs. What a device drew between two readings is booked for its holder at the second one."""
+energy of jobs. Energy between two readings is charged to the holder at the second reading."""
 
 from __future__ import annotations
 
