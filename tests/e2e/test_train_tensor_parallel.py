@@ -1,6 +1,7 @@
 """Tensor parallelism: a model that ranks share trains, moves and publishes as one that each of them has whole."""
 
 import pytest
+import torch
 
 from tests.train_support.world import ACROSS_SIZES, JUDGED, METHODS, same
 from train.methods.methods import method_of
@@ -26,14 +27,34 @@ async def moved(shop, spec, sizes):
     return losses | last.losses()
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if not method_of(name).rolls_out])
-async def test_a_shared_model_keeps_the_loss_curve_and_moves_between_sizes(shop, method):
-    whole = (await shop.run(shop.spec("whole", n_epochs=1, method=method), 2)).losses()
-    spec = shop.spec("shared", n_epochs=1, tensor_parallel=2, method=method)
+ADAPTER = {"full": False, "lora_rank": 4, "learning_rate": 1e-2}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"method": name} for name in METHODS if not method_of(name).rolls_out),
+        ADAPTER,
+        {"zero_stage": 3},
+        {**ADAPTER, "zero_stage": 3},
+        pytest.param({"zero_stage": 2, "offload": "optimizer"}, marks=pytest.mark.soak),
+        pytest.param({"zero_stage": 3, "offload": "parameters"}, marks=pytest.mark.soak),
+        pytest.param({**ADAPTER, "zero_stage": 3, "offload": "parameters"}, marks=pytest.mark.soak),
+    ],
+    ids=lambda fields: "-".join(map(str, fields.values())),
+)
+async def test_a_shared_model_keeps_the_loss_curve_and_moves_between_sizes(shop, fields):
+    reference = shop.spec("whole", n_epochs=1, **fields)
+    whole = (await shop.run(reference, 2)).losses()
+    spec = shop.spec("shared", n_epochs=1, tensor_parallel=2, **fields)
     losses = await moved(shop, spec, (4, 2))
     assert losses.keys() == whole.keys() and len(losses) > 4 and losses[max(losses)] < losses[1]
     print(f"worst difference of a step's loss, shared by two against whole: {worst(losses, whole):.1e}")
     assert worst(losses, whole) <= ACROSS_SIZES
+    of_whole, of_shared = shop.published(reference)[0], shop.published(spec)[0]
+    assert of_whole.keys() == of_shared.keys()
+    for name, tensor in of_whole.items():
+        torch.testing.assert_close(of_shared[name], tensor, rtol=2**-7, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["reinforcement", pytest.param("distillation", marks=pytest.mark.soak)])
@@ -54,6 +75,9 @@ async def test_ranks_that_share_a_model_sample_the_same_answers(shop, method):
     [
         # Biases behind columns, tied embeddings, half as many key-value heads as heads.
         {"zero_stage": 1, "model": {"family": "qwen2", "tied": True}},
+        {"zero_stage": 2, "model": {"family": "qwen2"}, **ADAPTER, "lora_publish": "adapter"},
+        {"zero_stage": 1, "model": {"family": "qwen2"}, **ADAPTER},
+        {"zero_stage": 3, "model": {"family": "qwen2", "tied": True}},
         pytest.param({"zero_stage": 2, "model": {"family": "llama"}}, marks=pytest.mark.soak),
         pytest.param({"zero_stage": 1, "model": {"family": "mistral"}, "weight_decay": 0.1}, marks=pytest.mark.soak),
         pytest.param({"zero_stage": 2, "model": {"family": "qwen3", "tied": True}}, marks=pytest.mark.soak),
@@ -62,7 +86,7 @@ async def test_ranks_that_share_a_model_sample_the_same_answers(shop, method):
             {"zero_stage": 1, "model": {"num_key_value_heads": 4}, "tensor_parallel": 4}, marks=pytest.mark.soak
         ),
     ],
-    ids=["qwen2-tied", "llama", "mistral", "qwen3-tied", "llama-bf16", "llama-4"],
+    ids=["qwen2-tied", "adapter", "merged", "zero3", "llama", "mistral", "qwen3-tied", "llama-bf16", "llama-4"],
 )
 async def test_publish_by_slices_equals_a_gathered_model(shop, fields):
     told = await shop.compare_publish(shop.spec(**({"tensor_parallel": 2} | fields)), 4)

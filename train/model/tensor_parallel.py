@@ -15,8 +15,12 @@ weight, "rowwise" ones by columns. Embeddings, output head and norms are whole o
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from train.plan.errors import UnsupportedModel
 
@@ -73,10 +77,25 @@ def partition_config(config: Any, tensor_parallel: int) -> dict[str, Any]:
     for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (count := getattr(config, field)) % tensor_parallel:
             raise UnsupportedModel(f"{what} has {field} {count}, which {tensor_parallel} ranks cannot share evenly")
-    specs = [{"patterns": [_pattern(name)], **_STYLES[style]} for name, style in plan.items()]
+    specs = [{"patterns": _patterns(name, style), **_STYLES[style]} for name, style in plan.items()]
     return {"use_default_specs": False, "layer_specs": specs}
 
 
-def _pattern(name: str) -> str:
-    """A plan's name such as layers.*.mlp.up_proj as the expression for the weights it means."""
-    return r".*\." + r"\d+".join(re.escape(part) for part in name.split("*")) + r"\.weight$"
+def _patterns(name: str, style: str) -> list[str]:
+    """A plan's name such as layers.*.mlp.up_proj as expressions for the weights it means, of a layer with an adapter
+    (peft) those of its base and of the factor on the side that is cut."""
+    module = r".*\." + r"\d+".join(re.escape(part) for part in name.split("*"))
+    factor = {"colwise": r"|\.lora_B\.default", "rowwise": r"|\.lora_A\.default"}.get(style, "")
+    return [module + rf"(\.base_layer{factor})?\.weight$"]
+
+
+@contextmanager
+def seen_through_adapters() -> Iterator[None]:
+    """AutoTP looks for what has a `weight` and goes no further; peft's wrapper of a layer answers with its base's, and
+    the layers in it stayed whole without a word."""
+    weight = BaseTunerLayer.weight
+    BaseTunerLayer.weight = property(lambda wrapper: None)
+    try:
+        yield
+    finally:
+        BaseTunerLayer.weight = weight

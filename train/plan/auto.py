@@ -98,12 +98,13 @@ def resolve(
     fields["lora_rank"] = _lora_rank(given, model)
     fields["lora_alpha"] = given.number("lora_alpha", 0.001, 1e6, auto=2.0 * fields["lora_rank"])
     fields["lora_dropout"] = given.number("lora_dropout", 0, 0.9, auto=0.0)
+    if fields["lora_dropout"] and fields["tensor_parallel"] > 1:  # ranks of a group would drop other inputs than one
+        raise InvalidHyperparameter("lora_dropout", fields["lora_dropout"], "0 with tensor_parallel above 1")
     fields["lora_targets"] = tuple(given.names("lora_targets"))
     fields["lora_publish"] = _lora_publish(given, model, fields)
     fields["precision"] = given.choice("precision", ("bf16", "fp32"), auto="bf16" if model.computes_bf16 else "fp32")
     fields["offload"] = given.choice("offload", ("none", "optimizer", "parameters"), auto="none")
     fields["zero_stage"] = _zero_stage(given, model, fields)
-    _refuse_beside_tensor_parallel(fields)
     fields["activation_checkpointing"] = given.flag(
         "activation_checkpointing", auto=model.n_parameters >= LORA_FROM_PARAMETERS
     )
@@ -157,14 +158,6 @@ def _tensor_parallel(given: Given, model: ModelStats, max_devices: int) -> int:
     return size
 
 
-def _refuse_beside_tensor_parallel(fields: dict) -> None:
-    shards = fields["tensor_parallel"]
-    for name, fitting in (("full", (True,)), ("zero_stage", (0, 1, 2)), ("offload", ("none",))):
-        if shards > 1 and fields[name] not in fitting:
-            expected = " or ".join(map(repr, fitting)).lower()
-            raise InvalidHyperparameter(name, fields[name], f"{expected} with tensor_parallel {shards}")
-
-
 def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, tensor_parallel: int = 1) -> list[int]:
     """World sizes a run may have: each rank (or each group of `tensor_parallel` ranks, which share a model) takes the
     same whole number of micro-batches of every step."""
@@ -178,9 +171,9 @@ def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, tenso
 
 def _full(given: Given, model: ModelStats, fields: dict) -> bool:
     # LoRA above a size where the optimizer's 12 bytes per parameter hurt; asking for anything that adapters alone have
-    # asks for LoRA, and asking for tensor parallelism for every weight.
+    # asks for LoRA.
     of_lora = [name for name in OF_LORA if given.is_set(name)]
-    small = model.n_parameters < LORA_FROM_PARAMETERS or fields["tensor_parallel"] > 1
+    small = model.n_parameters < LORA_FROM_PARAMETERS
     full = given.flag("full", auto=not of_lora and small and not model.quantised)
     if full and model.quantised:
         expected = "false: the model's weights are quantised, and adapters alone are trained on them"

@@ -99,7 +99,7 @@ def base_names(engine: Any, base_path: str) -> StoredNames:
 def _pieces(engine: Any, spec: TrainSpec) -> Iterator[Piece]:
     """What this rank writes; the first rank also writes buffers."""
     if spec.published_kind == "adapter":
-        for fragment in fragments.trained_fragments(engine):
+        for fragment in fragments.written(engine, fragments.trained_fragments(engine)):
             for runs, ours in fragment.pieces():
                 yield adapter.stored_name(fragment.name), runs, fragment.weights[ours]
         return

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 from runtime.devices.cpu import HOST_MEMORY
 from runtime.devices.kinds import kind_of
 from train.methods.methods import method_of
-from train.model.tensor_parallel import partition_config
+from train.model.tensor_parallel import partition_config, seen_through_adapters
 from train.plan.auto import allowed_sizes
 from train.plan.errors import InvalidSpec
 from train.plan.spec import TrainSpec
@@ -94,7 +94,8 @@ def build_engine(objective: torch.nn.Module, spec: TrainSpec) -> Any:
         # ZeRO-3 brings parameters to the device one by one and keeps its part of each (zero.Init). But before that the
         # engine moves the module there, which failed for a model larger than one device.
         objective.to = partial(place_buffers, objective)
-    engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=config, dist_init_required=False)
+    with seen_through_adapters():
+        engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=config, dist_init_required=False)
     if spec.tensor_parallel > 1:
         # It compares the first batch over the group, and cannot compare a dict of tensors.
         engine.first_dataloader_check.remove()

@@ -84,9 +84,10 @@ def prepare(
             emit("message", level=level, text=text)
 
     progress.enter("loading")
-    # Under ZeRO-3 the first rank sends every parameter to all (zero.Init). The others would read theirs for nothing,
-    # and would hold a copy in host memory where loading makes one: to join experts, or to change precision.
-    sent = spec.zero_stage == 3 and rank > 0
+    # Under ZeRO-3 the first rank (each of the first group) sends every parameter to all (zero.Init). The others would
+    # read theirs for nothing, and would hold a copy in host memory where loading makes one: to join experts, or to
+    # change precision.
+    sent = spec.zero_stage == 3 and rank >= spec.tensor_parallel
     model = load_model(spec, weights=snapshot_path is None, sent=sent)
     refuse_shared_rows(model, spec)
     engine = build_engine(method.objective(model, spec.options), spec)

@@ -124,21 +124,19 @@ def test_allowed_sizes_share_whole_micro_batches():
     assert allowed_sizes(8, 3, 1, 4) == []
 
 
-def test_tensor_parallel_asks_for_every_weight_and_counts_groups_of_devices():
+def test_tensor_parallel_counts_groups_of_devices_and_drops_no_inputs():
     cuttable = dataclasses.replace(LARGE, tensor_slices=8)
     made = resolve({"tensor_parallel": 2}, GSM8K, cuttable, 8)
-    assert (made["tensor_parallel"], made["full"], made["zero_stage"]) == (2, True, 2)
+    assert (made["tensor_parallel"], made["full"], made["zero_stage"]) == (2, False, 1)
     assert resolve({"tensor_parallel": 4, "gradient_accumulation": 3}, GSM8K, cuttable, 8)["batch_size"] == 6
     assert resolve({}, GSM8K, cuttable, 8)["tensor_parallel"] == 1, "never chosen on its own"
     giant = dataclasses.replace(cuttable, n_parameters=70_000_000_000)
-    assert resolve({"tensor_parallel": 8}, GSM8K, giant, 8)["zero_stage"] == 2
+    assert resolve({"tensor_parallel": 8}, GSM8K, giant, 8)["zero_stage"] == 1
     for given, model, param in (
         ({"tensor_parallel": 3}, cuttable, "tensor_parallel"),
         ({"tensor_parallel": 16}, cuttable, "tensor_parallel"),
         ({"tensor_parallel": 2}, dataclasses.replace(cuttable, tensor_slices=1), "tensor_parallel"),
-        ({"tensor_parallel": 2, "lora_rank": 8}, cuttable, "full"),
-        ({"tensor_parallel": 2, "zero_stage": 3}, cuttable, "zero_stage"),
-        ({"tensor_parallel": 2, "offload": "optimizer"}, cuttable, "offload"),
+        ({"tensor_parallel": 2, "lora_dropout": 0.1}, cuttable, "lora_dropout"),
     ):
         with pytest.raises(InvalidHyperparameter) as caught:
             resolve(given, GSM8K, model, 8)
