@@ -60,8 +60,7 @@ from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import removal
 from appliance.controller.models.capacity import BoxFacts
 from appliance.controller.scheduling.job_runs import TIDY_EVERY_S, JobRuns
-from appliance.controller.scheduling.journal import SqliteJournal
-from appliance.controller.scheduling.state_store import BoxSize, JobMemory, SqliteStateStore
+from appliance.controller.scheduling.state_store import JobMemory, SqliteStateStore
 from appliance.controller.scheduling.wishes import Wishes
 from appliance.memory.box_memory import LOOK_EVERY_S, BoxMemory, Means
 from appliance.models.hub import HubSettings
@@ -69,6 +68,7 @@ from appliance.models.library import ModelLibrary
 from appliance.node_config import node_config_of, weight_budget_bytes
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
+from appliance.store.records.journal import SqliteJournal
 from appliance.tiers.flow import TierFlow
 from appliance.tiers.tiers import Tiers
 from runtime.background_tasks import BackgroundTasks
@@ -199,7 +199,8 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     states = SqliteStateStore(
         db,
         events,
-        BoxSize(floor, len(home), config.serve.max_replicas),
+        floor,
+        config.serve.max_replicas,
         routing,
         Wishes(db, bus, routing, asking, floor),
         DemandLearning(routing.traffic, bus.arrivals.take, config.scheduler, len(home)),

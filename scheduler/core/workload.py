@@ -266,7 +266,7 @@ class ReplicaView:
 class Workload:
     """What the store holds; re-read in every round.
 
-    policy: set by a person at `policy_since_s`. cordoned: devices that an operator wants vacated. windows: mode
+    policy: set by a person at `policy_since_s`. cordoned: UUIDs or ids of devices to vacate. windows: mode
     windows (`scheduler.loop.mode_schedule.Window`); the latest start or end of one replaces a policy set before it.
     max_asleep: by node, the sleeping engines that its host has memory for; a node that is not in it: as many as are
     configured.

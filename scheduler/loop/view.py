@@ -29,7 +29,7 @@ class Transition:
 
 
 def device(device: Device, cordoned: frozenset[str]) -> Device:
-    drains = device.id in cordoned and device.health == "ok"
+    drains = not cordoned.isdisjoint((device.id, device.uuid)) and device.health == "ok"
     return replace(device, health="draining", health_reason=CORDONED) if drains else device
 
 

@@ -14,11 +14,12 @@ from appliance.memory.box_memory import BoxMemory
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import model_settings
+from appliance.store.records.journal import SqliteJournal
 from runtime.devices.cpu import host_memory_bytes
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Policy
-from scheduler.handover.ports import Journal, StepRecord
+from scheduler.handover.ports import StepRecord
 from scheduler.loop.loop import SchedulerLoop
 from weights.memory.store import WeightStore
 
@@ -34,7 +35,7 @@ class Scheduler:
         self,
         loop: SchedulerLoop,
         effects: RayEffects,
-        journal: Journal,
+        journal: SqliteJournal,
         routing: BusRouting,
         db: Database,
         bus: Bus,
@@ -69,6 +70,7 @@ class Scheduler:
                 "asleep_per_device": self._config.max_asleep_per_device,
             },
             "handover": str(now["handovers"][-1]) if now["handovers"] else None,
+            "handovers_ended": self._journal.ended,
             "serving_floor": self._serving_floor,
             "queue": now["jobs"],
             "troubles": now["troubles"],

@@ -13,7 +13,7 @@ from appliance.controller.bus.demand_learning import Traffic
 from appliance.controller.bus.load import ModelLoad
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.store.database import Database
-from appliance.store.objects import job_records, models
+from appliance.store.objects import models
 from appliance.store.objects.adapters import AdapterRow, list_callable
 from appliance.store.records import canaries, deployments, model_settings
 from appliance.store.rows import CanaryRow, ModelRow
@@ -226,9 +226,9 @@ class BusRouting:
         found = {}
         for name in deployed:
             found[name] = _Callable(name, rows[name].active_version or "", rows[name].task, guests.get(name))
-        for checkpoint in job_records.checkpoint_names(self._db):
-            task = rows[checkpoint.model].task if checkpoint.model in rows else "generate"
-            found[checkpoint.name] = _Callable(checkpoint.model, checkpoint.version, task, guests.get(checkpoint.name))
+        for name, model, version in models.checkpoint_names(self._db):
+            task = rows[model].task if model in rows else "generate"
+            found[name] = _Callable(model, version, task, guests.get(name))
         for canary in canaries.list_running(self._db):
             stable = found.get(canary.model)
             if stable is not None:

@@ -86,18 +86,8 @@ def add_job(db):
     def add(job_id="ftjob-1", **columns):
         given = {"phase": "queued", "resolved": {"publish": "end"}, "allowed_sizes": [1, 2, 4, 8], **columns}
         given.setdefault("method", "supervised")
-        jobs.insert(
-            db,
-            JobRow(
-                id=job_id,
-                model="starter",
-                training_file="file-1",
-                seed=1,
-                output_model=f"ft:starter:local::{job_id}",
-                created_s=time.time(),
-                **given,
-            ),
-        )
+        made = {"output_model": f"ft:starter:local::{job_id}", "created_s": time.time(), **given}
+        jobs.insert(db, JobRow(job_id, "starter", training_file="file-1", seed=1, **made))
         return jobs.get(db, job_id)
 
     return add

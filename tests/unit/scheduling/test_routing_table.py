@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from appliance.controller.bus.load import Load, ModelLoad
-from appliance.store.objects import job_records, jobs, models
+from appliance.store.objects import jobs, models
 from appliance.store.records import canaries
-from appliance.store.rows import CanaryRow, CheckpointRow, JobRow, VersionRow
+from appliance.store.rows import CanaryRow, JobRow, VersionRow
 from scheduler.core.failures import Failure
 from tests.unit.scheduling.fakes import routing_of
 from weights.format.names import policy_name
@@ -197,7 +197,7 @@ async def test_the_table_says_for_whom_each_name_exists(routing, bus, db):
     models.share(db, "ft:a", "bob")
     canaries.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 7.0))
     jobs.insert(db, JobRow("ftjob-1", "starter", "supervised", "f", 1, "ft:a", 1.0))
-    job_records.insert_checkpoint(db, CheckpointRow("c", "ftjob-1", "ft:a:ckpt-step-1", "ft:a", "step-1", 1, 1.0))
+    models.update_version(db, "ft:a", "step-1", checkpoint="ft:a:ckpt-step-1")
     routing.refresh()
     owners = {name: row["owners"] for name, row in bus.table.items()}
     of_a = {name: told for name, told in owners.items() if name.startswith("ft:a")}

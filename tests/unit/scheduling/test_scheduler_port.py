@@ -12,10 +12,10 @@ from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import write_mode
 from appliance.controller.interfaces.errors import SwapFailed
 from appliance.controller.interfaces.records import Mode
-from appliance.controller.scheduling.journal import SqliteJournal
-from appliance.controller.scheduling.state_store import BoxSize
 from appliance.store.objects import models
-from appliance.store.records import deployments, handovers
+from appliance.store.records import deployments
+from appliance.store.records.journal import SqliteJournal
+from appliance.store.rows import HANDOVERS
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Policy
 from scheduler.handover.ports import StepRecord
@@ -46,7 +46,7 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
     add_job(allowed_sizes=[1, 2])
     deployments.update(db, "starter", min_replicas=1, max_replicas=1)
     world = World(box_of(3))
-    states = states_of(db, events, BoxSize(0, 3, 1))
+    states = states_of(db, events, 0)
     write_mode(db, Mode("serve"))
     journal = SqliteJournal(db)
     loop = SchedulerLoop(FakeEffects(world), states, journal)
@@ -59,18 +59,19 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
     told = port.explain(Policy("train"))
     assert any("ftjob-1 runs on 2 devices" in step and ", because training gets" in step for step in told["steps"])
 
-    cordons.drain(db, device, "a test", "ops", 1.0)
+    cordons.drain(db, {"id": device}, "a test", "ops", 1.0)
     port.nudge(f"drain of {device}", "ops")
     await loop.wait_settled(loop.nudge())
     held = {d["id"]: d["holder"] for d in port.status()["devices"]}
     assert held[device] is None and sum(holder is not None for holder in held.values()) == 1
-    newest = handovers.page(db, limit=1).data[0]
-    assert newest.detail == {"asked_by": "ops", "asked_for": f"drain of {device}"}
+    newest = HANDOVERS.get(db, journal.last_id())
+    assert (newest.asked_by, newest.asked_for) == ("ops", f"drain of {device}")
 
     wanted = write_mode(db, Mode("train", serving_floor=1, by="alice"))
     handover_id = await port.set_mode(wanted, wait=True)
     assert await port.set_mode(wanted, wait=True) is None, "nothing is left to do for it"
-    assert handovers.find(db, handover_id).detail == {"asked_by": "alice", "asked_for": "mode train"}
+    newest = HANDOVERS.get(db, int(handover_id))
+    assert (newest.asked_by, newest.asked_for) == ("alice", "mode train")
     loop.stop()
     await running
 

@@ -8,7 +8,6 @@ import pytest
 
 from appliance.controller.devices.mode import write_mode
 from appliance.controller.interfaces.records import Mode
-from appliance.controller.scheduling.state_store import BoxSize
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import audit, canaries, deployments, model_settings, windows
 from appliance.store.rows import CanaryRow, VersionRow, WindowRow
@@ -28,22 +27,23 @@ def refreshed():
 def states(db, events, refreshed):
     note = {"models_changed": lambda: refreshed.append(1), "trouble": lambda model, trouble: refreshed.append(1)}
     routing = SimpleNamespace(**{**vars(NO_ROUTING), **note})
-    size = BoxSize(serving_floor=1, devices=8, max_replicas=2)
     demand = lambda model: Demand(held=3 if model == "starter" else 0)  # noqa: E731
-    return states_of(db, events, size, routing=routing, demand=demand)
+    return states_of(db, events, 1, 2, routing=routing, demand=demand)
 
 
 def test_a_job_is_scheduled_once_validated_and_until_cancelled(states, add_model, add_job, db):
     add_model()
     add_job("ftjob-new", phase="validating")
     add_job("ftjob-paused", wanted="pause")
-    add_job("ftjob-run", max_devices=4)
+    add_job("ftjob-run", allowed_sizes=[1, 2, 4])
     add_job("ftjob-gone", wanted="cancel")
+    add_job("ftjob-ends", phase="running", wanted="cancel")
     seen = {job.id: job for job in states.load(free_devices=0).jobs}
     assert set(seen) == {"ftjob-paused", "ftjob-run"}
     assert seen["ftjob-paused"].phase == "paused"
     assert (seen["ftjob-run"].max_devices, seen["ftjob-run"].sizes) == (4, (1, 2, 4))
     assert jobs.get(db, "ftjob-gone").phase == "cancelled"
+    assert jobs.get(db, "ftjob-ends").phase == "running", "until its ranks are gone"
 
 
 def test_phases_follow_the_loop(states, add_job, db):
