@@ -108,7 +108,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState, show: str | 
     finally:
         fault = await box.end() or box.hopeless
         state.update(state="stopped", message=fault, pid=None)
-    return 1 if fault else 0
+    return 1 if fault else 130 if starting.cancelled() else 0
 
 
 def _ask_to_stop(stop: asyncio.Event, state: BoxState) -> None:
