@@ -29,6 +29,7 @@ from appliance.controller.http.peers import Listener
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.database import Database
 from tests.simulator.control_plane import simulated_context
+from tests.simulator.routes import routes_are_analysed_once  # noqa: F401
 from tests.unit.controller.conftest import insert_model
 
 

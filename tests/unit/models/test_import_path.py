@@ -169,7 +169,6 @@ def test_a_missing_chat_template_is_reported_not_refused(library, tmp_path):
     [
         ("{{ 'x'.ljust(3000000000) }}", "memory"),
         ("{{ messages.__class__.__mro__ }}", "outside of the template"),
-        ("{% if %}", "line 1"),
         ("x" * 300_000, "300000 characters"),
     ],
 )
@@ -250,17 +249,10 @@ def test_the_trial_renders_what_engines_render(library, tmp_path):
         library.import_model(checkpoints.write(tmp_path / "slow", template=template))
 
 
-@pytest.mark.parametrize(
-    ("file", "template"),
-    [
-        ("tokenizer_config.json", {"default": "{{ messages }}", "tool_use": "{% if %}"}),
-        ("chat_template.json", "{% if %}"),
-    ],
-)
-def test_import_refuses_each_broken_template_that_an_engine_may_take(library, tmp_path, file, template):
+def test_import_refuses_each_broken_template_that_an_engine_may_take(library, tmp_path):
     source = checkpoints.write(tmp_path / "named")
-    before = json.loads((source / file).read_text()) if (source / file).is_file() else {}
-    (source / file).write_text(json.dumps(before | {"chat_template": template}))
+    file, template = source / "tokenizer_config.json", {"default": "{{ messages }}", "tool_use": "{% if %}"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
     with pytest.raises(TemplateRefused, match="line 1"):
         library.import_model(source)
 

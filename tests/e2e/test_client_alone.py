@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 EXTRA = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["appliance"]["extras"]["client"]
 OURS = {"appliance", "runtime", "scheduler", "serve", "train", "weights"}
 
