@@ -91,7 +91,7 @@ def read_last(path: Path) -> LastBackup | None:
 
 def names(place: Objects) -> list[str]:
     """Names of the backups at a place, oldest first."""
-    return sorted(PurePosixPath(key).stem for key, _ in place.list("backups/"))
+    return sorted(PurePosixPath(key).stem for key in place.list("backups/"))
 
 
 def read(place: Objects, name: str) -> Manifest:
@@ -181,7 +181,7 @@ class _Writer:
     def __init__(self, place: Objects, before: Manifest | None, report: Report):
         self._place, self._report = place, report
         self._known = {file.path: file for file in (before.files if before else ())}
-        self._chunks = {PurePosixPath(key).name for key, _ in place.list("chunks/")}
+        self._chunks = {PurePosixPath(key).name for key in place.list("chunks/")}
         self.new_bytes = 0
 
     def save_all(self, data_dir: Path) -> Iterator[SavedFile]:
@@ -283,7 +283,7 @@ def _remove_old(place: Objects, made: str, keep: int) -> None:
     needed = {chunk for name in {*known} - {*old} for file in read(place, name).files for chunk in file.chunks}
     for name in old:
         place.delete(_manifest_key(name))
-    for key, _ in list(place.list("chunks/")):
+    for key in list(place.list("chunks/")):
         if PurePosixPath(key).name not in needed:
             place.delete(key)
 

@@ -78,13 +78,23 @@ class BackgroundTasks:
         self, name: str, run: Callable[[], Awaitable[None]], pauses_s: tuple[float, float] = PAUSES_S
     ) -> asyncio.Task[None]:
         """Run it, and restart it after every exception, until it returns or is cancelled. pauses_s: first, longest."""
-        return self._task(name, self._keep(name, run, pauses_s))
+        return self._running.add(asyncio.create_task(self._keep(name, run, pauses_s), name=name))
 
     def keep_every(
         self, name: str, once: Callable[[], Awaitable[None]], every_s: float, *, at_once: bool = False
     ) -> asyncio.Task[None]:
         """Run one round every `every_s`, for ever. The first runs `at_once`, else after `every_s`."""
-        return self._task(name, self._keep(name, lambda: self._rounds(name, once, every_s, at_once)))
+
+        async def rounds() -> None:
+            # A task that has just failed has already paused, so its next round is due now.
+            if not at_once and name not in self._troubles:
+                await self._sleep(every_s)
+            while True:
+                await once()
+                self._well(name)
+                await self._sleep(every_s)
+
+        return self.keep(name, rounds)
 
     @contextlib.contextmanager
     def guard(self, name: str) -> Iterator[None]:
@@ -114,17 +124,14 @@ class BackgroundTasks:
         """Cancel all tasks and wait for them to end."""
         await self._running.stop()
 
-    def _task(self, name: str, work: Any) -> asyncio.Task[None]:
-        return self._running.add(asyncio.create_task(work, name=name))
-
-    async def _keep(
-        self, name: str, run: Callable[[], Awaitable[None]], pauses_s: tuple[float, float] = PAUSES_S
-    ) -> None:
+    async def _keep(self, name: str, run: Callable[[], Awaitable[None]], pauses_s: tuple[float, float]) -> None:
         pause_s = pauses_s[0]
         while True:
             began_s = self._clock()
             try:
                 await run()
+                self._well(name)
+                return
             except Exception as error:  # noqa: BLE001 - logged, shown and tried again: background tasks are for that
                 if self._clock() - began_s >= STEADY_S:
                     pause_s = pauses_s[0]
@@ -134,21 +141,8 @@ class BackgroundTasks:
                     self._failed(name, error, None)
                     return
                 self._failed(name, error, pause_s)
-            else:
-                self._well(name)
-                return
             await self._sleep(pause_s)
             pause_s = min(2 * pause_s, pauses_s[1])
-
-    async def _rounds(self, name: str, once: Callable[[], Awaitable[None]], every_s: float, at_once: bool) -> None:
-        # A task that has just failed has already paused, so its next round is due now.
-        wait = not at_once and name not in self._troubles
-        while True:
-            if wait:
-                await self._sleep(every_s)
-            wait = True
-            await once()
-            self._well(name)
 
     def _failed(self, name: str, error: Exception, pause_s: float | None) -> None:
         now_s = self._clock()

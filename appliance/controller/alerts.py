@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from appliance.alerts import Known, Problem, Undelivered, channels, send, step
 from appliance.config import AlertSettings
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.scheduler import SchedulerStatus
 from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import OperationFailed
-from appliance.store.objects import jobs
+from appliance.controller.interfaces.records import SchedulerStatus
 from appliance.store.records import box
-from appliance.store.rows import JobRow
+from appliance.store.rows import JOBS, JobRow
 
 LOOK_EVERY_S: Final = 300.0
 RECENT_S: Final = 24 * 3600.0
@@ -34,36 +33,29 @@ class Alerts:
     async def look(self) -> None:
         """Send what changed since the last look. Raises Undelivered, which shows in `appliance status`; what was not
         delivered is sent again at the next look."""
+        context = self._context
         try:
-            findings = (await self._context.doctor.look())["data"]
+            findings = (await context.doctor.look())["data"]
         except OperationFailed as error:
             findings = [{"check": "doctor", "state": "fail", "found": str(error), "remedy": "see logs/controller.log"}]
-        held = {name: load.held for name, load in self._context.bus.load().models.items() if load.held}
-        degraded = [*self._context.background.degraded(), *self._context.main_troubles()]
-        status = self._context.scheduler.status()
-        await asyncio.to_thread(self._send_changes, findings, held, degraded, status)
+        held = {name: load.held for name, load in context.bus.load().models.items() if load.held}
+        degraded = [*context.background.degraded(), *context.main_troubles()]
+        status = context.scheduler.status()
 
-    def _send_changes(
-        self,
-        findings: Sequence[Mapping[str, Any]],
-        held: Mapping[str, int],
-        degraded: Sequence[Mapping[str, Any]],
-        status: SchedulerStatus,
-    ) -> None:
+        def problems() -> Iterator[Problem]:
+            yield from problems_of(findings, cordons.in_view(context.db, status["devices"]), status, held, degraded)
+            recently = "phase = 'failed' AND finished_s >= ?"
+            yield from map(of_job, JOBS.list_all(context.db, recently, time.time() - RECENT_S))
+
+        await asyncio.to_thread(lambda: self._send_changes({problem.id: problem for problem in problems()}.values()))
+
+    def _send_changes(self, problems: Collection[Problem]) -> None:
         db, now_s = self._context.db, time.time()
-        problems = (
-            *of_findings(findings),
-            *of_devices(cordons.in_view(db, status["devices"])),
-            *of_models(status["troubles"], held, status["replicas"]),
-            *of_tasks(degraded),
-            *of_jobs(jobs.list_in_phase(db, "failed"), now_s - RECENT_S),
-        )
-        current = {problem.id: problem for problem in problems}.values()
         before: dict[str, Known] = box.get(db, KNOWN, {})
         after, faults = dict[str, Known](), []
         for channel in channels(self._settings):  # each with its own state: one that fails repeats nothing on the other
             earlier = before.get(channel, {})
-            known, messages = step(current, earlier, now_s, self._settings.repeat_s)
+            known, messages = step(problems, earlier, now_s, self._settings.repeat_s)
             for message in messages:
                 try:
                     send(self._settings, channel, message, self._box)
@@ -79,48 +71,39 @@ class Alerts:
             raise Undelivered(f"alerts were not delivered, {faults[0]}; `appliance doctor --send-test` tries it")
 
 
-def of_findings(findings: Iterable[Mapping[str, Any]]) -> Iterator[Problem]:
-    """What fails of the doctor's checks, and the warnings that somebody should read."""
+Rows = Iterable[Mapping[str, Any]]
+
+
+def problems_of(
+    findings: Rows, devices: Rows, status: SchedulerStatus, held: Mapping[str, int], degraded: Rows
+) -> Iterator[Problem]:
+    """Failed checks of the doctor, and its WARNINGS; devices that are lost or cordoned by the box, not those
+    that a person drained; models with requests and no open engine, or whose engines do not start; failing tasks."""
     for one in findings:
         check, state = one["check"], one["state"]
         if state == "fail" or (state == "warn" and check.startswith(("device ", *WARNINGS))):
             name = check.replace("device ", "device:") if check.startswith("device ") else f"check:{check}"
             yield Problem(name, f"{check}: {one['found']}", one["remedy"])
-
-
-def of_devices(devices: Iterable[Mapping[str, Any]]) -> Iterator[Problem]:
-    """Devices that are lost, or that the box does not trust; not those that a person drained."""
     for device in devices:
         if device["lost"] or device["cordon"] == "box":
             text = f"device {device['id']} is not used: {device['health_reason']}"
             remedy = f"docs/gpu.md has what to do; then `appliance gpu undrain {device['id']}`"
             yield Problem(f"device:{device['id']}", text, remedy)
-
-
-def of_models(
-    troubles: Iterable[Mapping[str, Any]], held: Mapping[str, int], replicas: Iterable[Mapping[str, Any]]
-) -> Iterator[Problem]:
-    """Models whose engines do not start, and models that people ask while no engine of theirs is open."""
-    served = {replica["model"] for replica in replicas if replica["state"] == "open"}
+    served = {replica["model"] for replica in status["replicas"] if replica["state"] == "open"}
     for model, count in held.items():
         if model not in served:
             text = f"{count} requests wait for {model}, which has no open engine"
             yield Problem(f"model:{model}", text, f"`appliance model show {model}` and `appliance mode show` say why")
-    for trouble in troubles:
+    for trouble in status["troubles"]:
         model = trouble["model"]
         yield Problem(f"model:{model}", f"{model}: {trouble['message']}", f"`appliance model show {model}`")
-
-
-def of_tasks(degraded: Iterable[Mapping[str, Any]]) -> Iterator[Problem]:
     for task in degraded:
         if task["name"] != TASK:
             text = f"{task['name']} failed {task['failures']} times: {task['why']}"
             yield Problem(f"task:{task['name']}", text, "`appliance status`; the logs have the traceback")
 
 
-def of_jobs(failed: Iterable[JobRow], since_s: float) -> Iterator[Problem]:
-    for job in failed:
-        if (job.finished_s or 0.0) >= since_s:
-            reason = (job.error or {}).get("message", "no reason was recorded")
-            remedy = f"`appliance job get {job.id}` and `appliance job logs {job.id}` have the details"
-            yield Problem(f"job:{job.id}", f"job {job.id} failed: {reason}", remedy, is_event=True)
+def of_job(job: JobRow) -> Problem:
+    reason = (job.error or {}).get("message", "no reason was recorded")
+    remedy = f"`appliance job get {job.id}` and `appliance job logs {job.id}` have the details"
+    return Problem(f"job:{job.id}", f"job {job.id} failed: {reason}", remedy, is_event=True)

@@ -51,17 +51,19 @@ class DataWork:
     async def check_upload(self, task: TaskRow) -> None:
         """Raises TaskFailed."""
         try:
-            self._end(task, "done", await self._process(task.id, {}))
+            report = await self._process(task.id, {})
         except CheckFailed as error:
             raise TaskFailed("check_failed", str(error)) from error
+        self.end(task.id, "done", report, "waiting")
 
     async def fail(self, task: TaskRow, error: TaskFailed) -> None:
-        self._end(task, "failed", {"error": str(error)})
+        self.end(task.id, "failed", {"error": str(error)}, "waiting")
 
-    def _end(self, task: TaskRow, status: str, report: dict[str, Any]) -> None:
-        row = files.find(self._context.db, task.id, viewer=None, now_s=0)
-        if row is not None and row.check_status == "waiting":  # else it was deleted, or checked by request
-            files.update(self._context.db, task.id, data_check=report, check_status=status)
+    def end(self, file_id: str, status: str, report: dict[str, Any], before: str = "") -> None:
+        """before: the status that it has, unless it was deleted or checked by request; any if it is empty."""
+        row = files.find(self._context.db, file_id, viewer=None, now_s=0)
+        if row is not None and (not before or row.check_status == before):
+            files.update(self._context.db, file_id, data_check=report, check_status=status)
 
     async def run(self, owner: str, file_id: str, options: dict[str, Any]) -> dict[str, Any]:
         """The report on a file; ends its process when it is cancelled. Raises BadOption, CheckFailed.
@@ -92,8 +94,7 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
         except (BadOption, CheckFailed) as error:
             code = "invalid_value" if isinstance(error, BadOption) else "invalid_training_file"
             raise BadRequest(f"{error}.", code=code) from error
-        if files.find(db, row.id, viewer=None, now_s=0) is not None:
-            files.update(db, row.id, data_check=report, check_status="done")
+        work.end(row.id, "done", report)
         return report
 
     @router.get("/{file_id}/check")
@@ -102,7 +103,7 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
         row = FILES.known(db, file_id, caller)
         if row.data_check is None:
             waits = "is being checked; ask again" if row.check_status else "has not been checked"
-            raise Conflict(f"The file {row.id} {waits}.", param="id", code="no_check")
+            raise Conflict(f"The file {row.id} {waits}.", "id", "no_check")
         return row.data_check
 
     return router
@@ -115,11 +116,8 @@ async def _options(context: ControllerContext, body: CheckRequest, caller: Princ
         base = usable_model(context.db, caller, body.model)
         directory = settings.tokenizer_of(context, base)
         if directory is None:
-            raise BadRequest(
-                f"The tokenizer of {base.name} is not on this box's disk now; ask again once the model is.",
-                param="model",
-                code="model_not_ready",
-            )
+            why = f"The tokenizer of {base.name} is not on this box's disk now; ask again once the model is."
+            raise BadRequest(why, "model", "model_not_ready")
         await settings.refuse_unsafe(context, base)
         options |= {"model": str(directory), "max_tokens": body.max_tokens or base.model.max_model_len}
     if body.against is not None:

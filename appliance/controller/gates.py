@@ -15,10 +15,10 @@ from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.runner import insert_run
 from appliance.controller.interfaces.errors import ApiError, SwapFailed
-from appliance.controller.jobs.events import add_message, serve_version
+from appliance.controller.jobs.events import add_message
 from appliance.controller.models import activation
 from appliance.store.errors import RowNotFound
-from appliance.store.objects import evals, job_records, jobs, models
+from appliance.store.objects import evals, jobs, models
 from appliance.store.rows import EvalRunRow, JobRow
 
 LOOK_EVERY_S = 1.0
@@ -43,29 +43,27 @@ class Gates:
                 await self._look_at(jobs.get(self._db, job_id))
 
     async def _look_at(self, job: JobRow) -> None:
-        gate = job.gate
-        assert gate is not None
+        gate, name = job.gate or {}, job.output_model
         if gate["verdict"] is None:
-            made = models.versions_made_by(self._db, job.output_model, job.id)
-            model = models.find(self._db, job.output_model)
-            if job.phase != "succeeded" or not made or model is None:
-                what = job.phase if job.phase != "succeeded" else "succeeded, and its version was deleted"
-                verdict: Verdict | None = (_UNDECIDED, f"the job {what}")
-                versions: dict[str, str | None] = {}
-            else:
+            made, model = models.versions_made_by(self._db, job.id), models.find(self._db, name)
+            versions: dict[str, str | None] = {}
+            if job.phase == "succeeded" and made and model is not None:
                 versions = {"version": made[-1].version, "before": model.active_version}
                 verdict = await self._judge(job, made[-1].version, model.active_version)
+            else:
+                what = job.phase if job.phase != "succeeded" else "succeeded, and its version was deleted"
+                verdict = _UNDECIDED, f"the job {what}"
             if verdict is None:
                 return
             gate = self._set(job.id, verdict=verdict[0], reason=verdict[1], **versions)
-        error = await self._activate(job.output_model, gate["version"]) if gate["verdict"] == "passed" else ""
+        error = await self._activate(name, gate["version"]) if gate["verdict"] == "passed" else ""
         reason = f"{gate['reason']}; it does not answer: {error}" if error else gate["reason"]
-        model = models.find(self._db, job.output_model)
+        model = models.find(self._db, name)
         answers = model is not None and gate["version"] is not None and model.active_version == gate["version"]
         with self._db.transaction():
             gate = self._set(job.id, activated=answers, reason=reason)
             said = {name: gate[name] for name in ("verdict", "reason", "version", "before")}
-            record(self._context, caller_of(self._db, job.key_id), "gate.decide", job.output_model, job=job.id, **said)
+            record(self._context, caller_of(self._db, job.key_id), "gate.decide", name, job=job.id, **said)
             level = "info" if gate["verdict"] == "passed" else "warn"
             add_message(self._db, job.id, f"Gate: {gate['verdict']}: {reason}", level=level, data={"gate": said})
 
@@ -77,17 +75,14 @@ class Gates:
 
     async def _judge(self, job: JobRow, version: str, before: str | None) -> Verdict | None:
         """The verdict; None while an evaluation runs or waits for a slot."""
-        assert job.gate is not None
-        least = job.gate["pass_rate_at_least"]
+        least: float | None = (job.gate or {})["pass_rate_at_least"]
         if version == before:
             return _UNDECIDED, "the version was made to answer before it was judged"
         if least is None and before is None:
             return "passed", "no version answered before"
-        asked = {version: job_records.checkpoint_of(self._db, job.output_model, version)}
-        if least is None and before is not None:
-            asked[before] = None  # by its own engines
+        asked = [version] if least is not None or before is None else [version, before]
         try:
-            runs = [self._run(job.id, one, name or f"{job.output_model}@{one}") for one, name in asked.items()]
+            runs = [self._run(job.id, one) for one in asked]
         except ApiError as error:
             return None if error.passes else (_UNDECIDED, error.message)
         for run in runs:
@@ -98,24 +93,24 @@ class Gates:
         passed = [await asyncio.to_thread(evals.passed, self._db, run.id) for run in runs]
         return threshold(passed[0], least) if least is not None else await asyncio.to_thread(not_worse, *passed)
 
-    def _run(self, job_id: str, version: str, name: str) -> EvalRunRow:
-        """The run in which this version is evaluated, begun if there is none yet. name: what is asked. Raises
-        ApiError."""
+    def _run(self, job_id: str, version: str) -> EvalRunRow:
+        """The run in which this version is evaluated, begun if there is none yet. Raises ApiError."""
         job = jobs.get(self._db, job_id)
-        assert job.gate is not None
-        runs = job.gate["runs"]
+        gate = job.gate or {}
+        runs, eval_id = gate["runs"], gate["eval_id"]
         if version in runs:
             if (known := evals.find_run(self._db, runs[version])) is None:
                 raise ApiError(404, f"{runs[version]} was deleted")
             return known
-        eval_id = job.gate["eval_id"]
-        of = evals.find(self._db, eval_id, viewer=None)
-        first = next(iter(runs.values()), None)  # the same data for all
+        of, first = evals.find(self._db, eval_id, viewer=None), next(iter(runs.values()), None)  # the same data for all
         like = evals.find_run(self._db, first) if first else evals.newest_sampled(self._db, eval_id, viewer=None)
         if of is None or like is None:
             raise ApiError(404, f"{eval_id} or its run was deleted")
+        # The version before has engines of its own.
+        made = None if runs else models.find_version(self._db, job.output_model, version)
+        asked = made.checkpoint if made is not None else None
         with self._db.transaction():
-            source = {**like.data_source, "model": name}
+            source = {**like.data_source, "model": asked or f"{job.output_model}@{version}"}
             run = insert_run(self._context, of, caller_of(self._db, job.key_id), source, name=f"gate of {job.id}")
             self._set(job.id, runs={**runs, version: run.id})
         return run
@@ -125,11 +120,11 @@ class Gates:
         why = f"{version} of {name} passed its gate"
         async with activation.lock(name):
             model = models.find(self._db, name)
-            if model is None:
-                return "the model was deleted"
             try:
+                if model is None:
+                    return "the model was deleted"
                 if model.active_version is None:
-                    serve_version(self._db, name, version)
+                    models.serve(self._db, name, version)
                     self._context.routing.models_changed()
                     self._context.scheduler.nudge(why)
                 elif model.active_version != version:

@@ -186,6 +186,8 @@ def _check_pair(module: str, down: Placed, up: Placed, base: str, base_layout: L
                 f"fits a layer of {down.spec.shape[1]} inputs and {up.spec.shape[0]} outputs; that of {base} has "
                 f"{inner} and {outer}: an adapter of another model? Name its base with --base",
             )
-    elif not any(name.startswith(f"{module}.") for name in base_layout.names):  # quantised ones are stored otherwise
+    elif not any(
+        placed.spec.name.startswith(f"{module}.") for placed in base_layout
+    ):  # quantised ones are stored otherwise
         raise AdapterRefused(down.spec.name, f"{base} has no layer {module}: an adapter of another model?")
     return down.spec.shape[0]

@@ -28,7 +28,7 @@ from weights.checkpoint.folder import (
 )
 from weights.checkpoint.vocabulary import tokens_of
 from weights.format.foreign_json import size, text_part, weight_bits
-from weights.format.layout import MAX_INDEX_BYTES, MAX_INDEX_VALUES, Layout, read_header
+from weights.format.layout import FileLayout, Layout, read_index
 from weights.format.names import MANIFEST_FILE, VOCABULARIES
 from weights.format.source import AUX_SUFFIXES
 from weights.format.tool_template import with_tools
@@ -70,7 +70,7 @@ def choose_files(directory: Path) -> dict[str, Path]:
 
     A symlink is followed if it ends inside the directory or in the `blobs` of the hub cache that the directory is
     part of (that is how `huggingface_hub` lays out `snapshots/<revision>`). Raises NotACheckpoint, PickleRefused,
-    UnsafeLink.
+    UnsafeLink, IntegrityError.
     """
     names = sorted(os.listdir(directory))
     weights = _weight_files(directory, names)
@@ -94,29 +94,20 @@ def choose_files(directory: Path) -> dict[str, Path]:
 def check_header(path: Path, name: str) -> None:
     """Refuses a hostile or damaged safetensors file before any of its bytes are copied. Raises IntegrityError."""
     with path.open("rb") as file:
-        read_header(file, path=path.parent, name=name)
+        FileLayout.read(file, path=path.parent, name=name)
 
 
 def _weight_files(directory: Path, names: list[str]) -> frozenset[str]:
     if f"model{INDEX_SUFFIX}" in names:
         path = regular(directory, f"model{INDEX_SUFFIX}")
-        index = read_json(path, f"model{INDEX_SUFFIX}", MAX_INDEX_BYTES, MAX_INDEX_VALUES)
-        weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise NotACheckpoint(f"model{INDEX_SUFFIX}", "has no object 'weight_map'")
-        for name in weight_map.values():
-            if not isinstance(name, str) or "/" in name or name.startswith(".") or not name.endswith(WEIGHT_SUFFIX):
-                raise NotACheckpoint(
-                    f"model{INDEX_SUFFIX}", f"names {str(name)[:80]!r}; expected *{WEIGHT_SUFFIX} files"
-                )
-        single, shards = f"model{WEIGHT_SUFFIX}", sorted(set(weight_map.values()))
+        single, shards = f"model{WEIGHT_SUFFIX}", sorted({*read_index(path.parent, path.name).values()})
         if single in names and single not in shards:
             raise NotACheckpoint(
                 f"model{INDEX_SUFFIX}",
                 f"names {shards[0]}{' and others' if len(shards) > 1 else ''}, and there is a {single} too, which "
                 f"transformers would take instead: which one? Remove {single}, or model{INDEX_SUFFIX} with its files",
             )
-        return frozenset(weight_map.values())
+        return frozenset(shards)
     tensors = [name for name in names if name.endswith(WEIGHT_SUFFIX) and not name.startswith(".")]
     if tensors == [ADAPTER_WEIGHTS_FILE]:
         raise NotACheckpoint(

@@ -31,9 +31,8 @@ from weights.checkpoint.folder import read_json
 from weights.format.files import sync
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
-from weights.format.names import encode_name
+from weights.format.names import Name, encode_name
 from weights.tiers.directory import DirectoryTier, seal_dir
-from weights.tiers.record import Name
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME_CHARACTERS = 128

@@ -27,13 +27,12 @@ from weights.format.errors import (
     VersionLeased,
     VersionNotFound,
 )
-from weights.format.manifest import KINDS, Manifest
-from weights.format.names import step_of, version_path
+from weights.format.manifest import Manifest
+from weights.format.names import KINDS, Name, step_of, version_path
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
 from weights.tiers.directory import DirectoryTier, verify
 from weights.tiers.objects import objects_at
-from weights.tiers.record import Name
 from weights.tiers.remote import RemoteTier
 
 log = logging.getLogger(__name__)
@@ -94,8 +93,7 @@ class Tiers:
         self.disk = Tier("disk", on_disk, disk.versions, disk.snapshots)
         self.all = [self.disk]
         if remote.url is not None:
-            there = RemoteTier(objects_at(remote), int8_moments=remote.moments == "int8")
-            self.all.append(Tier("remote", there, remote.versions, remote.snapshots))
+            self.all.append(Tier("remote", RemoteTier(objects_at(remote)), remote.versions, remote.snapshots))
 
     def nudge(self) -> None:
         """Wake the flow: something new is there, or something has to go. Call it on the loop's thread."""

@@ -16,47 +16,38 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One device of this machine. `index` is its number in the variables of `visibility`. `numa_node`: None if unknown.
-    `linked`: indexes of devices that it has a direct link to. `uuid`: the same over restarts, whatever its index is
-    then; "" if it has none. `unfit`: why it must not be used now; "" if it may be."""
+    """One device of this machine."""
 
-    index: int
+    index: int  # its number in the variables of `visibility`
     name: str
     memory_bytes: int
     numa_node: int | None = None
-    linked: frozenset[int] = frozenset()
-    uuid: str = ""
-    unfit: str = ""
+    linked: frozenset[int] = frozenset()  # indexes of devices that it has a direct link to
+    uuid: str = ""  # the same over restarts, whatever its index is then; "" if it has none
+    unfit: str = ""  # why it must not be used now; "" if it may be
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A device's health at `at_s` (Unix time). None: not reported. `faults`: what its driver says is broken, each to
-    follow "the device"; an event is in the first reading after it only. `lost`: why the device no longer answers.
-    `unfit`: why it must not be used although it answers. `uuid`: as in `Found`. `power_w`, `power_limit_w`: drawn and
-    enforced. `energy_j`: drawn since its driver was loaded. `busy`: the share of the last moments (0.2 to 1 s) in which
-    it computed. `memory_used_bytes`: by whomever. `clock_hz`: of its processors. `throttled`: why they are slower than
-    they could be, words of `THROTTLES`. `driver_errors`: the numbers of those that its
-    driver has told since this process watches it (of NVIDIA's GPUs their Xids), each with how often.
-    """
+    """A device's health at `at_s` (Unix time). None: not reported."""
 
     device_id: str
     at_s: float
-    faults: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()  # to follow "the device"; an event is in the first reading after it only
     ecc_uncorrected: int | None = None
     temperature_c: int | None = None
     slowdown_c: int | None = None
-    lost: str = ""
-    unfit: str = ""
+    lost: str = ""  # why it no longer answers
+    unfit: str = ""  # why it must not be used although it answers
     uuid: str = ""
     power_w: float | None = None
     power_limit_w: float | None = None
-    energy_j: float | None = None
-    busy: float | None = None
-    memory_used_bytes: int | None = None
+    energy_j: float | None = None  # drawn since its driver was loaded
+    busy: float | None = None  # the share of the last moments (0.2 to 1 s) in which it computed
+    memory_used_bytes: int | None = None  # by whomever
     clock_hz: float | None = None
-    throttled: tuple[str, ...] = ()
-    driver_errors: tuple[tuple[int, int], ...] = ()
+    throttled: tuple[str, ...] = ()  # why it is slower than it could be, words of THROTTLES
+    driver_errors: tuple[tuple[int, int], ...] = ()  # their numbers (Xids), each with how often since the watch began
 
 
 THROTTLES = ("heat", "hardware", "power_brake", "power_cap")
@@ -83,19 +74,16 @@ class PowerControl(Protocol):
     def limits(self) -> dict[str, PowerLimits]:
         """The power limits of every device whose limit can be set."""
 
-    def set_limit(self, uuid: str, limit_w: float) -> None:
-        """Set the power limit of a device."""
+    def set_limit(self, uuid: str, limit_w: float) -> None: ...
 
 
 class PageLock(Protocol):
     """Locks pages of the host's memory for copies to a device. Ranges may not overlap."""
 
     def lock(self, address: int, nbytes: int) -> bool:
-        """Lock a range; returns False if that failed. Copies from there are then only slower, and no later call raises
-        for it."""
+        """Returns False if that failed: copies from there are only slower, and no later call raises for it."""
 
-    def unlock(self, address: int) -> None:
-        """Unlock the range that begins there."""
+    def unlock(self, address: int) -> None: ...
 
 
 class DevicesRefused(RuntimeError):
@@ -103,32 +91,25 @@ class DevicesRefused(RuntimeError):
 
 
 class DeviceKind(ABC):
-    """One kind of device.
+    """One kind of device."""
 
-    `name`: in specs, in the database and in the admin API. `title`: in sentences. `torch_type`: its device type in
-    torch. `accelerator`: its name in DeepSpeed. `collectives`:
-    the torch.distributed backend for its ranks. `on_host`: it computes on the host's processors in the host's memory.
-    Such devices share both: offloading saves nothing, a process that leaves a device keeps nothing on it, and a death
-    indicates no hardware fault. `locks_pages`: copies to it run at full rate only from page-locked memory of the host.
-    `context_bytes`: what one process takes of a device before its first tensor: context, collectives' buffers, math
-    libraries' workspaces. `asleep_bytes`: what a sleeping engine keeps of one. `engine_modules`: what the parent of
-    engines imports of vLLM for them, which leaves the devices alone. `compiled_attention`: in the names of vLLM's
-    attention backends that need a compiler which the box does not install; "": none does. `head_sizes`: elements of an
-    attention head that engines compute on it; empty where only the engine knows.
-    """
-
-    name: str
-    title: str
-    torch_type: str
-    accelerator: str
-    collectives: str
+    name: str  # in specs, in the database and in the admin API
+    title: str  # in sentences
+    torch_type: str  # its device type in torch
+    accelerator: str  # its name in DeepSpeed
+    collectives: str  # the torch.distributed backend for its ranks
     on_host: bool = False
-    locks_pages: bool = True
+    """It computes on the host's processors in the host's memory. Such devices share both: offloading saves nothing, a
+    process that leaves a device keeps nothing on it, and a death indicates no hardware fault."""
+    locks_pages: bool = True  # copies to it run at full rate only from page-locked memory of the host
     context_bytes: int = 0
-    asleep_bytes: int = 0
-    engine_modules: tuple[str, ...] = ()
+    """Memory of a device that one process takes before its first tensor: context, collectives' buffers, math libraries'
+    workspaces."""
+    asleep_bytes: int = 0  # what a sleeping engine keeps of one
     compiled_attention: str = ""
+    """In the names of vLLM's attention backends that need a compiler which the box does not install; "": none does."""
     head_sizes: frozenset[int] = frozenset()
+    """Elements of an attention head that engines compute on it; empty where only the engine knows."""
 
     @abstractmethod
     def present(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 from runtime.devices import cpu, cuda
 from runtime.devices.kind import DeviceKind
@@ -18,13 +18,6 @@ class UnknownDeviceKind(ValueError):
         super().__init__(f"device kind {name!r} is not known; expected one of {', '.join(KINDS)}")
 
 
-class TorchDevice(Protocol):
-    """Protocol of torch.device."""
-
-    @property
-    def type(self) -> str: ...
-
-
 def kind_of(name: str) -> DeviceKind:
     """Raises UnknownDeviceKind."""
     try:
@@ -33,7 +26,7 @@ def kind_of(name: str) -> DeviceKind:
         raise UnknownDeviceKind(name) from None
 
 
-def of_torch(device: TorchDevice) -> DeviceKind:
+def of_torch(device: Any) -> DeviceKind:
     """Return the kind of a tensor's or a worker's device. Raises UnknownDeviceKind."""
     for kind in KINDS.values():
         if kind.torch_type == device.type:
@@ -41,19 +34,14 @@ def of_torch(device: TorchDevice) -> DeviceKind:
     raise UnknownDeviceKind(device.type)
 
 
-def in_host_memory(device: TorchDevice) -> bool:
+def in_host_memory(device: Any) -> bool:
     """Whether the CPU can read a tensor on that device directly."""
     return device.type == cpu.HOST_MEMORY
 
 
-def hardware_first() -> list[DeviceKind]:
-    """All kinds, in the order in which they are looked for."""
-    return sorted(KINDS.values(), key=lambda kind: kind.on_host)
-
-
 def present() -> DeviceKind:
     """The kind that this machine uses, found without touching a device."""
-    return next(kind for kind in hardware_first() if kind.present())
+    return next(kind for kind in KINDS.values() if kind.present())
 
 
 def fork_environment() -> dict[str, str]:

@@ -62,13 +62,6 @@ def _measured(pid: int, measure: Callable[[psutil.Process], int]) -> int:
         return 0
 
 
-def held_bytes(pid: int) -> int:
-    """Private memory of a process in bytes, without the pages that the kernel may reclaim (MADV_FREE)."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    kilobytes = {name: int(value.split()[0]) for name, value in (line.split(":") for line in lines)}
-    return 1024 * (kilobytes["Private_Dirty"] + kilobytes["Private_Clean"] - kilobytes["LazyFree"])
-
-
 def group_pids(pgid: int) -> list[int]:
     """Pids of the living processes of a group.
 

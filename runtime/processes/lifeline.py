@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from runtime.errors import ChannelClosed
@@ -55,39 +56,29 @@ class Lifeline:
             self._answer(self._handlers.result(), request)
 
     def _answer(self, handlers: dict[str, Callable[..., Any]], request: dict[str, Any]) -> None:
-        number = request["id"]
+        done: Future[Any] = Future()
         try:
             handler = handlers.get(request["call"])
             if handler is None:
                 raise LookupError(f"no such call {request['call']!r}; this process answers {sorted(handlers)}")
             result = handler(**request["args"])
+            if isinstance(result, Future):
+                done = result
+            else:
+                done.set_result(result)
         except Exception as error:  # noqa: BLE001 - sent to the supervisor, which raises it there
-            self._reply_error(number, error)
-            return
-        if isinstance(result, Future):
-            result.add_done_callback(lambda done: self._reply_future(number, done))
-        else:
-            self._reply(number, result)
+            done.set_exception(error)
+        done.add_done_callback(lambda done: self._reply(request["id"], done))
 
-    def _reply_future(self, number: int, done: Future) -> None:
+    def _reply(self, number: int, done: Future[Any]) -> None:
         error = done.exception()
-        if error is None:
-            self._reply(number, done.result())
-        else:
-            self._reply_error(number, error)
-
-    def _reply(self, number: int, result: Any) -> None:
-        try:
-            self._channel.send({"id": number, "ok": result})
-        except TypeError as error:
-            self._reply_error(number, error)
-        except ChannelClosed:
-            return
-
-    def _reply_error(self, number: int, error: BaseException) -> None:
-        traceback.print_exception(error)
-        detail = {"type": type(error).__name__, "message": str(error), "data": getattr(error, "data", None)}
-        try:
+        with suppress(ChannelClosed):
+            if error is None:
+                try:
+                    self._channel.send({"id": number, "ok": done.result()})
+                    return
+                except TypeError as unfit:
+                    error = unfit
+            traceback.print_exception(error)
+            detail = {"type": type(error).__name__, "message": str(error), "data": getattr(error, "data", None)}
             self._channel.send({"id": number, "error": detail})
-        except ChannelClosed:
-            return

@@ -19,13 +19,9 @@ def cpus_beside(
 ) -> frozenset[int] | None:
     """The processors that a process on devices of these NUMA nodes should run on; None leaves it as it is.
 
-    It binds nothing if there is only one node, if a device's node is unknown, or if the process may use none of the
-    nodes' processors (a container's cpuset): a process on the wrong node is slow, one without a processor does not run.
-
-    Args:
-        numa_nodes: one for each device, None if unknown. Empty if there are no devices of that kind.
-        cpus_of: the processors of each NUMA node; a node with memory alone has none.
-        allowed: processors that the process may use now.
+    It binds nothing if there is only one node, if a device's node is unknown (None), or if the process may use none of
+    the nodes' processors (a container's cpuset): a process on the wrong node is slow, one without a processor does not
+    run.
     """
     if sum(bool(cpus) for cpus in cpus_of.values()) < 2 or not all(node in cpus_of for node in numa_nodes):
         return None

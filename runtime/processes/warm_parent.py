@@ -28,12 +28,12 @@ import json
 import logging
 import os
 import resource
-import selectors
+import select
 import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from runtime.devices.kinds import KINDS
 from runtime.errors import ChannelClosed
@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 """Handled by no library: one that prints the native stack first keeps a dead process alive for five seconds."""
 ENDED_KEPT = 256  # of children that ended last, how they did
+SILENCE_S = 5.0  # no other fork happens meanwhile
 _ended: dict[int, int] = {}
 _living: set[int] = set()
 
@@ -79,59 +80,35 @@ def main(argv: list[str] | None = None) -> int:
 
     listener = _listen(options.socket)
     log.info("warm: %s imported, listening on %s", options.preload, options.socket)
-    request = _accept_loop(listener)
-    if request is None:
-        return 0
+    channel, message = _accept_loop(listener)
     listener.close()
-    return _run_child(*request)
+    return _run_child(channel, message)
 
 
-def _accept_loop(listener: socket.socket) -> tuple[BlockingChannel, dict[str, Any]] | None:
-    """Forks for each request. Returns the request in the child, and None in a parent that was told to stop."""
-    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(wake_write)
-    stopping: list[int] = []
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGTERM, lambda *_: stopping.append(1))
-    with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        selector.register(wake_read, selectors.EVENT_READ)
-        while not stopping:
-            for key, _ in selector.select():
-                if key.fd == wake_read:
-                    os.read(wake_read, 4096)
-                    _reap()
-                    continue
-                if key.fileobj is listener:
-                    # Read when its request has come: one that sends nothing holds up nobody.
-                    selector.register(BlockingChannel(listener.accept()[0]), selectors.EVENT_READ)
-                    continue
-                channel = cast(BlockingChannel, key.fileobj)
-                selector.unregister(channel)
-                try:
-                    message = channel.receive()
-                    if "ended" in message:
-                        _reap()
-                        asked = message["ended"]
-                        channel.send({"status": _ended.get(asked), "living": asked in _living})
-                        channel.close()
-                        continue
-                    pid = os.fork()
-                except (ChannelClosed, json.JSONDecodeError, OSError) as error:
-                    log.warning("no fork: %s", error)
-                    channel.close()
-                    continue
-                if pid == 0:
-                    signal.set_wakeup_fd(-1)
-                    os.close(wake_read)
-                    os.close(wake_write)
-                    for other in list(selector.get_map().values()):
-                        if isinstance(other.fileobj, BlockingChannel):
-                            other.fileobj.close()  # also the connections of others, which could not see their end
-                    return channel, message
+def _accept_loop(listener: socket.socket) -> tuple[BlockingChannel, dict[str, Any]]:
+    """Forks for each request. Returns the request in the child; a parent that is told to stop exits."""
+    signal.signal(signal.SIGCHLD, lambda *_: _reap())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            if not select.select([connection], [], [], SILENCE_S)[0]:
+                log.warning("no fork: a client sent nothing within %s s", SILENCE_S)
+                continue
+            channel = BlockingChannel(connection)
+        try:
+            message = channel.receive()
+            if "ended" in message:
+                _reap()
+                asked = message["ended"]
+                channel.send({"status": _ended.get(asked), "living": asked in _living})
+            elif pid := os.fork():
                 _living.add(pid)
-                channel.close()
-    return None
+            else:
+                return channel, message
+        except (ChannelClosed, json.JSONDecodeError, OSError) as error:
+            log.warning("no fork: %s", error)
+        channel.close()
 
 
 def _run_child(channel: BlockingChannel, message: dict[str, Any]) -> int:
@@ -205,7 +182,6 @@ def _reap() -> None:
             return
         _living.discard(pid)
         _ended[pid] = os.waitstatus_to_exitcode(status)
-        log.info("child %d ended with %d", pid, _ended[pid])
         if len(_ended) > ENDED_KEPT:
             del _ended[next(iter(_ended))]
 

@@ -25,6 +25,7 @@ _TUNABLES = {
     "glibc.malloc.arena_max": 1,
     "glibc.cpu.x86_non_temporal_threshold": 2 * 2**20,
 }
+POLL_S = 0.05
 WARM_ENV = (("GLIBC_TUNABLES", ":".join(f"{name}={value}" for name, value in _TUNABLES.items())),)
 
 
@@ -47,9 +48,8 @@ class NodeAgent:
         self._background = BackgroundTasks()
         self._tasks: list[asyncio.Task[None]] = []
         self._pids: dict[str, int] = {}
-        # Whether it accepts requests, or how it died before it did; not known while the first import goes on.
-        self._known = {name: asyncio.Event() for name in self._specs}
-        self._died: dict[str, str] = {}
+        # "" once it accepts requests, or how it died before it did; absent while an import goes on.
+        self._known: dict[str, str] = {}
 
     async def start(self) -> None:
         """Start all warm parents and return at once. `wait_warm` waits for one."""
@@ -65,8 +65,9 @@ class NodeAgent:
         spec = self._specs[name]
         try:
             async with asyncio.timeout(timeout_s):
-                await self._known[name].wait()
-            how = self._died[name]
+                while name not in self._known:
+                    await asyncio.sleep(POLL_S)
+            how = self._known[name]
         except TimeoutError:
             how = f"has not done so within {timeout_s} s"
         if how:
@@ -88,11 +89,7 @@ class NodeAgent:
         await self._background.stop()
 
     def _is_ready(self, name: str) -> bool:
-        return self._known[name].is_set() and not self._died[name]
-
-    def _now(self, name: str, died: str) -> None:
-        self._died[name] = died
-        self._known[name].set()
+        return self._known.get(name) == ""
 
     async def _keep(self, spec: WarmSpec) -> None:
         """One life of a warm parent. Raises WarmParentError at its end."""
@@ -109,12 +106,12 @@ class NodeAgent:
         dead = asyncio.create_task(process.wait())
         try:
             while not dead.done() and not Path(spec.socket_path).exists():
-                await asyncio.wait([dead], timeout=0.05)
+                await asyncio.wait([dead], timeout=POLL_S)
             if not dead.done():
-                self._now(spec.name, "")
+                self._known[spec.name] = ""
             how = how_it_ended(await asyncio.shield(dead))
             if not self._is_ready(spec.name):
-                self._now(spec.name, how)
+                self._known[spec.name] = how
             raise WarmParentError(f"warm parent {spec.name} {how}; its log is {spec.log_path}")
         except asyncio.CancelledError:
             if process.returncode is None:
@@ -123,4 +120,4 @@ class NodeAgent:
             raise
         finally:
             if self._is_ready(spec.name):
-                self._known[spec.name].clear()
+                del self._known[spec.name]

@@ -27,8 +27,8 @@ from scheduler.ray.node_copies import NodeCopies
 from serve.core.adapter_source import AdapterServer, AdapterUnavailable, brought_in
 from weights.format.errors import WeightsError
 from weights.format.manifest import Manifest
+from weights.format.names import Name
 from weights.memory.lease import Lease
-from weights.tiers.record import Name
 
 NODE = "node:"
 ADAPTER_TIMEOUT_S = 60.0

@@ -24,11 +24,10 @@ from ray.exceptions import RayError
 from runtime.errors import CopyFailed
 from scheduler.devices.host_reading import ask_store
 from weights.format.errors import IntegrityError, StoreError, StoreFull, VersionNotFound
-from weights.format.names import step_of
+from weights.format.names import Name, step_of
 from weights.memory.lease import Lease, StoredVersion, unpin
 from weights.memory.store import WeightStore
 from weights.tiers.directory import take_in
-from weights.tiers.record import Name
 
 JOB_DATA = ("train.jsonl", "valid.jsonl")
 KEPT_SNAPSHOTS = 2

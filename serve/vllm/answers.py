@@ -179,8 +179,7 @@ class LegacyResponse(ChatCompletionResponse):
     def model_dump(self, **options: Any) -> dict[str, Any]:
         body = super().model_dump(**options)
         for choice in body["choices"]:
-            choice["message"] = legacy.answer_message(choice["message"])
-            choice["finish_reason"] = legacy.finish_reason(choice["finish_reason"])
+            legacy.answer(choice)
         return body
 
 
@@ -190,8 +189,7 @@ async def legacy_stream(events: AsyncGenerator[str, None]) -> AsyncGenerator[str
         if "tool_calls" in event and event.startswith(_DATA):
             chunk = json.loads(event[len(_DATA) :])
             for choice in chunk.get("choices", ()):
-                choice["delta"] = legacy.answer_delta(choice["delta"])
-                choice["finish_reason"] = legacy.finish_reason(choice.get("finish_reason"))
+                legacy.answer(choice)
             event = f"{_DATA}{json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
         yield event
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from runtime.devices import cuda, kinds
+from runtime.devices import kinds, nvml
 
 SPEC = {
     "replica_id": "r",
@@ -31,7 +31,7 @@ SPEC = {
 
 
 def main(half: str, model: str = "") -> int:
-    cuda._CONTROL = Path(os.devnull)  # there is a driver, of a kind
+    nvml.CONTROL = Path(os.devnull)  # there is a driver, of a kind
     assert kinds.present().name == "cuda"
     importlib.import_module({"serve": "serve.engine.preload", "train": "train.trainer.preload"}[half])
     import torch

@@ -15,7 +15,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from runtime.devices import cuda
+from runtime.devices import nvml
 
 GIB = 2**30
 
@@ -46,7 +46,6 @@ class Gpu:
     ecc: int = 0
     power_mw: int = 310_500
     limit_mw: int = 700_000
-    clocks: tuple[int, int] | None = None
     rows: tuple[int, int, int, int] = (0, 1, 0, 0)
     energy_mj: int = 5_000_000
     busy_percent: int = 97
@@ -82,7 +81,7 @@ class Machine:
         for name, function in vars(_Functions(self)).items():
             monkeypatch.setattr(pynvml, name, lacking if name in self.lacks else function)
         there = self.gpus and self.control
-        monkeypatch.setattr(cuda, "_CONTROL", Path("/dev/null" if there else "/dev/no-nvidiactl"))
+        monkeypatch.setattr(nvml, "CONTROL", Path("/dev/null" if there else "/dev/no-nvidiactl"))
         return self
 
 
@@ -205,10 +204,8 @@ class _Functions:
         self.nvmlDeviceGetPowerUsage = about(lambda gpu: gpu.power_mw)
         self.nvmlDeviceGetEnforcedPowerLimit = about(lambda gpu: gpu.limit_mw)
         self.nvmlDeviceGetPowerManagementLimit = of_datacentre(lambda gpu: gpu.limit_mw)
-        self.nvmlDeviceGetPowerManagementLimitConstraints = of_datacentre(lambda gpu: [200_000, 700_000])
+        self.nvmlDeviceGetPowerManagementDefaultLimit = of_datacentre(lambda gpu: 700_000)
         self.nvmlDeviceSetPowerManagementLimit = lambda gpu, mw: setattr(asked(gpu), "limit_mw", mw)
-        self.nvmlDeviceSetGpuLockedClocks = lambda gpu, least, most: setattr(asked(gpu), "clocks", (least, most))
-        self.nvmlDeviceResetGpuLockedClocks = lambda gpu: setattr(asked(gpu), "clocks", None)
         self.nvmlDeviceGetHandleByUUID = handle_by_uuid
         self.nvmlDeviceGetTotalEnergyConsumption = of_datacentre(lambda gpu: gpu.energy_mj)
         self.nvmlDeviceGetUtilizationRates = about(lambda gpu: types.SimpleNamespace(gpu=gpu.busy_percent, memory=20))

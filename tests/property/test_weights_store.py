@@ -61,7 +61,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(draft=consumes(drafts), checksums=st.booleans(), pinned=st.booleans())
     def commit(self, draft, checksums, pinned):
-        key = (draft.model, draft.version)
+        key = draft.name[1:]
         self.open_drafts -= 1
         try:
             stored = draft.commit(meta={"k": 1}, checksums=checksums, pinned=pinned)

@@ -23,7 +23,7 @@ from weights.checkpoint.errors import (
     UnsafeLink,
 )
 from weights.format.errors import VersionNotFound
-from weights.format.foreign_json import MOST_VALUES, loads
+from weights.format.foreign_json import loads
 
 CONFIG_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "config.json", "tokenizer_config.json", "special_tokens_map.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -82,9 +82,10 @@ def check_settings(directory: Path) -> None:
             raw = path.read_bytes()
             if not any(key in raw for key in _CODE):
                 continue
-        body = _read_any(path, path.name)
-        if path.name in (CONFIG_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS):
-            family = _object(body, path.name).get("model_type")
+        is_settings = path.name in (CONFIG_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS)
+        body = read_json(path, path.name, kind=dict if is_settings else object)
+        if is_settings:
+            family = body.get("model_type")
             if family is not None and not (isinstance(family, str) and _FAMILY.fullmatch(family)):
                 raise NotACheckpoint(path.name, f"model_type {str(family)[:80]!r} is not a name of a family of models")
         if isinstance(body, dict) and (body.get("auto_map") or body.get("custom_generate")):
@@ -108,27 +109,18 @@ def read_tokenizer_config(directory: Path) -> dict[str, Any]:
     return read_json(path, path.name) if path.exists() else {}
 
 
-def read_json(
-    path: Path, name: str, limit_bytes: int = MAX_CONFIG_BYTES, most_values: int = MOST_VALUES
-) -> dict[str, Any]:
-    """The JSON object in `path`. Raises NotACheckpoint naming `name`."""
-    return _object(_read_any(path, name, limit_bytes, most_values), name)
-
-
-def _object(body: Any, name: str) -> dict[str, Any]:
-    if not isinstance(body, dict):
-        raise NotACheckpoint(name, f"holds a JSON {type(body).__name__}, expected an object")
-    return body
-
-
-def _read_any(path: Path, name: str, limit_bytes: int = MAX_CONFIG_BYTES, most_values: int = MOST_VALUES) -> Any:
+def read_json(path: Path, name: str, *, kind: type = dict) -> Any:
+    """The JSON object in `path`, or another value of a `kind`. Raises NotACheckpoint naming `name`."""
     size = path.stat().st_size
-    if size > limit_bytes:
-        raise NotACheckpoint(name, f"{size} bytes; at most {limit_bytes} are read")
+    if size > MAX_CONFIG_BYTES:
+        raise NotACheckpoint(name, f"{size} bytes; at most {MAX_CONFIG_BYTES} are read")
     try:
-        return loads(path.read_bytes(), most_values=most_values)
+        body = loads(path.read_bytes())
     except ValueError as error:
         raise NotACheckpoint(name, f"not JSON: {str(error)[:120]}") from error
+    if not isinstance(body, kind):
+        raise NotACheckpoint(name, f"holds a JSON {type(body).__name__}, expected an object")
+    return body
 
 
 def _strings(key: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -27,7 +27,7 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "top_p": (0, 1),
     "top_k": (-1, 1 << 30),
     "min_p": (0, 1),
-    "repetition_penalty": (1e-6, math.inf),
+    "repetition_penalty": (1e-6, 1e6),
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
 }
@@ -49,10 +49,11 @@ def settled(
         ends: Tokens that end a turn of the model and that nobody else names.
         unreadable: Why transformers cannot read the file, "" where it can.
     """
-    made = dict(given) if given is not None else _of_config(config)
+    read, parts = (*_ROLES, *SAMPLING, *_OTHERS), {**text_part(config), **config}
+    made = dict(given) if given is not None else {key: parts[key] for key in read if parts.get(key) is not None}
     notes: list[str] = []
     if unreadable:
-        made = {key: value for key, value in made.items() if key in (*SAMPLING, *_OTHERS, *_ROLES)}
+        made = {key: value for key, value in made.items() if key in read}
         notes.append(f"{FILE} cannot be read ({unreadable}): only its sampling and its ends of an answer are used")
     before = dict(made)
     notes += _sampling(made)
@@ -64,19 +65,16 @@ def settled(
         ["num_beams"] if (made.get("num_beams") or 1) != 1 else []
     ):
         notes.append(f"{', '.join(unread)} of {FILE} is not applied: no engine reads it; a request may set `stop`")
-    stays = {key: before.get(key) for key in _ROLES}
     known = eos_ids(given, config)
-    valid = [one for one in known if _is_token(one, rows)]
-    if len(valid) < len(known):
-        odd = next(one for one in known if not _is_token(one, rows))
-        notes.append(f"eos_token_id {odd!r} is not a token of this model and is left out")
-    if ends or len(valid) < len(known):
+    valid = [one for one in known if type(one) is int and one >= 0 and (not rows or one < rows)]
+    if odd := [one for one in known if one not in valid]:
+        notes.append(f"eos_token_id {odd[0]!r} is not a token of this model and is left out")
+    if ends or odd:
         found = list(dict.fromkeys([*valid, *ends]))
         made["eos_token_id"] = found[0] if len(found) == 1 else found or None
-    if given is None and made == before:
-        return None, notes
     if given is None:
-        made = {key: value for key, value in {**stays, **made}.items() if value is not None}
+        given = before
+        made = {key: value for key, value in made.items() if value is not None}
     return (None if made == given else made), notes
 
 
@@ -85,16 +83,6 @@ def eos_ids(given: Mapping[str, Any] | None, config: Mapping[str, Any]) -> list[
     where = given if given is not None else {**text_part(config), **config}
     found = where.get("eos_token_id")
     return list(found) if isinstance(found, list) else [] if found is None else [found]
-
-
-def _of_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What vLLM takes of config.json where there is no file."""
-    parts = {**text_part(config), **config}
-    return {key: parts[key] for key in (*_ROLES, *SAMPLING, *_OTHERS) if parts.get(key) is not None}
-
-
-def _is_token(number: Any, rows: int) -> bool:
-    return type(number) is int and number >= 0 and (not rows or number < rows)
 
 
 def _sampling(made: dict[str, Any]) -> list[str]:
@@ -110,7 +98,7 @@ def _sampling(made: dict[str, Any]) -> list[str]:
             number = True
         if not number or not least <= value <= most or (key == "top_k" and type(value) is not int):
             del made[key]
-            notes.append(f"{key} {str(value)[:40]} of {FILE} is not applied: engines take {_range(least, most)}")
+            notes.append(f"{key} {str(value)[:40]} of {FILE} is not applied: engines take {least:g} to {most:g}")
     why = next((f"{key} {made[key]}" for key in ("temperature", "top_p") if made.get(key) == 0), "")
     if made.get("do_sample") is False:
         why = "do_sample false"
@@ -120,7 +108,3 @@ def _sampling(made: dict[str, Any]) -> list[str]:
         made |= {"do_sample": False, "temperature": 0.0}
         notes.append(f"answers are greedy unless a request sets a temperature, as {FILE} has {why}")
     return notes
-
-
-def _range(least: float, most: float) -> str:
-    return f"{least:g} to {most:g}" if math.isfinite(most) else "numbers above 0"

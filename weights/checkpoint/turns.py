@@ -6,6 +6,7 @@ error.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -138,14 +139,9 @@ def _ends_of_answers(rendered: Mapping[str, str | None], tokens: list[str], know
 
 def _before_answer(rendered: Mapping[str, str | None]) -> str:
     """What the template writes in the model's turn before its answer: no end of a turn is in there."""
-    asked, answered = rendered.get("asked") or "", (rendered.get("answered") or "").partition(ANSWER)[0]
-    start = answered.rfind(QUESTION)
-    tail = answered[start + len(QUESTION) :] if start >= 0 else ""
-    opened = asked.rpartition(QUESTION)[2]
-    common = 0
-    while common < min(len(tail), len(opened)) and tail[common] == opened[common]:
-        common += 1
-    return tail[common:]
+    before = (rendered.get("answered") or "").partition(ANSWER)[0].rpartition(QUESTION)[2]
+    opened = (rendered.get("asked") or "").rpartition(QUESTION)[2]
+    return before.removeprefix(os.path.commonprefix([before, opened]))
 
 
 def _ends_of_calls(rendered: Mapping[str, str | None], tokens: list[str], known: Collection[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Builds aligned safetensors headers and validates untrusted ones. Pure functions over bytes.
+"""Builds aligned safetensors headers and validates untrusted ones.
 
 Format (safetensors README and its Rust `SafeTensors::deserialize`): 8 bytes little-endian header length N, N bytes of
 JSON, then the data. The tensors must cover the data without holes or overlap, so alignment requires padding the header
@@ -9,15 +9,16 @@ the file, which kills the process when a file shrinks meanwhile.
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, BinaryIO
 
 from weights.format import foreign_json
-from weights.format.errors import InvalidLayout
+from weights.format.errors import IntegrityError, InvalidLayout
 
 # Bits per element of the dtype codes of safetensors 0.8.
 DTYPE_BITS: Mapping[str, int] = {
@@ -76,46 +77,97 @@ class TensorSpec:
         return self.numel * DTYPE_BITS[self.dtype] // 8
 
 
-def build_header(tensors: Sequence[tuple[TensorSpec, int, int]]) -> bytes:
-    """Length prefix and padded JSON for tensors given as (spec, start, end) relative to the data section, which starts
-    aligned in a page-aligned mapping."""
-    body: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}  # transformers insists on it
-    for spec, start, end in tensors:
-        body[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [start, end]}
-    text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
-    padded = -(-(LENGTH_BYTES + len(text)) // ALIGN_BYTES) * ALIGN_BYTES - LENGTH_BYTES
-    if padded > MAX_HEADER_BYTES:
-        raise InvalidLayout(f"{len(tensors)} tensors need a header of {padded} bytes; at most {MAX_HEADER_BYTES}")
-    return struct.pack("<Q", padded) + text.ljust(padded, b" ")
+@dataclass(frozen=True)
+class Placed:
+    """A tensor and its absolute byte range [start, end) inside `file`."""
+
+    spec: TensorSpec
+    file: str
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
 
 
-def parse_header(raw: bytes, *, file_bytes: int) -> list[tuple[TensorSpec, int, int]]:
-    """Tensors as (spec, start, end), absolute in the file and in file order, from a complete header.
+@dataclass(frozen=True)
+class FileLayout:
+    """One safetensors file: `header` is its exact first bytes (length prefix, JSON, padding), `tensors` are in file
+    order."""
 
-    Raises ValueError for everything the format forbids: unknown dtypes, shapes that are not lists of non-negative
-    integers, offsets that overlap, leave holes, do not match the shape, or do not end at the end of the file.
-    """
-    if not raw.startswith(b"{", LENGTH_BYTES):
+    name: str
+    header: bytes = field(repr=False)
+    tensors: tuple[Placed, ...] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole file in bytes."""
+        return self.tensors[-1].end if self.tensors else len(self.header)
+
+    @classmethod
+    def of(cls, name: str, specs: Sequence[TensorSpec]) -> FileLayout:
+        """A file of these tensors, in this order, whose data starts aligned in a page-aligned mapping."""
+        body: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}  # transformers insists on it
+        for placed in _placed(name, specs, 0):
+            spec, offsets = placed.spec, [placed.start, placed.end]
+            body[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
+        text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
+        padded = -(-(LENGTH_BYTES + len(text)) // ALIGN_BYTES) * ALIGN_BYTES - LENGTH_BYTES
+        if padded > MAX_HEADER_BYTES:
+            raise InvalidLayout(f"{len(specs)} tensors need a header of {padded} bytes; at most {MAX_HEADER_BYTES}")
+        header = struct.pack("<Q", padded) + text.ljust(padded, b" ")
+        return cls(name, header, _placed(name, specs, len(header)))
+
+    @classmethod
+    def read(cls, file: BinaryIO, *, path: object, name: str) -> FileLayout:
+        """The layout of the opened safetensors file `name`, from its header alone.
+
+        Raises IntegrityError for everything the format forbids: unknown dtypes, shapes that are not lists of
+        non-negative integers, offsets that overlap, leave holes, do not match the shape, or do not end at the end of
+        the file.
+        """
+        file_bytes = os.fstat(file.fileno()).st_size
+        try:
+            prefix = file.read(LENGTH_BYTES)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < LENGTH_BYTES or length > MAX_HEADER_BYTES or LENGTH_BYTES + length > file_bytes:
+                raise ValueError(f"announces a header of {length} bytes in a file of {file_bytes} bytes")
+            found = cls(name, header := prefix + file.read(length), _parsed(name, header))
+            if found.nbytes != file_bytes:
+                raise ValueError(f"tensors end at byte {found.nbytes}, the file has {file_bytes} (cut or extended)")
+        except ValueError as error:
+            raise IntegrityError(str(error), path=path, file=name) from error
+        return found
+
+
+def _placed(file: str, specs: Iterable[TensorSpec], position: int) -> tuple[Placed, ...]:
+    """These tensors one after another, from `position` on."""
+    found = []
+    for spec in specs:
+        found.append(Placed(spec, file, position, position + spec.nbytes))
+        position += spec.nbytes
+    return tuple(found)
+
+
+def _parsed(file: str, header: bytes) -> tuple[Placed, ...]:
+    """The tensors of a whole header. Raises ValueError."""
+    if not header.startswith(b"{", LENGTH_BYTES):
         raise ValueError("the header does not begin with '{'")
     try:
-        body: dict[str, Any] = foreign_json.loads(raw[LENGTH_BYTES:], most_values=MAX_HEADER_VALUES, most_depth=None)
+        body: dict[str, Any] = foreign_json.loads(header[LENGTH_BYTES:], most_values=MAX_HEADER_VALUES, most_depth=None)
         body.pop(METADATA_KEY, None)
-        found = [
-            (entry["data_offsets"], TensorSpec(name, entry["dtype"], entry["shape"])) for name, entry in body.items()
-        ]
-        found.sort(key=lambda item: item[0])
+        entries = sorted(body.items(), key=lambda item: item[1]["data_offsets"])
+        specs = [TensorSpec(name, entry["dtype"], entry["shape"]) for name, entry in entries]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"malformed: {type(error).__name__} {str(error)[:120]}") from error
-    tensors, position = [], len(raw)
-    for offsets, spec in found:
-        start, position = position, position + spec.nbytes
+    tensors = _placed(file, specs, len(header))
+    for (name, entry), placed in zip(entries, tensors, strict=True):
+        offsets = entry["data_offsets"]
         # A bool or a float equals an integer in Python, and the library refuses it.
-        if offsets != [start - len(raw), position - len(raw)] or any(type(offset) is not int for offset in offsets):
+        if offsets != [placed.start - len(header), placed.end - len(header)] or {*map(type, offsets)} != {int}:
             raise ValueError(
-                f"tensor {spec.name!r} has data_offsets {str(offsets)[:80]}, which overlap, leave a hole "
-                f"or do not span the {spec.nbytes} bytes of its shape"
+                f"tensor {name!r} has data_offsets {str(offsets)[:80]}, which overlap, leave a hole or do not span the "
+                f"{placed.nbytes} bytes of its shape"
             )
-        tensors.append((spec, start, position))
-    if position != file_bytes:
-        raise ValueError(f"tensors end at byte {position}, the file has {file_bytes} (truncated or extended)")
     return tensors

@@ -8,50 +8,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
 
 from weights.format import foreign_json
 from weights.format.errors import IntegrityError, InvalidLayout
 from weights.format.files import open_regular
-from weights.format.header import ALIGN_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, TensorSpec, build_header, parse_header
+from weights.format.header import ALIGN_BYTES, FileLayout, Placed, TensorSpec
 from weights.format.names import INDEX_SUFFIX, TENSOR_SUFFIX, check_file_name
 
 __all__ = ["FileLayout", "Layout", "Placed", "TensorSpec"]
 
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000  # transformers' own shard size
 MAX_INDEX_BYTES, MAX_INDEX_VALUES = 64 << 20, 1 << 20
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A tensor and its absolute byte range [start, end) inside `file`."""
-
-    spec: TensorSpec
-    file: str
-    start: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.start
-
-
-@dataclass(frozen=True)
-class FileLayout:
-    """One safetensors file: `header` is its exact first bytes (length prefix, JSON, padding), `tensors` are in file
-    order."""
-
-    name: str
-    header: bytes = field(repr=False)
-    tensors: tuple[Placed, ...] = field(repr=False)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the whole file in bytes."""
-        return self.tensors[-1].end if self.tensors else len(self.header)
 
 
 @dataclass(frozen=True)
@@ -68,10 +38,6 @@ class Layout:
     def nbytes(self) -> int:
         """Bytes of all safetensors files, headers included."""
         return sum(file.nbytes for file in self.files)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._by_name)
 
     def __iter__(self) -> Iterator[Placed]:
         return iter(self._by_name.values())
@@ -91,10 +57,10 @@ class Layout:
 
     def file(self, name: str) -> FileLayout:
         """The file called `name`. Raises InvalidLayout if there is none."""
-        for file in self.files:
-            if file.name == name:
-                return file
-        raise InvalidLayout(f"no file named {name!r} in the layout")
+        try:
+            return next(file for file in self.files if file.name == name)
+        except StopIteration:
+            raise InvalidLayout(f"no file named {name!r} in the layout") from None
 
     def index_file(self) -> tuple[str, bytes] | None:
         """Name and bytes of the transformers index over several files; None where one file holds all."""
@@ -137,12 +103,15 @@ class Layout:
                 filled = 0
             groups[-1].append(spec)
             filled += spec.nbytes
-        count = len(groups)
-        names = [
-            f"{stem}-{number:05d}-of-{count:05d}{TENSOR_SUFFIX}" if count > 1 else f"{stem}{TENSOR_SUFFIX}"
-            for number in range(1, count + 1)
-        ]
-        return cls(tuple(_plan_file(name, group) for name, group in zip(names, groups, strict=True)))
+        names = [f"{stem}-{number:05d}-of-{len(groups):05d}" for number in range(1, len(groups) + 1)]
+        if len(groups) == 1:
+            names = [stem]
+        return cls(
+            tuple(
+                FileLayout.of(name + TENSOR_SUFFIX, sorted(group, key=_alignment, reverse=True))
+                for name, group in zip(names, groups, strict=True)
+            )
+        )
 
     @classmethod
     def read(cls, directory: Path | str) -> Layout:
@@ -155,39 +124,23 @@ class Layout:
         directory = Path(directory)
         names, weight_map = _files_of(directory)
         files = []
-        for name in names:
-            with open_regular(directory, name) as opened:
-                files.append(read_header(opened, path=directory, name=name))
         owner: dict[str, str] = {}
-        for file in files:
-            for placed in file.tensors:
-                name = placed.spec.name
-                if name in owner:
+        for file in names:
+            with open_regular(directory, file) as opened:
+                files.append(FileLayout.read(opened, path=directory, name=file))
+            for placed in files[-1].tensors:
+                if (other := owner.setdefault(placed.spec.name, file)) != file:
                     raise IntegrityError(
-                        f"the tensor is in {owner[name]} too", path=directory, file=file.name, tensor=name
+                        f"the tensor is in {other} too", path=directory, file=file, tensor=placed.spec.name
                     )
-                owner[name] = file.name
         if weight_map is not None and weight_map != owner:
-            differing = sorted(set(weight_map.items()) ^ set(owner.items()))[0][0]
-            raise IntegrityError(
-                "the index and the files disagree about a tensor", path=directory, tensor=str(differing)
-            )
+            differing = min(set(weight_map.items()) ^ set(owner.items()))[0]
+            raise IntegrityError("the index and the files disagree about a tensor", path=directory, tensor=differing)
         return cls(tuple(files))
 
 
-def _plan_file(name: str, specs: list[TensorSpec]) -> FileLayout:
-    def alignment(spec: TensorSpec) -> int:
-        size = spec.nbytes
-        return ALIGN_BYTES if size == 0 else min(size & -size, ALIGN_BYTES)
-
-    offsets: list[tuple[TensorSpec, int, int]] = []
-    position = 0
-    for spec in sorted(specs, key=alignment, reverse=True):
-        offsets.append((spec, position, position + spec.nbytes))
-        position += spec.nbytes
-    header = build_header(offsets)
-    base = len(header)
-    return FileLayout(name, header, tuple(Placed(spec, name, base + start, base + end) for spec, start, end in offsets))
+def _alignment(spec: TensorSpec) -> int:
+    return min(spec.nbytes & -spec.nbytes, ALIGN_BYTES) or ALIGN_BYTES
 
 
 def _files_of(directory: Path) -> tuple[list[str], dict[str, str] | None]:
@@ -201,7 +154,7 @@ def _files_of(directory: Path) -> tuple[list[str], dict[str, str] | None]:
     if len(indexes) > 1:
         raise InvalidLayout(f"{directory} has several indexes ({', '.join(indexes)}); keep the one that is meant")
     if indexes:
-        weight_map = _read_index(directory, indexes[0])
+        weight_map = read_index(directory, indexes[0])
         return sorted(set(weight_map.values())), weight_map
     names = [name for name in present if name.endswith(TENSOR_SUFFIX)]
     if "model" + TENSOR_SUFFIX in names:
@@ -213,31 +166,17 @@ def _files_of(directory: Path) -> tuple[list[str], dict[str, str] | None]:
     return names, None
 
 
-def _read_index(directory: Path, name: str) -> dict[str, str]:
+def read_index(directory: Path, name: str) -> dict[str, str]:
+    """The file of each tensor, by the index file `name`. Raises IntegrityError."""
     with open_regular(directory, name) as fd:
         if os.fstat(fd.fileno()).st_size > MAX_INDEX_BYTES:
             raise IntegrityError(f"larger than {MAX_INDEX_BYTES} bytes", path=directory, file=name)
         raw = fd.read(MAX_INDEX_BYTES)
     try:
         weight_map = foreign_json.loads(raw, most_values=MAX_INDEX_VALUES, most_depth=None)["weight_map"]
-        pairs = {check_tensor: check_file_name(file) for check_tensor, file in weight_map.items()}
+        pairs = {tensor: check_file_name(file) for tensor, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise IntegrityError(f"not a usable index: {error}", path=directory, file=name) from error
     if not pairs or not all(file.endswith(TENSOR_SUFFIX) for file in pairs.values()):
         raise IntegrityError("the index must name *.safetensors files only", path=directory, file=name)
     return pairs
-
-
-def read_header(file: BinaryIO, *, path: object, name: str) -> FileLayout:
-    """The layout of the opened safetensors file `name`, from its header alone. Raises IntegrityError."""
-    file_bytes = os.fstat(file.fileno()).st_size
-    try:
-        prefix = file.read(LENGTH_BYTES)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < LENGTH_BYTES or length > MAX_HEADER_BYTES or LENGTH_BYTES + length > file_bytes:
-            raise ValueError(f"announces a header of {length} bytes in a file of {file_bytes} bytes")
-        header = prefix + file.read(length)
-        tensors = parse_header(header, file_bytes=file_bytes)
-    except ValueError as error:
-        raise IntegrityError(str(error), path=path, file=name) from error
-    return FileLayout(name, header, tuple(Placed(spec, name, start, end) for spec, start, end in tensors))

@@ -13,15 +13,23 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from weights.format.checksums import checksum
+from blake3 import blake3
+
 from weights.format.errors import IntegrityError, InvalidName
 from weights.format.files import open_regular
 from weights.format.layout import Layout
-from weights.format.names import MANIFEST_FILE, check_file_name, encode_name
+from weights.format.names import MANIFEST_FILE, Name, check_file_name
 
 FORMAT = 2
-KINDS = ("version", "adapter", "snapshot")
 MAX_MANIFEST_BYTES = 16 << 20
+
+
+def checksum(data: bytes | memoryview | blake3) -> str:
+    """The BLAKE3 checksum of bytes, or of those that a hasher has read, as "blake3:<64 hex digits>".
+
+    It runs at about 4.5 GB/s per core with AVX-512, without the GIL, and unlike a CRC does not collide by construction.
+    """
+    return f"blake3:{(data if isinstance(data, blake3) else blake3(data)).hexdigest()}"
 
 
 @dataclass(frozen=True)
@@ -48,9 +56,8 @@ class Manifest:
     files: Mapping[str, FileRecord] = field(repr=False)
 
     @property
-    def identity(self) -> tuple[str, str, str, float]:
-        """Identity of this version: the same name with another creation time is another version."""
-        return self.kind, self.model, self.version, self.created_s
+    def name(self) -> Name:
+        return Name(self.kind, self.model, self.version)
 
     @property
     def sealed(self) -> bool:
@@ -64,19 +71,12 @@ class Manifest:
 
     @classmethod
     def describe(
-        cls,
-        layout: Layout,
-        *,
-        kind: str,
-        model: str,
-        version: str,
-        meta: Mapping[str, Any],
-        aux_files: Mapping[str, bytes],
+        cls, layout: Layout, name: Name, *, meta: Mapping[str, Any], aux_files: Mapping[str, bytes]
     ) -> Manifest:
         """The manifest of `layout` and these auxiliary files, created now and not sealed."""
         files = {file.name: FileRecord(file.nbytes, None, checksum(file.header)) for file in layout.files}
-        files |= {name: FileRecord(len(data), checksum(data)) for name, data in aux_files.items()}
-        return cls(kind, model, version, time.time(), meta, len(layout), files)
+        files |= {file: FileRecord(len(data), checksum(data)) for file, data in aux_files.items()}
+        return cls(*name, time.time(), meta, len(layout), files)
 
     def with_checksums(self, checksums: Mapping[str, str]) -> Manifest:
         """The same manifest with these checksums of files."""
@@ -105,12 +105,11 @@ class Manifest:
                 raise fault("its own checksum does not match: the manifest was damaged or edited")
             if (found := body.pop("format")) != FORMAT:
                 raise fault(f"format {found!r} is not known; this version reads {FORMAT}")
-            if body["kind"] not in KINDS or not isinstance(body["meta"], dict):
-                raise fault(f"kind must be one of {KINDS} and meta an object")
-            encode_name(body["model"])
-            encode_name(body["version"])
             files = {check_file_name(name): FileRecord(**record) for name, record in body.pop("files").items()}
-            return cls(**body, files=files)
+            manifest = cls(**body, files=files)
+            if not manifest.name.key or not isinstance(manifest.meta, dict):
+                raise ValueError("meta must be an object")
+            return manifest
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidName) as error:
             raise fault(f"malformed: {type(error).__name__} {str(error)[:120]}") from error
 

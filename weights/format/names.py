@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 from weights.format.errors import InvalidName
 
+KINDS = ("version", "adapter", "snapshot")
 MANIFEST_FILE = "manifest.json"
 PINNED_FILE = ".pinned"
 DRAFT_FILE = ".draft.json"
@@ -94,6 +96,24 @@ def step_of(version: str) -> int:
     return int(number) if number != version and number.isdecimal() else -1
 
 
+class Name(NamedTuple):
+    """A version, adapter or snapshot, in every tier. `kind` is one of KINDS."""
+
+    kind: str
+    model: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.version} of {self.model}"
+
+    @property
+    def key(self) -> str:
+        """Its relative path in shared memory and at a remote place. Raises InvalidName."""
+        if self.kind not in KINDS:
+            raise InvalidName(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        return f"{self.kind}s/{encode_name(self.model)}/{encode_name(self.version)}"
+
+
 def version_path(root: Path, kind: str, model: str, version: str) -> Path:
     """Path of a committed version of this name in the store at `root`. Raises InvalidName."""
-    return root / f"{kind}s" / encode_name(model) / encode_name(version)
+    return root / Name(kind, model, version).key

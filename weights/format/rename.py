@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from weights.format.header import build_header
 from weights.format.layout import FileLayout, Layout
 from weights.format.names import INDEX_SUFFIX
 
@@ -26,11 +25,10 @@ def rename_tensors(directory: Path, names: Mapping[str, str]) -> None:
 
 
 def _rewrite(path: Path, layout: FileLayout, names: Mapping[str, str]) -> None:
-    base, renamed = len(layout.header), path.with_name(path.name + ".renamed")
-    specs = (replace(placed.spec, name=names.get(placed.spec.name, placed.spec.name)) for placed in layout.tensors)
-    header = build_header([(s, p.start - base, p.end - base) for s, p in zip(specs, layout.tensors, strict=True)])
+    renamed = path.with_name(path.name + ".renamed")
+    specs = [replace(placed.spec, name=names.get(placed.spec.name, placed.spec.name)) for placed in layout.tensors]
     with path.open("rb") as old, os.fdopen(os.open(renamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as new:
-        new.write(header)
-        old.seek(base)
+        new.write(FileLayout.of(layout.name, specs).header)
+        old.seek(len(layout.header))
         shutil.copyfileobj(old, new, 32 << 20)
     os.replace(renamed, path)

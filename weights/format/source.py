@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from weights.format.checksums import hashed
+from blake3 import blake3
+
 from weights.format.errors import IntegrityError
 from weights.format.files import open_regular
-from weights.format.layout import Layout
-from weights.format.manifest import Manifest
+from weights.format.manifest import Manifest, checksum
 from weights.format.names import MANIFEST_FILE
 
 # Configuration, tokenizers, chat templates. The store never accepts code (*.py) and pickles (*.bin, *.pt).
@@ -38,8 +38,9 @@ def aux_files_of(directory: Path) -> dict[str, bytes]:
     return found
 
 
-def chunks_of(directory: Path, name: str, nbytes: int) -> Iterator[bytes]:
-    """A file of `nbytes` in chunks of CHUNK_BYTES. Raises IntegrityError if it has another size."""
+def chunks_of(directory: Path, manifest: Manifest, name: str) -> Iterator[bytes]:
+    """A file of the version in chunks of CHUNK_BYTES. Raises IntegrityError if it has another size than recorded."""
+    nbytes = manifest.files[name].nbytes
     with io.BufferedReader(open_regular(directory, name)) as file:  # whose `read` is never short before the end
         if (size := os.fstat(file.fileno()).st_size) != nbytes:
             raise IntegrityError(f"{size} bytes, expected {nbytes}", path=directory, file=name)
@@ -51,12 +52,25 @@ def chunks_of(directory: Path, name: str, nbytes: int) -> Iterator[bytes]:
             yield chunk
 
 
-def whole(directory: Path, manifest: Manifest) -> Manifest:
-    """`manifest` with every checksum, after reading every byte of the version at `directory` and comparing it. Raises
-    IntegrityError."""
-    manifest.check_layout(Layout.read(directory), path=directory)
+def hashed(
+    chunks: Iterable[bytes], expected: str | None, found: dict[str, str], *, path: object, file: str
+) -> Iterator[bytes]:
+    """Passes on the chunks of a file, and then puts their checksum into `found`, by the file's name. Raises
+    IntegrityError after the last one if it is not `expected`; None: it is not known."""
+    running = blake3()
+    for chunk in chunks:
+        running.update(chunk)
+        yield chunk
+    found[file] = checksum(running)
+    if expected not in (None, found[file]):
+        raise IntegrityError(f"expected {expected}, the bytes give {found[file]}", path=path, file=file)
+
+
+def read_whole(manifest: Manifest, chunks: Callable[[str], Iterable[bytes]], *, source: object) -> Manifest:
+    """`manifest` with every checksum, after reading the `chunks` of each file and comparing them. Raises
+    IntegrityError, in which `source` is where they are from."""
     found: dict[str, str] = {}
     for name, record in manifest.files.items():
-        for _ in hashed(chunks_of(directory, name, record.nbytes), record.checksum, found, path=directory, file=name):
+        for _ in hashed(chunks(name), record.checksum, found, path=source, file=name):
             pass
     return manifest.with_checksums(found)

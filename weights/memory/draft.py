@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weights.format.checksums import checksum
 from weights.format.errors import StoreError, VersionExists
 from weights.format.files import write_file
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
-from weights.format.names import DRAFT_FILE, MANIFEST_FILE, PINNED_FILE, TENSOR_SUFFIX, version_path
+from weights.format.names import DRAFT_FILE, MANIFEST_FILE, PINNED_FILE, TENSOR_SUFFIX, Name, version_path
 from weights.memory.lease import Mapped, StoredVersion
 from weights.memory.locks import DirectoryLock
 from weights.memory.pool import Pool
@@ -30,29 +28,14 @@ class Draft(Mapped):
     of disjoint ranges need no coordination, but all must finish before `commit`.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        path: Path,
-        layout: Layout,
-        lock: DirectoryLock,
-        *,
-        kind: str,
-        model: str,
-        version: str,
-        owner: bool,
-    ) -> None:
+    def __init__(self, root: Path, name: Name, path: Path, layout: Layout, lock: DirectoryLock, *, owner: bool):
         super().__init__(path, layout, lock, "write")
-        self.kind = kind
-        self.model = model
-        self.version = version
-        self._root = root
-        self._owner = owner
+        self.name, self._root, self._owner = name, root, owner
 
     @property
     def target(self) -> Path:
         """Path of the version after the commit."""
-        return version_path(self._root, self.kind, self.model, self.version)
+        return version_path(self._root, *self.name)
 
     def commit(self, *, meta: Mapping[str, Any], checksums: bool = True, pinned: bool = True) -> StoredVersion:
         """Makes the version visible atomically and closes the draft.
@@ -61,22 +44,14 @@ class Draft(Mapped):
         evicted until `lease.unpin`: eviction never takes a last copy.
         Raises VersionExists (the draft stays open), IntegrityError if `meta` is not JSON.
         """
-        # The descriptor, not the lock: a traceback's frames would keep the lock open beyond the following abort.
-        fd = self._open_lock().fd
-        names = [name for name in os.listdir(self.path) if not name.startswith(".")]
-        manifest = Manifest.describe(
-            self.layout,
-            kind=self.kind,
-            model=self.model,
-            version=self.version,
-            meta=meta,
-            aux_files={n: (self.path / n).read_bytes() for n in names if not n.endswith(TENSOR_SUFFIX)},
-        )
+        self._check_open()
+        files = [file for file in self.path.iterdir() if not file.name.startswith(".") and file.suffix != TENSOR_SUFFIX]
+        aux_files = {file.name: file.read_bytes() for file in files}
+        manifest = Manifest.describe(self.layout, self.name, meta=meta, aux_files=aux_files)
         if checksums:
-            sums = {file.name: checksum(self.file_view(file.name)) for file in self.layout.files}
-            manifest = manifest.with_checksums(sums)
-        stored = publish(self._root, self.path, fd, manifest, pinned=pinned)
-        self._let_go()
+            manifest = manifest.with_checksums(self.checksums())
+        stored = publish(self._root, self.path, manifest, pinned=pinned)
+        super().close()
         return stored
 
     def abort(self) -> None:
@@ -85,63 +60,50 @@ class Draft(Mapped):
         If other processes or views still hold the draft, the last one to close it cleans up, or a sweep after their
         death.
         """
-        lock = self._let_go()
-        if lock is None:
-            return
-        _unlink(lock.fd, DRAFT_FILE)
-        lock = None  # noqa: F841 - the last reference closes the descriptor
-        self._dismantle_if_last()
+        if not self.closed:
+            (self.path / DRAFT_FILE).unlink(missing_ok=True)
+            self._close()
 
     def close(self) -> None:
         """Closes an attached handle and leaves the draft to the others; on the reserving handle it aborts."""
         if self._owner:
             self.abort()
-            return
-        lock = self._let_go()
-        if lock is None:
-            return
-        lock = None  # noqa: F841 - the last reference closes the descriptor
+        elif not self.closed:
+            self._close()
+
+    def _close(self) -> None:
+        super().close()
         if not (self.path / DRAFT_FILE).exists():
-            self._dismantle_if_last()
-
-    def __enter__(self) -> Draft:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def _dismantle_if_last(self) -> None:
-        Pool(self._root / "pool").take_unheld(self.path, keep=True)
+            Pool(self._root / "pool").take_unheld(self.path, keep=True)
 
 
-def publish(root: Path, path: Path, directory_fd: int, manifest: Manifest, *, pinned: bool) -> StoredVersion:
+def free_path(root: Path, name: Name) -> Path:
+    """The path of a version to be written. Raises VersionExists, InvalidName."""
+    path = version_path(root, *name)
+    if path.exists():
+        raise VersionExists(f"{name} exists; choose another version name or remove it")
+    return path
+
+
+def publish(root: Path, path: Path, manifest: Manifest, *, pinned: bool) -> StoredVersion:
     """Makes the written draft at `path` the version of the manifest. Raises VersionExists, IntegrityError,
     StoreError."""
-    target = version_path(root, manifest.kind, manifest.model, manifest.version)
-    taken = f"{manifest.kind} {manifest.model!r} {manifest.version!r} exists; choose another version name or remove it"
-    if target.exists():
-        raise VersionExists(taken)
-    write_file(directory_fd, MANIFEST_FILE, manifest.to_bytes())
+    target = free_path(root, manifest.name)
+    write_file(path / MANIFEST_FILE, manifest.to_bytes())
     if pinned:
-        write_file(directory_fd, PINNED_FILE, b"")
-    _unlink(directory_fd, DRAFT_FILE)
+        write_file(path / PINNED_FILE, b"")
+    (path / DRAFT_FILE).unlink(missing_ok=True)
     while True:
         for directory in (target.parent.parent, target.parent):  # `parents` would give the first another mode
             directory.mkdir(mode=0o700, exist_ok=True)
         try:
             os.rename(path, target)
-            return StoredVersion(manifest.kind, manifest.model, manifest.version, target, manifest.nbytes, manifest)
+            return StoredVersion(*manifest.name, target, manifest.nbytes, manifest)
         except FileNotFoundError:
             # The model's directory was removed as empty between mkdir and rename: make it again, unless the draft
             # itself is gone.
             if not path.exists():
                 raise StoreError(f"the draft {path} is gone: swept or already committed") from None
-        except OSError as error:
-            if target.exists():
-                raise VersionExists(taken) from error
+        except OSError:
+            free_path(root, manifest.name)  # another process was faster
             raise
-
-
-def _unlink(directory_fd: int, name: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=directory_fd)

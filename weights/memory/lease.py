@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from weights.format.errors import StoreError, VersionNotFound
 from weights.format.files import write_file
 from weights.format.layout import Layout
-from weights.format.manifest import Manifest
+from weights.format.manifest import Manifest, checksum
 from weights.format.names import PINNED_FILE
 from weights.memory import segment
 from weights.memory.locks import DirectoryLock
@@ -39,7 +40,7 @@ class StoredVersion:
     def read(cls, path: Path) -> StoredVersion:
         """The version at `path`. Raises IntegrityError; opens no tensor file."""
         manifest = Manifest.read(path)
-        return cls(manifest.kind, manifest.model, manifest.version, path, manifest.nbytes, manifest)
+        return cls(*manifest.name, path, manifest.nbytes, manifest)
 
 
 class Mapped:
@@ -62,32 +63,40 @@ class Mapped:
         """Bytes of tensor `name` (uint8, 1-D). The view keeps the directory locked while it exists, even after this is
         closed. Raises InvalidLayout for an unknown name, StoreError once closed."""
         placed = self.layout.find(name)
-        return self.file_view(placed.file)[placed.start : placed.end]
+        return self._file_view(placed.file)[placed.start : placed.end]
 
-    def file_view(self, file: str) -> memoryview:
-        """As `view`, of a whole file with its header, for callers that use the layout's offsets."""
-        lock = self._open_lock()
+    def checksums(self) -> dict[str, str]:
+        """Those of the tensor files, by name."""
+        return {file.name: checksum(self._file_view(file.name)) for file in self.layout.files}
+
+    def close(self) -> None:
+        """Releases the lock; existing views keep it until they are freed. Safe to call twice."""
+        self._lock, self._windows = None, {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _file_view(self, file: str) -> memoryview:
+        """As `view`, of a whole file with its header."""
+        self._check_open()
         if file not in self._windows:
-            self._windows[file] = segment.window(self.path / file, self.layout.file(file).nbytes, self._access, lock)
+            nbytes = self.layout.file(file).nbytes
+            self._windows[file] = segment.window(self.path / file, nbytes, self._access, self._lock)
         return self._windows[file]
 
-    def _open_lock(self) -> DirectoryLock:
-        if self._lock is None or not self._lock.held:
+    def _check_open(self) -> None:
+        if self.closed:
             raise StoreError(f"the handle on {self.path} was closed, or lost in a fork: take a new one")
-        return self._lock
-
-    def _let_go(self) -> DirectoryLock | None:
-        """Drops lock and mappings. Returns the lock if it was held; freeing the last reference unlocks the
-        directory."""
-        lock, self._lock, self._windows = self._lock, None, {}
-        return lock if lock is not None and lock.held else None
 
 
 class Lease(Mapped):
     """The right to read a version: while it or any of its views exists, the bytes stay unchanged.
 
     Use `take_lease` or `WeightStore.lease`. `path` is the directory, `layout` the validated layout,
-    `manifest` the current manifest. Views are read-only and shared. A context manager; `release` is safe to call twice.
+    `manifest` the current manifest. Views are read-only and shared. A context manager.
     A process forked meanwhile does not hold the lease and must take its own.
     """
 
@@ -95,15 +104,7 @@ class Lease(Mapped):
         super().__init__(path, layout, lock, "read")
         self.manifest = manifest
 
-    def release(self) -> None:
-        """Releases the lease; existing views keep the version until they are freed."""
-        self._let_go()
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.release()
+    release = Mapped.close
 
 
 def take_lease(stored: StoredVersion) -> Lease:
@@ -114,7 +115,7 @@ def take_lease(stored: StoredVersion) -> Lease:
     lock = _locked(stored)
     try:
         manifest = Manifest.read(stored.path)
-        if manifest.identity != stored.manifest.identity:
+        if (manifest.name, manifest.created_s) != (stored.manifest.name, stored.manifest.created_s):
             raise VersionNotFound(f"{stored.path} holds another version now than the one asked for; find it again")
         layout = Layout.read(stored.path)
         manifest.check_layout(layout, path=stored.path)
@@ -127,18 +128,18 @@ def take_lease(stored: StoredVersion) -> Lease:
 
 def unpin(stored: StoredVersion) -> None:
     """Allows eviction of `stored`, because another tier has its bytes. Safe to call twice."""
-    with closing(_locked(stored)) as lock, suppress(FileNotFoundError):
-        os.unlink(PINNED_FILE, dir_fd=lock.fd)
+    with closing(_locked(stored)):
+        (stored.path / PINNED_FILE).unlink(missing_ok=True)
 
 
 def pin(stored: StoredVersion) -> None:
     """Forbids eviction of `stored`, across restarts, until `unpin`. Safe to call twice."""
-    with closing(_locked(stored)) as lock:
-        write_file(lock.fd, PINNED_FILE, b"")
+    with closing(_locked(stored)):
+        write_file(stored.path / PINNED_FILE, b"")
 
 
 def _locked(stored: StoredVersion) -> DirectoryLock:
     lock = DirectoryLock.try_shared(stored.path)
     if lock is None:
-        raise VersionNotFound(f"{stored.kind} {stored.model!r} {stored.version!r} is no longer at {stored.path}")
+        raise VersionNotFound(f"{stored.manifest.name} is no longer at {stored.path}")
     return lock

@@ -11,8 +11,6 @@ import fcntl
 import os
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from weights.format.errors import StoreError
@@ -30,7 +28,6 @@ class DirectoryLock:
 
     def __init__(self, fd: int) -> None:
         self._fd: int | None = fd
-        self.pid = os.getpid()
         _held.add(self)
 
     @classmethod
@@ -38,36 +35,39 @@ class DirectoryLock:
         """A shared lock on the directory now at `directory`; None if it is gone or being removed."""
         deadline_s = time.monotonic() + SHARED_WAIT_S
         while True:
-            fd = _open_directory(directory)
-            if fd is None:
-                return None
             try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return cls._take(directory, fcntl.LOCK_SH)
             except BlockingIOError:
-                os.close(fd)
                 if time.monotonic() > deadline_s:
                     return None
                 time.sleep(SHARED_POLL_S)
-                continue
-            # Between open and flock a remover may have renamed the directory.
-            if _same_directory(fd, directory):
-                return cls(fd)
-            os.close(fd)
 
     @classmethod
     def try_exclusive(cls, directory: Path) -> DirectoryLock | None:
         """The exclusive lock on the directory at `directory`; None if it is locked or gone."""
-        fd = _open_directory(directory)
-        if fd is None:
+        try:
+            return cls._take(directory, fcntl.LOCK_EX)
+        except BlockingIOError:
+            return None
+
+    @classmethod
+    def _take(cls, directory: Path, operation: int) -> DirectoryLock | None:
+        """None if the directory is gone. Raises BlockingIOError if another process has it."""
+        try:
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
             return None
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            fcntl.flock(fd, operation | fcntl.LOCK_NB)
+            # Between open and flock a remover may have renamed the directory.
+            if not os.path.samestat(os.fstat(fd), os.lstat(directory)):
+                raise BlockingIOError(f"{directory} was replaced")
+        except FileNotFoundError:
             os.close(fd)
             return None
-        if not _same_directory(fd, directory):
+        except BaseException:
             os.close(fd)
-            return None
+            raise
         return cls(fd)
 
     @property
@@ -93,34 +93,7 @@ class DirectoryLock:
             self.close()
 
 
-@contextmanager
-def store_mutex(path: Path) -> Iterator[None]:
-    """The exclusive lock on a whole store, for the short time of counting and allocating space."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
-
-
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
-
-
-def _open_directory(directory: Path) -> int | None:
-    try:
-        return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def _same_directory(fd: int, directory: Path) -> bool:
-    try:
-        there = os.stat(directory, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    mine = os.fstat(fd)
-    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
 
 
 def _drop_inherited() -> None:

@@ -7,6 +7,7 @@ at memcpy rate.
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import stat
@@ -18,6 +19,7 @@ from typing import Literal
 import numpy as np
 
 from weights.format.errors import IntegrityError
+from weights.format.files import open_regular
 from weights.memory.locks import DirectoryLock
 
 Access = Literal["read", "write"]
@@ -30,48 +32,44 @@ class _Window(np.ndarray):
 
 
 class _Mapped:
-    """A whole-file mapping and the descriptor that tells whether the file still has a name."""
+    """A whole-file mapping and the file, which tells whether it still has a name."""
 
-    def __init__(self, fd: int, size: int, access: Access) -> None:
-        self.fd = fd
-        self.size = size
+    def __init__(self, file: io.FileIO, size: int, access: Access) -> None:
+        self.file, self.size = file, size
         prot = mmap.PROT_READ if access == "read" else mmap.PROT_READ | mmap.PROT_WRITE
-        self.map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=prot)
-        weakref.finalize(self, os.close, fd)
+        self.map = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED, prot=prot)
+        weakref.finalize(self, file.close)
 
     @property
     def named(self) -> bool:
-        return os.fstat(self.fd).st_nlink > 0
+        return os.fstat(self.file.fileno()).st_nlink > 0
 
 
-# (device, inode, access) -> mapping. The open descriptor pins the inode, so its number cannot be given to
+# (device, inode, access) -> mapping. The open file pins the inode, so its number cannot be given to
 # another file while the entry lives.
 _mapped: dict[tuple[int, int, str], _Mapped] = {}
 _guard = threading.Lock()
 
 
-def create(directory_fd: int, name: str, nbytes: int) -> None:
+def create(path: Path, nbytes: int) -> None:
     """Creates a file (0600) of size `nbytes` without allocating its memory."""
-    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(fd, nbytes)
     finally:
         os.close(fd)
 
 
-def allocate(directory_fd: int, name: str) -> None:
+def allocate(path: Path) -> None:
     """Allocates all memory of the file.
 
     Raises OSError ENOSPC now; ftruncate alone would overcommit the file system, and a later write would get SIGBUS.
     """
-    fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
-    try:
-        status = os.fstat(fd)
+    with open(path, "r+b", buffering=0) as file:
+        status = os.fstat(file.fileno())
         # Skip files that are complete: posix_fallocate walks over present pages too, at a third of memcpy's cost.
         if status.st_blocks * 512 < status.st_size:
-            os.posix_fallocate(fd, 0, status.st_size)
-    finally:
-        os.close(fd)
+            os.posix_fallocate(file.fileno(), 0, status.st_size)
 
 
 def window(path: Path, nbytes: int, access: Access, keeps: DirectoryLock | None) -> memoryview:
@@ -82,24 +80,20 @@ def window(path: Path, nbytes: int, access: Access, keeps: DirectoryLock | None)
     """
     if nbytes == 0:
         return memoryview(b"")
-    try:
-        fd = os.open(path, (os.O_RDWR if access == "write" else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise IntegrityError(f"cannot be opened: {error.strerror}", path=path.parent, file=path.name) from error
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
-        os.close(fd)
-        reason = f"expected a regular file of {nbytes} bytes, found {status.st_size} bytes"
-        raise IntegrityError(reason, path=path.parent, file=path.name)
+    file = open_regular(path.parent, path.name, "rb" if access == "read" else "r+b")
+    status = os.fstat(file.fileno())
+    if status.st_size != nbytes:
+        file.close()
+        raise IntegrityError(f"{status.st_size} bytes, expected {nbytes}", path=path.parent, file=path.name)
     with _guard:
         _forget_unnamed()
         key = (status.st_dev, status.st_ino, access)
         known = _mapped.get(key)
         if known is not None and known.size >= nbytes:
-            os.close(fd)
+            file.close()
             mapped = known
         else:
-            mapped = _mapped[key] = _Mapped(fd, nbytes, access)
+            mapped = _mapped[key] = _Mapped(file, nbytes, access)
     array = np.frombuffer(mapped.map, dtype=np.uint8, count=nbytes).view(_Window)
     array.keeps = keeps
     return memoryview(array)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, cast
 
-from weights.format.checksums import checksum, hashed
 from weights.format.errors import IntegrityError
-from weights.format.manifest import Manifest
+from weights.format.manifest import Manifest, checksum
 from weights.format.names import MANIFEST_FILE
+from weights.format.source import hashed
 
 CHUNK_BYTES = 1 << 20
 
@@ -63,24 +63,6 @@ class Archive:
                 raise OSError(f"{part[0]} is shorter than its manifest says")
 
 
-class _Stream(io.RawIOBase):
-    """The parts of a tar file for tarfile to read. Counts its bytes."""
-
-    def __init__(self, parts: Iterable[bytes]):
-        self._parts, self._rest, self.count = iter(parts), memoryview(b""), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if not self._rest:
-            self._rest = memoryview(next(self._parts, b""))
-        taken = min(len(buffer), len(self._rest))
-        buffer[:taken], self._rest = self._rest[:taken], self._rest[taken:]
-        self.count += taken
-        return taken
-
-
 def unpack(
     parts: Iterable[bytes], folder: Path, moved: Callable[[int, int], object] = lambda done, total: None
 ) -> None:
@@ -90,10 +72,16 @@ def unpack(
     does not have or that differs from its checksum, and for an archive that ends early.
     """
     folder.mkdir()
-    stream = _Stream(parts)
+    parts, come = iter(parts), 0
     manifest: Manifest | None = None
+
+    def read(_size: int) -> bytes:
+        nonlocal come
+        come += len(part := next(parts, b""))
+        return part
+
     try:
-        with tarfile.open(fileobj=io.BufferedReader(stream), mode="r|") as tar:
+        with tarfile.open(fileobj=cast(IO[bytes], SimpleNamespace(read=read)), mode="r|") as tar:
             for entry in tar:
                 content = tar.extractfile(entry)
                 if content is None or (manifest is None) != (entry.name == MANIFEST_FILE):
@@ -108,7 +96,7 @@ def unpack(
                 with open(folder / entry.name, "xb") as out:
                     for chunk in hashed(chunks, expected, {}, path="the archive", file=entry.name):
                         out.write(chunk)
-                        moved(stream.count, manifest.nbytes)
+                        moved(come, manifest.nbytes)
     except tarfile.TarError as error:
         raise IntegrityError(f"is not a whole tar file: {error}", path="the archive") from error
     if manifest is None or {path.name for path in folder.iterdir()} != set(manifest.files):

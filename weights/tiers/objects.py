@@ -50,8 +50,8 @@ class Objects(Protocol):
     def get(self, key: str) -> bytes:
         """Raises ObjectDamaged if the key does not exist."""
 
-    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Keys below the folder `prefix` (it ends in "/") and their sizes in bytes."""
+    def list(self, prefix: str) -> Iterator[str]:
+        """Keys below the folder `prefix` (it ends in "/")."""
 
     def delete(self, key: str) -> None:
         """Idempotent."""
@@ -81,11 +81,11 @@ class DirectoryObjects:
             with open_regular(path.parent, path.name) as file:
                 return file.readall()
 
-    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+    def list(self, prefix: str) -> Iterator[str]:
         with self._rooted():
             for folder, _, names in os.walk(self.root / prefix):
                 for path in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):
-                    yield path.relative_to(self.root).as_posix(), path.stat(follow_symlinks=False).st_size
+                    yield path.relative_to(self.root).as_posix()
 
     def delete(self, key: str) -> None:
         with self._rooted():

@@ -61,14 +61,14 @@ class S3Objects:
         with self._translated(key):
             return self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)["Body"].read()
 
-    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+    def list(self, prefix: str) -> Iterator[str]:
         with self._translated(prefix):
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=self._prefix + prefix
             )
             for page in pages:
                 for entry in page.get("Contents", ()):
-                    yield entry["Key"][len(self._prefix) :], entry["Size"]
+                    yield entry["Key"][len(self._prefix) :]
 
     def delete(self, key: str) -> None:
         with self._translated(key):

@@ -1,29 +1,12 @@
-"""Names of versions, adapters and snapshots in every tier, and the rules by which a tier keeps them. Pure."""
+"""The rules by which a tier keeps versions, adapters and snapshots. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from weights.format.config import KeepRules
-from weights.format.names import encode_name
-
-
-class Name(NamedTuple):
-    """`kind` is one of `weights.format.manifest.KINDS`."""
-
-    kind: str
-    model: str
-    version: str
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.version} of {self.model}"
-
-    @property
-    def key(self) -> str:
-        """Its relative path at a remote place. Raises InvalidName."""
-        return f"{self.kind}s/{encode_name(self.model)}/{encode_name(self.version)}"
+from weights.format.names import Name
 
 
 @dataclass(frozen=True)

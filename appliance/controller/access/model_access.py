@@ -16,11 +16,8 @@ from appliance.store.rows import JobRow, ModelRow, VersionRow
 
 
 def unknown_model(name: str, param: str = "model") -> NotFound:
-    return NotFound(
-        f"The model {shown(name)} does not exist or you do not have access to it; `appliance model list` shows yours.",
-        param=param,
-        code="model_not_found",
-    )
+    message = f"The model {shown(name)} does not exist or you do not have access to it; `appliance model list` shows"
+    return NotFound(f"{message} yours.", param, "model_not_found")
 
 
 def stored_version(db: Database, model: str, version: str) -> VersionRow:
@@ -28,7 +25,7 @@ def stored_version(db: Database, model: str, version: str) -> VersionRow:
     if (row := models.find_version(db, model, version)) is not None:
         return row
     message = f"{model} has no version {shown(version)}; `appliance model show {model}` lists them."
-    raise NotFound(message, param="version", code="version_not_found")
+    raise NotFound(message, "version", "version_not_found")
 
 
 def known_model(db: Database, name: str) -> Resolved:
@@ -61,19 +58,13 @@ def caller_of(db: Database, key_id: str | None) -> Principal:
     return Principal(key_id, frozenset(row.scopes if row else ()), new_id("req_"), keys.owner_of(db, key_id))
 
 
-def viewer_of(db: Database, key_id: str | None) -> str | None:
-    """`Principal.viewer` of work that outlives its request."""
-    return caller_of(db, key_id).viewer
-
-
 def may_use(db: Database, key_id: str | None, name: str) -> bool:
     """Whether work of this key (None: the box itself) may use a model by this name."""
     return caller_may_use(db, caller_of(db, key_id), name)
 
 
 def caller_may_use(db: Database, caller: Principal, name: str) -> bool:
-    """Access to a model includes all its versions and checkpoints. Nobody has access to a version that does not exist;
-    otherwise questions of an admin's key waited for an engine of it."""
+    """Access to a model includes all its versions and checkpoints."""
     model = model_of(db, name)
     if not models.is_visible(db, model, caller.viewer) or models.find(db, model) is None:
         return False
@@ -91,11 +82,16 @@ def check_may_ask(db: Database, caller: Principal, name: str, *, chats: bool = T
     may not use, and BadRequest for one that does not chat."""
     if not caller.may(INFERENCE):
         raise Forbidden(INFERENCE)
+    check_asked(db, caller, name, chats=chats, param=param)
+
+
+def check_asked(db: Database, caller: Principal, name: str, *, chats: bool, param: str) -> None:
+    """As `check_may_ask`, of work whose key had the scope. Raises NotFound, BadRequest."""
     lacks_version = "@" in name and models.find(db, name) is None and resolve(db, name) is None
     if lacks_version or not caller_may_use(db, caller, name):
         raise unknown_model(name, param)
-    if chats and (why := why_no_chat(db, name)):
-        raise BadRequest(f"{why}.", param=param, code="model_not_supported")
+    if chats and (why := _why_no_chat(db, name)):
+        raise BadRequest(f"{why}.", param, "model_not_supported")
 
 
 def why_not_asked(db: Database, key_id: str | None, name: str) -> str:
@@ -107,17 +103,16 @@ def why_not_asked(db: Database, key_id: str | None, name: str) -> str:
     return ""
 
 
-def why_no_chat(db: Database, name: str) -> str:
-    """Why this model takes no conversation, in the gateways' words (`gateway.core.errors.no_chat_template`), before an
-    engine is started for it; "" if it does, or if it is unknown whether it has a template."""
+def _why_no_chat(db: Database, name: str) -> str:
+    """Why this model takes no conversation, before an engine is started for it; "" if it does, or if it is unknown
+    whether it has a template."""
     found = resolve(db, name)
     if found is None:
         return ""
     model, version = found.model.id, found.version
     if adapter := version.meta.get("adapter"):  # its base's engine answers
         model = adapter["base"]
-        base = models.find_version(db, model, adapter["base_version"])
-        version = base or version
+        version = models.find_version(db, model, adapter["base_version"]) or version
     if version.meta.get("chat_template", True) or model in model_settings.with_chat_template(db):
         return ""
     return (

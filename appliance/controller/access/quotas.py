@@ -1,14 +1,22 @@
-"""Limits what one owner may store and have under way: counted before more is admitted.
+"""Limits what one owner may store and have under way, and how full the disk gets: counted before more is admitted.
 
 Limits apply to the owner, not to the key: ten keys do not allow ten times as much. Admins and the box itself are not
 limited. A file is checked when it is announced and, in the transaction that keeps it, once it has arrived.
+
+A full disk stops everything, including what would free space: SQLite cannot revoke a key, a job cannot save its state.
+So the last bytes are reserved for the box itself.
 """
 
 from __future__ import annotations
 
-from appliance.controller.access.disk import Disk
-from appliance.controller.interfaces.config import ControllerConfig, OwnerBounds
-from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, LimitReached
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from appliance.controller.interfaces.config import GIB, ControllerConfig, OwnerBounds
+from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.database import Database
 from appliance.store.records import keys
@@ -28,6 +36,50 @@ _STORED = (
     (2, _UNFINISHED["uploads"]),
     (ANSWERS_PER_INPUT, f"files JOIN (SELECT input_file_id FROM {_UNFINISHED['batches']}) ON input_file_id = files.id"),
 )
+
+
+def floor_of(total_bytes: int) -> int:
+    """2 % of a volume, at least 2 GiB and at most 20; never more than a tenth of a small one."""
+    return min(max(2 * GIB, total_bytes // 50), 20 * GIB, total_bytes // 10)
+
+
+class Disk:
+    """path: on the volume. floor_bytes None: `floor_of` the volume's size."""
+
+    def __init__(self, path: Path, floor_bytes: int | None, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs):
+        self._path, self._floor_bytes, self._statvfs = path, floor_bytes, statvfs
+
+    def room_bytes(self) -> int:
+        """Free above the floor; negative below it."""
+        now = self._statvfs(self._path)
+        floor = floor_of(now.f_blocks * now.f_frsize) if self._floor_bytes is None else self._floor_bytes
+        return now.f_bavail * now.f_frsize - floor
+
+    def check(self, more_bytes: int = 0) -> None:
+        """Raises ApiError 507 if this many more bytes would leave less than the floor."""
+        room = self.room_bytes()
+        if more_bytes > room or room <= 0:
+            more = f"; {more_bytes} more are needed" if more_bytes else ""
+            raise _no_room(f"has {max(room, 0)} bytes left above what it keeps free for itself{more}")
+
+
+@contextmanager
+def disk_may_be_full() -> Iterator[None]:
+    """Raises ApiError 507 in place of an OSError that says so."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _no_room("is full") from error
+        raise
+
+
+def _no_room(why: str) -> ApiError:
+    message = (
+        f"The disk of the box {why}. Delete files, models or stored responses first, or ask an admin to make room "
+        "([controller] disk_floor_bytes is what stays free)."
+    )
+    return ApiError(507, message, code="insufficient_storage", kind="server_error", headers=NEVER_RETRY)
 
 
 class Quotas:
@@ -51,28 +103,31 @@ class Quotas:
         self.disk.check(more_bytes)
         if caller.is_admin or caller.key_id is None:
             return
-        bounds, count, ask = self.bounds(caller.key_id), "count(*)", "An admin can give a key a higher bound `{}`."
-        if begins:
-            number = self._sum(caller.key_id, count, *_UNFINISHED.values())
-            if number >= bounds.unfinished:
-                raise LimitReached(
-                    f"Your keys have {number} jobs, batches, runs of evals, responses in background and uploads under "
-                    f"way, of at most {bounds.unfinished}. Wait for one to end or cancel one. "
-                    + ask.format("unfinished"),
-                    param="unfinished",
-                    retry=True,
-                )
+        bounds = self.bounds(caller.key_id)
+
+        def total(what: str, *tables: str) -> int:
+            """what: of the rows of each of these tables, over all keys of this key's owner."""
+            select = f"SELECT coalesce({what}, 0) FROM"
+            return sum(int(self._db.value(f"{select} {table}", [caller.key_id])) for table in tables)
+
+        if begins and (number := total("count(*)", *_UNFINISHED.values())) >= bounds.unfinished:
+            text = (
+                f"Your keys have {number} jobs, batches, runs of evals, responses in background and uploads under way, "
+                f"of at most {bounds.unfinished}. Wait for one to end or cancel one."
+            )
+            raise _over(429, text, "unfinished", {"retry-after": "30"})
         # With the models that unfinished jobs are going to make.
-        if makes_model and (number := self._sum(caller.key_id, count, _TUNED, _UNFINISHED["jobs"])) >= bounds.models:
+        if makes_model and (number := total("count(*)", _TUNED, _UNFINISHED["jobs"])) >= bounds.models:
             text = f"Your keys have {number} fine-tuned models of at most {bounds.models}. Delete some first."
-            raise LimitReached(f"{text} {ask.format('models')}", param="models")
-        size = sum(times * self._sum(caller.key_id, "sum(bytes)", where) for times, where in _STORED)
+            raise _over(429, text, "models")
+        size = sum(times * total("sum(bytes)", where) for times, where in _STORED)
         if size + max(more_bytes, 1) > bounds.bytes:
             more = f"; {more_bytes} more do not fit" if more_bytes else ""
             text = f"Your files, models and evals hold {size} of at most {bounds.bytes} bytes{more}. Delete some first."
-            text = f"{text} {ask.format('bytes')}"
-            raise ApiError(413, text, code="limit_reached", param="bytes", headers=dict(NEVER_RETRY))
+            raise _over(413, text, "bytes")
 
-    def _sum(self, key_id: str, what: str, *tables: str) -> int:
-        """what: of the rows of each of these tables, over all keys of this key's owner."""
-        return sum(int(self._db.value(f"SELECT coalesce({what}, 0) FROM {table}", [key_id])) for table in tables)
+
+def _over(status: int, text: str, bound: str, headers: dict[str, str] = NEVER_RETRY) -> ApiError:
+    kind = "insufficient_quota" if status == 429 else "invalid_request_error"
+    text = f"{text} An admin can give a key a higher bound `{bound}`."
+    return ApiError(status, text, bound, "limit_reached", kind=kind, headers=headers)

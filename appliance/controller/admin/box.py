@@ -1,12 +1,14 @@
-"""/admin/v1: status, metrics, tiers, doctor, audit, hand-overs: the routes for operating the box as a whole."""
+"""/admin/v1: status, metrics, tiers, doctor, audit, hand-overs, logs: the routes for operating the box as a whole."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Query, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse
 
@@ -15,42 +17,38 @@ from appliance.controller.admin.metrics import ControllerCollector, read_engines
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import floor_notes, mode_in_force
-from appliance.controller.http.paging import RECENT, list_object, part
-from appliance.controller.http.reading import Status, answer
-from appliance.controller.http.routers import needs
-from appliance.controller.http.views import handover_by_id, handover_object, job_object
+from appliance.controller.http.resource import RECENT, list_object, part
+from appliance.controller.http.routers import Status, answer, needs
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.principal import ADMIN, METRICS, READ, Caller
-from appliance.store.database import Part
+from appliance.controller.openai.job_routes import job_object
+from appliance.store.database import Database, Part
 from appliance.store.objects import jobs
-from appliance.store.records import audit, handovers, keys
-from appliance.store.rows import AuditRow, columns
+from appliance.store.records import audit, keys
+from appliance.store.rows import HANDOVERS, AuditRow, HandoverRow, columns
+from runtime.log_files import LogFile, end_of, logs_in
+from scheduler.handover.ports import StepRecord
+
+_LOG_BYTES = 256 * 1024
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
-    db = context.db
+    db, logs = context.db, Path(context.box["data_dir"]) / "logs"
 
     @router.get("/status", response_model=dict[str, Any])
     async def status(now: Status, caller: Caller) -> Response:
-        load, last = context.bus.load(), context.last_backup()
-        readings = context.health.newest()
+        load, last, readings = context.bus.load(), context.last_backup(), context.health.newest()
+        of_box = {"started_s": context.started_s, "certificate_expires_s": load.certificate_expires_s}
         of_loop = {
-            "box": {
-                **context.box,
-                "started_s": context.started_s,
-                "certificate_expires_s": load.certificate_expires_s,
-                "backup": None if last is None else asdict(last),
-            },
+            "box": {**context.box, **of_box, "backup": None if last is None else asdict(last)},
             "power": context.power.status(),
-            "replicas": now["replicas"],
             "requests": {
                 name: {"inflight": one.inflight, "held": one.held}
                 for name, one in load.models.items()
                 if one.inflight or one.held
             },
-            "memory": now["memory"],
             "degraded": [*context.background.degraded(), *context.main_troubles()],
-            "troubles": now["troubles"],
+            **{name: now[name] for name in ("replicas", "memory", "troubles")},
         }
 
         def of_store() -> dict[str, Any]:
@@ -73,11 +71,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def prometheus_metrics(now: Status, caller: Caller) -> Response:
         """The controller's own series in Prometheus' text format; the gateway's /metrics merges them with its own."""
         collector = ControllerCollector(context, now, await read_engines(context.routing.open_engines()))
-
-        def scraped() -> Response:
-            return PlainTextResponse(generate_latest(collector), media_type=CONTENT_TYPE_LATEST)
-
-        return await answer(scraped)
+        return await answer(lambda: PlainTextResponse(generate_latest(collector), media_type=CONTENT_TYPE_LATEST))
 
     @router.get("/tiers", response_model=dict[str, Any])
     async def tiers(caller: Caller) -> Response:
@@ -91,7 +85,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         try:
             found = await context.doctor.look()
         except OperationFailed as error:
-            raise ApiError(500, str(error), kind="server_error", code=error.code) from error
+            raise ApiError(500, str(error), code=error.code, kind="server_error") from error
         data = [finding for finding in found["data"] if caller.is_admin or finding["check"] != "keys"]
         return {"object": "list", **found, "data": data}
 
@@ -109,15 +103,88 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/handovers")
     def list_handovers(part: Annotated[Part, part(20, most=1000)]) -> dict[str, Any]:
-        return list_object(handovers.page(db, **part), lambda row: handover_object(db, row))
+        return list_object(HANDOVERS.page(db, **part), _handover)
 
     @router.get("/handovers/{handover_id}")
     def show_handover(handover_id: str) -> dict[str, Any]:
-        found = handover_by_id(db, handover_id)
-        if found is None:
-            raise NotFound(
-                f"No hand-over {shown(handover_id)}; `appliance mode history` lists the newest.",
-                param="handover_id",
-                code="handover_not_found",
-            )
+        if (found := handover_by_id(db, handover_id)) is None:
+            message = f"No hand-over {shown(handover_id)}; `appliance mode history` lists the newest."
+            raise NotFound(message, "handover_id", "handover_not_found")
         return found
+
+    # Logs name people and what they asked for: administrators alone read them.
+    @router.get("/logs")
+    @needs(ADMIN)
+    def list_logs() -> dict[str, Any]:
+        """The logs that may be read, those written last first."""
+        found = _readable(logs)[:500]
+        return {
+            "object": "list",
+            "data": [{"name": one.name, "bytes": one.size, "changed_at": one.changed_s} for one in found],
+        }
+
+    @router.get("/logs/{name:path}")
+    @needs(ADMIN)
+    def show_log(name: str, lines: Annotated[int, Query(ge=1, le=5000)] = 500) -> dict[str, Any]:
+        """The last `lines` of a log, 256 KiB at most."""
+        # Only names in the list are opened: what a client writes is never a path.
+        if name not in {one.name for one in _readable(logs)}:
+            raise NotFound(f"No log {shown(name)}; GET /admin/v1/logs lists them.", "name", "log_not_found")
+        text, before = end_of(logs / name, _LOG_BYTES)
+        found = text.splitlines()
+        # The first line is cut.
+        return {"name": name, "lines": found[1 if before and len(found) > 1 else 0 :][-lines:]}
+
+
+def _readable(folder: Path) -> list[LogFile]:
+    return [one for one in logs_in(folder) if not one.is_packed]
+
+
+# --- hand-overs; the CLI and scripts rely on these keys
+
+
+def handover_by_id(db: Database, handover_id: str | None) -> dict[str, Any] | None:
+    """None where there is none, or no more."""
+    row = HANDOVERS.find(db, handover_id) if handover_id else None
+    return _handover(row) if row else None
+
+
+def _handover(row: HandoverRow) -> dict[str, Any]:
+    """`bytes` of all steps together; `asked_by` a key's name, "box" (a command on it), "window ID" or "scheduler"."""
+    steps = [step_view(step) for step in row.steps]
+    return {
+        "id": str(row.id),
+        **columns(row, "reason state started_s ended_s"),
+        **{name: getattr(row, name) or None for name in ("asked_by", "asked_for", "error")},
+        "seconds": None if row.ended_s is None else row.ended_s - row.started_s,
+        "bytes": sum(s["bytes"] or 0 for s in steps),
+        "steps": steps,
+    }
+
+
+def step_view(row: StepRecord) -> dict[str, Any]:
+    """`seconds` of the whole step; `bytes` that it moved in `moved_s` of them; `path` how weights were loaded ("in
+    place", "layerwise"), or that they or a snapshot are in shared memory. None for a step that moves nothing."""
+    count, moved_s, path = _moved(row.verb, row.detail)
+    return {
+        **columns(row, "verb target state started_s ended_s undoes detail"),
+        "seconds": None if row.started_s is None or row.ended_s is None else row.ended_s - row.started_s,
+        "bytes": count,
+        "moved_s": moved_s,
+        "bytes_per_s": count / moved_s if count and moved_s else None,
+        "path": path,
+    }
+
+
+def _moved(verb: str, detail: Mapping[str, Any]) -> tuple[int | None, float | None, str | None]:
+    """(bytes, seconds in which they moved, path)."""
+    if verb in ("swap_replica", "wake_replica"):
+        read = detail.get("bytes_read") or []
+        seconds, how = detail.get("load_s"), detail.get("how")
+        return (sum(read) if read else detail.get("bytes")), seconds, how and how.replace("-", " ")
+    if verb == "suspend_group" and detail.get("bytes"):
+        return detail["bytes"], (detail.get("seconds") or {}).get("snapshot"), "shared memory"
+    if verb in ("start_group", "start_replica"):
+        # Read while processes start: most of the step is not copying, so no rate is computed.
+        return detail.get("bytes"), None, "shared memory" if detail.get("bytes") else None
+    return None, None, None

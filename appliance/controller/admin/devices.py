@@ -9,11 +9,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from pydantic import StringConstraints
 
-from appliance.controller.context.audit import name_of, record
+from appliance.controller.context.audit import name_of
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import cordons
 from appliance.controller.devices.power import of_job
-from appliance.controller.http.reading import Readings, Status
+from appliance.controller.http.routers import Readings, Status, audited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import NotFound, shown
 from appliance.controller.interfaces.principal import Caller
@@ -28,36 +28,42 @@ class Drain(StrictBody):
 def routes(context: ControllerContext, router: APIRouter) -> None:
     db = context.db
 
+    def known(device_id: str) -> dict[str, Any]:
+        """Raises NotFound."""
+        for device in cordons.in_view(db, context.scheduler.status()["devices"]):
+            if device["id"] == device_id:
+                return device
+        message = f"The box has no device {shown(device_id)}; `appliance gpu list` shows them."
+        raise NotFound(message, "device_id", "device_not_found")
+
     @router.get("/devices")
     def devices(now: Status, readings: Readings) -> dict[str, Any]:
         return {"object": "list", "data": cordons.metered(cordons.in_view(db, now["devices"]), readings)}
 
     @router.post("/devices/{device_id:path}/drain")
+    @audited("device.drain", "holder")
     async def drain(device_id: str, caller: Caller, body: Drain | None = None) -> dict[str, Any]:
         """The device's holder moves elsewhere, and no new holder gets it until `undrain`. Idempotent; GET /devices
         shows when it is free."""
-        holder, reason = _known(context, device_id)["holder"], body.reason if body else ""
-        by = name_of(context, caller)
+        device, reason = known(device_id), body.reason if body else ""
+        holder, by = device["holder"], name_of(context, caller)
         with db.transaction():
-            fresh = cordons.drain(db, device_id, reason, by, time.time())
-            record(context, caller, "device.drain", device_id, reason=reason, holder=holder)
+            fresh = cordons.drain(db, device, reason, by, time.time())
             if fresh and holder and holder["kind"] == "job" and jobs.find(db, holder["id"]):
                 # Its owner reads this, and knows no names of others' keys.
                 why = f": {reason}" if reason else ""
                 text = f"Device {device_id} is drained by an operator{why}; the job moves off it."
                 add_message(db, holder["id"], text, level="warn", data={"device": device_id, "reason": reason})
         context.scheduler.nudge(f"drain of {device_id}", by)
-        return _known(context, device_id)
+        return known(device_id)
 
     @router.post("/devices/{device_id:path}/undrain")
+    @audited("device.undrain")
     async def undrain(device_id: str, caller: Caller) -> dict[str, Any]:
         """Return the device to use. Idempotent."""
-        _known(context, device_id)
-        with db.transaction():
-            cordons.undrain(db, device_id)
-            record(context, caller, "device.undrain", device_id)
+        cordons.undrain(db, known(device_id))
         context.scheduler.nudge(f"undrain of {device_id}", name_of(context, caller))
-        return _known(context, device_id)
+        return known(device_id)
 
     @router.get("/power")
     def power(
@@ -80,32 +86,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/nodes")
     async def nodes() -> dict[str, Any]:
-        """Asks each node: one that does not answer within a second has `answered_s` null."""
-        return {"object": "list", "data": await context.nodes.poll()}
+        """Each node: one that does not answer within a second has `answered_s` null."""
+        return {"object": "list", "data": context.nodes.status()}
 
     @router.delete("/nodes/{name}")
+    @audited("node.forget", "devices")
     async def forget_node(name: str, caller: Caller) -> dict[str, Any]:
         """Remove a lost node's devices from the list. The node may still join again."""
-        with db.transaction():
-            devices = cordons.forget(db, name)
-            if devices is None:
-                raise NotFound(
-                    f"The box has lost no node {shown(name)}; `appliance gpu list` shows those of "
-                    "lost ones. A node that is there leaves with Ctrl-C or SIGTERM.",
-                    param="name",
-                    code="node_not_lost",
-                )
-            record(context, caller, "node.forget", name, devices=devices)
+        if (devices := cordons.forget(db, name)) is None:
+            message = f"The box has lost no node {shown(name)}; `appliance gpu list` shows those of lost ones. A node"
+            raise NotFound(f"{message} that is there leaves with Ctrl-C or SIGTERM.", "name", "node_not_lost")
         return {"id": name, "deleted": True, "devices": devices}
-
-
-def _known(context: ControllerContext, device_id: str) -> dict[str, Any]:
-    """Raises NotFound."""
-    for device in cordons.in_view(context.db, context.scheduler.status()["devices"]):
-        if device["id"] == device_id:
-            return device
-    raise NotFound(
-        f"The box has no device {shown(device_id)}; `appliance gpu list` shows them.",
-        param="device_id",
-        code="device_not_found",
-    )

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 import httpx
 from prometheus_client import ProcessCollector
@@ -22,27 +22,78 @@ from prometheus_client.registry import Collector
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_in_force
-from appliance.controller.http.views import job_phase
 from appliance.controller.interfaces.records import TRAINING_FAILED, SchedulerStatus
+from appliance.controller.openai.job_routes import job_phase
 from appliance.paths import SHM_MOUNT
 from appliance.store.objects import job_records, jobs, models
-from appliance.store.records import handovers
-from appliance.store.rows import JobMetricRow, JobRow
-from runtime.devices.kind import THROTTLES, Reading
-from runtime.devices.published import peak_flops
+from appliance.store.rows import JobRow
+from runtime.devices.kind import THROTTLES
+from runtime.devices.published import accelerator
 from runtime.network.mutual_tls import http_options
 from scheduler.core.workload import POLICIES
 from scheduler.handover.ports import HandoverState
 
 ENGINE_WAIT_S: Final = 0.5
 """For one engine; the gateway gives the whole scrape two seconds. One that computes for longer is left out of it."""
-
-Samples = Iterable[tuple[Sequence[str], float | None]]
-"""Values of labels, and the measured value; None is left out."""
-
-
 Engines = Mapping[tuple[str, str], Mapping[str, float]]
 """By replica and model: vLLM's own figures, by its names, each summed up over its labels."""
+
+# Each: the series, its text, and the name of the figure, or of a field of `Reading`, `JobRow` or a tier.
+_ENGINE_METERS = (
+    ("engine_kv_cache_ratio", "Share of an engine's KV cache in use.", "kv_cache_usage_perc"),
+    ("engine_preemptions_total", "Requests that lost their place in the KV cache to others.", "num_preemptions_total"),
+    ("engine_prefix_tokens_total", "Prompt tokens looked for in the prefix cache.", "prefix_cache_queries_total"),
+    ("engine_prefix_hit_tokens_total", "Those that were there.", "prefix_cache_hits_total"),
+)
+_DEVICE_METERS = (
+    ("device_temperature_celsius", "Temperature of a device.", "temperature_c"),
+    ("device_slowdown_celsius", "Temperature at which its driver slows a device down.", "slowdown_c"),
+    ("device_power_watts", "Power that a device draws.", "power_w"),
+    ("device_power_limit_watts", "Power limit of a device.", "power_limit_w"),
+    ("device_utilization_ratio", "Share of the last moments in which a device computed.", "busy"),
+    ("device_memory_used_bytes", "Memory of a device in use, by whomever.", "memory_used_bytes"),
+    ("device_clock_hertz", "Clock of a device's processors.", "clock_hz"),
+    ("device_energy_joules_total", "Energy that a device has drawn.", "energy_j"),
+    ("device_ecc_uncorrected_total", "Uncorrected memory errors since the driver's start.", "ecc_uncorrected"),
+)
+_JOB_METERS = (
+    ("job_loss", "Training loss at the last step of a running job.", "loss"),
+    ("job_tokens_per_second", "Tokens that a running job trains on.", "tokens_per_s"),
+    ("job_step", "Last optimizer step of a running job.", "step"),
+    ("job_steps", "Optimizer steps that a running job will make.", "total_steps"),
+    ("job_energy_joules", "Energy that devices have counted for a running job so far.", "joules"),
+)
+_STEP_METERS = (
+    ("job_gradient_norm", "Norm of the gradient, before it is clipped, at the last step.", "grad_norm"),
+    ("job_learning_rate", "Learning rate of the last step of a running job.", "learning_rate"),
+)
+_TIER_METERS = (
+    ("tier_bytes", "Bytes of versions and snapshots in a tier.", "bytes"),
+    ("tier_backlog_bytes", "Bytes still to be copied into a tier.", "backlog_bytes"),
+    ("tier_damaged", "Damaged copies found in a tier.", "damaged"),
+)
+
+
+class Series(NamedTuple):
+    """name: without `appliance_`; a counter's ends in `_total`. labels: separated by spaces. samples: the values of the
+    labels, and the measured value; None is left out."""
+
+    name: str
+    text: str
+    labels: str
+    samples: Iterable[tuple[Sequence[str], float | None]]
+
+    def family(self) -> Metric:
+        kind: Any = CounterMetricFamily if self.name.endswith("_total") else GaugeMetricFamily
+        found: Metric = kind(f"appliance_{self.name}", self.text, labels=self.labels.split())
+        for labels, value in self.samples:
+            if value is not None:
+                found.add_metric(list(labels), float(value))  # type: ignore[attr-defined]
+        return found
+
+
+def _counted(name: str, text: str, labels: str, found: Iterable[Sequence[str]]) -> Series:
+    return Series(name, text, labels, sorted(Counter(tuple(one) for one in found).items()))
 
 
 async def read_engines(engines: Mapping[str, tuple[str, str]]) -> Engines:
@@ -60,66 +111,9 @@ async def _figures(address: str) -> Counter[str]:
             httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(**options), base_url=base_url) as client,
         ):
             answer = await client.get("/metrics")
-        for name, value in re.findall(r"^(vllm:\w+)(?:\{.*\})? (\S+)$", answer.text, re.MULTILINE):
+        for name, value in re.findall(r"^vllm:(\w+)(?:\{.*\})? (\S+)$", answer.text, re.MULTILINE):
             figures[name] += float(value)
     return figures
-
-
-_ENGINE_METERS: tuple[tuple[str, str, str], ...] = (
-    ("engine_kv_cache_ratio", "Share of an engine's KV cache in use.", "vllm:kv_cache_usage_perc"),
-    ("engine_preemptions", "Requests that lost their place in the KV cache to others.", "vllm:num_preemptions_total"),
-    ("engine_prefix_tokens", "Tokens of prompts looked for in the prefix cache.", "vllm:prefix_cache_queries_total"),
-    ("engine_prefix_hit_tokens", "Those that were there.", "vllm:prefix_cache_hits_total"),
-)
-_REQUESTS = (("running", "vllm:num_requests_running"), ("waiting", "vllm:num_requests_waiting"))
-_DEVICE_METERS: tuple[tuple[str, str, Callable[[Reading], float | None]], ...] = (
-    ("temperature_celsius", "Temperature of a device.", lambda one: one.temperature_c),
-    ("slowdown_celsius", "Temperature at which its driver slows a device down.", lambda one: one.slowdown_c),
-    ("power_watts", "Power that a device draws.", lambda one: one.power_w),
-    ("power_limit_watts", "Power limit of a device.", lambda one: one.power_limit_w),
-    ("utilization_ratio", "Share of the last moments in which a device computed.", lambda one: one.busy),
-    ("memory_used_bytes", "Memory of a device in use, by whomever.", lambda one: one.memory_used_bytes),
-    ("clock_hertz", "Clock of a device's processors.", lambda one: one.clock_hz),
-)
-_JOB_METERS: tuple[tuple[str, str, Callable[[JobRow], float | None]], ...] = (
-    ("loss", "Training loss at the last step of a running job.", lambda row: row.loss),
-    ("tokens_per_second", "Tokens that a running job trains on.", lambda row: row.tokens_per_s),
-    ("step", "Last optimizer step of a running job.", lambda row: row.step),
-    ("steps", "Optimizer steps that a running job will make.", lambda row: row.total_steps),
-    ("devices", "Devices that a running job holds.", lambda row: len(row.devices)),
-    ("energy_joules", "Energy that devices have counted for a running job so far.", lambda row: row.joules),
-)
-_STEP_METERS: tuple[tuple[str, str, Callable[[JobMetricRow], float | None]], ...] = (
-    ("gradient_norm", "Norm of the gradient, before it is clipped, at the last step.", lambda step: step.grad_norm),
-    ("learning_rate", "Learning rate of the last step of a running job.", lambda step: step.learning_rate),
-)
-_TIER_METERS = (
-    ("tier_bytes", "bytes", "Bytes of versions and snapshots in a tier."),
-    ("tier_limit_bytes", "limit_bytes", "Size limit of a tier."),
-    ("tier_backlog_bytes", "backlog_bytes", "Bytes still to be copied into a tier."),
-    ("tier_damaged", "damaged", "Damaged copies found in a tier."),
-)
-
-
-def _gauge(name: str, text: str, labels: str, samples: Samples) -> Metric:
-    """labels: separated by spaces."""
-    return _filled(GaugeMetricFamily(f"appliance_{name}", text, labels=labels.split()), samples)
-
-
-def _counter(name: str, text: str, labels: str, samples: Samples) -> Metric:
-    return _filled(CounterMetricFamily(f"appliance_{name}", text, labels=labels.split()), samples)
-
-
-def _filled(family: Any, samples: Samples) -> Metric:
-    for labels, value in samples:
-        if value is not None:
-            family.add_metric(list(labels), float(value))
-    made: Metric = family
-    return made
-
-
-def _counts(found: Iterable[Sequence[str]]) -> Samples:
-    return sorted(Counter(tuple(one) for one in found).items())
 
 
 class ControllerCollector(Collector):
@@ -136,126 +130,119 @@ class ControllerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from ProcessCollector(namespace="appliance_controller", registry=None).collect()
-        yield from self._scheduler()
-        yield from self._of_engines()
-        yield from self._devices()
-        yield from self._training()
-        yield from self._stored()
-        if (last := self._last_backup) is not None:
-            text = "Unix time of the newest backup that was taken."
-            yield _gauge("backup_last_success_timestamp_seconds", text, "", [((), last.made_s)])
-
-    def _scheduler(self) -> Iterator[Metric]:
-        now, replicas = self._now, self._now["replicas"]
-        holds = mode_in_force(self._db, now["serving_floor"], time.time()).policy.kind
-        yield _gauge("mode", "1 for the mode in force.", "policy", [([one], float(one == holds)) for one in POLICIES])
         ended = SummaryMetricFamily("appliance_handover_seconds", "Ended hand-overs, by outcome.", labels=["outcome"])
-        totals = handovers.totals(self._db)
         for state in get_args(HandoverState):
             # A series that begins with its first failure has had no increase for Prometheus.
-            if state != "running":
-                ended.add_metric([state], *totals.get(state, (0, 0.0)))
+            ended.add_metric([state], *self._now["handovers_ended"].get(state, (0, 0.0)))
         yield ended
-        yield _gauge("handovers_running", "Hand-overs in progress.", "", [((), len(handovers.list_open(self._db)))])
-        yield _gauge("scheduler_plan_seconds", "How long the last plan took.", "", [((), now["plan_s"])])
-        counted = _counts((one["model"], one["version"], one["state"]) for one in replicas)
-        yield _gauge("replicas", "Replicas by model, version and state.", "model version state", counted)
-        resident = [((one["id"], one["model"]), one["rss_bytes"]) for one in replicas]
-        yield _gauge("replica_resident_bytes", "Resident memory of a replica's processes.", "replica model", resident)
-        text = "1 while a part of the box fails and is tried again; the part is no longer told once it is well."
-        yield _gauge("degraded", text, "part", [([part], 1.0) for part in sorted(self._degraded)])
+        for part in (self._of_scheduler(), self._of_engines(), self._of_devices(), self._of_jobs(), self._of_storage()):
+            yield from (series.family() for series in part)
 
-    def _of_engines(self) -> Iterator[Metric]:
+    def _of_scheduler(self) -> Iterator[Series]:
+        now, replicas = self._now, self._now["replicas"]
+        holds = mode_in_force(self._db, now["serving_floor"], time.time()).policy.kind
+        yield Series("mode", "1 for the mode in force.", "policy", [([one], one == holds) for one in POLICIES])
+        running = self._db.value("SELECT count(*) FROM handovers WHERE ended_s IS NULL")
+        yield Series("handovers_running", "Hand-overs in progress.", "", [((), running)])
+        yield Series("scheduler_plan_seconds", "How long the last plan took.", "", [((), now["plan_s"])])
+        named = ((one["model"], one["version"], one["state"]) for one in replicas)
+        yield _counted("replicas", "Replicas by model, version and state.", "model version state", named)
+        resident = [((one["id"], one["model"]), one["rss_bytes"]) for one in replicas]
+        yield Series("replica_resident_bytes", "Resident memory of a replica's processes.", "replica model", resident)
+        text = "1 while a part of the box fails and is tried again; the part is no longer told once it is well."
+        yield Series("degraded", text, "part", [([part], 1) for part in sorted(self._degraded)])
+
+    def _of_engines(self) -> Iterator[Series]:
         for name, text, figure in _ENGINE_METERS:
-            samples = [(engine, figures.get(figure)) for engine, figures in self._engines.items()]
-            yield (_counter if figure.endswith("_total") else _gauge)(name, text, "replica model", samples)
+            yield Series(name, text, "replica model", [(one, said.get(figure)) for one, said in self._engines.items()])
         queue = [
-            ((*engine, state), figures.get(figure))
-            for engine, figures in self._engines.items()
-            for state, figure in _REQUESTS
+            ((*one, state), said.get(f"num_requests_{state}"))
+            for one, said in self._engines.items()
+            for state in ("running", "waiting")
         ]
         text = "Requests that an engine computes, and those in its queue."
-        yield _gauge("engine_requests", text, "replica model state", queue)
+        yield Series("engine_requests", text, "replica model state", queue)
 
-    def _devices(self) -> Iterator[Metric]:
+    def _of_devices(self) -> Iterator[Series]:
         devices = cordons.in_view(self._db, self._now["devices"])
-        held = _counts((one["holder"]["kind"] if one["holder"] else "none", one["health"]) for one in devices)
-        yield _gauge("devices", "Devices by who holds them (job, replica, none) and health.", "holder health", held)
+        held = ((one["holder"]["kind"] if one["holder"] else "none", one["health"]) for one in devices)
+        yield _counted("devices", "Devices by who holds them (job, replica, none) and health.", "holder health", held)
         labels = [(one["id"], one["kind"]) for one in devices]
-        healthy = zip(labels, (float(one["health"] == "ok") for one in devices), strict=True)
-        yield _gauge("device_healthy", "1 while a device may get new work.", "device kind", healthy)
+        healthy = zip(labels, (one["health"] == "ok" for one in devices), strict=True)
+        yield Series("device_healthy", "1 while a device may get new work.", "device kind", healthy)
         memory = zip(labels, (one["memory_bytes"] for one in devices), strict=True)
-        yield _gauge("device_memory_bytes", "Memory of a device.", "device kind", memory)
+        yield Series("device_memory_bytes", "Memory of a device.", "device kind", memory)
         readings = self._readings.items()
-        for name, text, read in _DEVICE_METERS:
-            yield _gauge(f"device_{name}", text, "device", [([device], read(one)) for device, one in readings])
-        drawn = [([device], one.energy_j) for device, one in readings]
-        yield _counter("device_energy_joules", "Energy that a device has drawn.", "device", drawn)
-        errors = [([device], one.ecc_uncorrected) for device, one in readings]
-        text = "Uncorrected memory errors since the driver's start."
-        yield _counter("device_ecc_uncorrected", text, "device", errors)
+        for name, text, field in _DEVICE_METERS:
+            yield Series(name, text, "device", [([device], getattr(one, field)) for device, one in readings])
         throttled = [
-            ((device, reason), float(reason in one.throttled))
+            ((device, reason), reason in one.throttled)
             for device, one in readings
             if one.power_w is not None
             for reason in THROTTLES
         ]
-        yield _gauge("device_throttled", "1 while a device is slower for this reason.", "device reason", throttled)
-        told = [((device, str(code)), count) for device, one in readings for code, count in one.driver_errors]
-        text = "Errors that a device's driver has told, by their number."
-        yield _counter("device_driver_errors", text, "device code", told)
+        yield Series("device_throttled", "1 while a device is slower for this reason.", "device reason", throttled)
 
-    def _training(self) -> Iterator[Metric]:
+    def _of_jobs(self) -> Iterator[Series]:
         db, rows = self._db, jobs.list_unfinished(self._db)
-        yield _gauge("jobs", "Unfinished jobs by phase.", "phase", _counts([job_phase(row)] for row in rows))
+        yield _counted("jobs", "Unfinished jobs by phase.", "phase", ([job_phase(row)] for row in rows))
         running = [row for row in rows if row.phase == "running"]
-        text = "Unfinished jobs that hold no devices."
-        yield _gauge("job_queue_length", text, "", [((), len(rows) - len(running))])
+        waiting = len(rows) - len(running)
+        yield Series("job_queue_length", "Unfinished jobs that hold no devices.", "", [((), waiting)])
         failed = sorted({TRAINING_FAILED: 0, **jobs.failed_by_code(db)}.items())
-        yield _gauge("jobs_failed", "Failed jobs that are kept, by error.", "code", [([c], n) for c, n in failed])
-
-        def of_jobs(name: str, text: str, read: Callable[[JobRow], float | None]) -> Metric:
-            return _gauge(f"job_{name}", text, "job model", [((row.id, row.model), read(row)) for row in running])
-
-        for meter in _JOB_METERS:
-            yield of_jobs(*meter)
-        newest = [(row, step) for row in running for step in job_records.last_metrics(db, row.id, 1)]
-        for name, text, of_step in _STEP_METERS:
-            found = [((row.id, row.model), of_step(step)) for row, step in newest]
-            yield _gauge(f"job_{name}", text, "job model", found)
-        text = "Share of the time of its newest profiled steps in which a running job's first rank communicated."
-        yield of_jobs("communication_ratio", text, lambda row: job_records.last_communication(db, row.id))
-        text = "Share of its devices' bfloat16 rate, as their maker says it, that a running job's model uses."
-        yield of_jobs("mfu_ratio", text, self._mfu)
+        yield Series("jobs_failed", "Failed jobs that are kept, by error.", "code", [([c], n) for c, n in failed])
+        newest = {row.id: step for row in running for step in job_records.last_metrics(db, row.id, 1)}
+        computed: dict[str, tuple[str, Callable[[JobRow], float | None]]] = {
+            "job_devices": ("Devices that a running job holds.", lambda row: len(row.devices)),
+            "job_communication_ratio": (
+                "Share of the time of its newest profiled steps in which a running job's first rank communicated.",
+                lambda row: job_records.last_communication(db, row.id),
+            ),
+            "job_mfu_ratio": (
+                "Share of its devices' bfloat16 rate, as their maker says it, that a running job's model uses.",
+                self._mfu,
+            ),
+        }
+        for name, text, field in _JOB_METERS:
+            yield Series(name, text, "job model", [((row.id, row.model), getattr(row, field)) for row in running])
+        for name, text, field in _STEP_METERS:
+            steps = [((row.id, row.model), getattr(newest.get(row.id), field, None)) for row in running]
+            yield Series(name, text, "job model", steps)
+        for name, (text, read) in computed.items():
+            yield Series(name, text, "job model", [((row.id, row.model), read(row)) for row in running])
         ranks = [
             ((row.id, row.model, str(rank), device), seconds)
-            for row, step in newest
+            for row in running
+            if (step := newest.get(row.id)) is not None and step.rank_seconds is not None
             # Another number of ranks: it has got other devices since that step.
-            if step.rank_seconds is not None and len(step.rank_seconds) == len(row.devices)
+            if len(step.rank_seconds) == len(row.devices)
             for rank, (seconds, device) in enumerate(zip(step.rank_seconds, row.devices, strict=True))
         ]
         text = "What a rank of a running job computed by itself in the last step: its forward passes."
-        yield _gauge("job_rank_seconds", text, "job model rank device", ranks)
+        yield Series("job_rank_seconds", text, "job model rank device", ranks)
 
     def _mfu(self, row: JobRow) -> float | None:
         """The share of the device's peak that the arithmetic of the weights takes: six operations of each weight for
         each token (four with adapters, because what is frozen needs no gradient). None where other arithmetic counts
         too: other methods ask other models, a token meets only some experts, and float32 has other rates."""
         name = next((one["name"] for one in self._now["devices"] if one["id"] in row.devices), "")
-        peak, model, chosen = peak_flops(name), models.find(self._db, row.model), row.resolved or {}
-        if peak is None or model is None or row.tokens_per_s is None or chosen.get("precision") != "bf16":
+        device, model, chosen = accelerator(name), models.find(self._db, row.model), row.resolved or {}
+        if device is None or model is None or row.tokens_per_s is None or chosen.get("precision") != "bf16":
             return None
         if row.method != "supervised" or re.search("moe|mixtral", model.arch, re.IGNORECASE):
             return None
-        return (6 if chosen.get("full") else 4) * model.params * row.tokens_per_s / (len(row.devices) * peak)
+        flops = (6 if chosen.get("full") else 4) * model.params * row.tokens_per_s
+        return flops / (len(row.devices) * device.peak_flops)
 
-    def _stored(self) -> Iterator[Metric]:
-        memory = self._now["memory"]
+    def _of_storage(self) -> Iterator[Series]:
+        memory, tiers = self._now["memory"], self._tiers()
         shared = [([what], memory.get(f"{what}_bytes")) for what in ("used", "budget", "room")]
-        yield _gauge("weight_store_bytes", "Shared memory of the weight store.", "what", shared)
-        tiers = self._tiers()
-        for name, key, text in _TIER_METERS:
-            yield _gauge(name, text, "tier", [([tier["name"]], tier[key]) for tier in tiers])
+        yield Series("weight_store_bytes", "Shared memory of the weight store.", "what", shared)
+        for name, text, field in _TIER_METERS:
+            yield Series(name, text, "tier", [([tier["name"]], tier[field]) for tier in tiers])
         disks = [([mount], shutil.disk_usage(folder)) for mount, folder in (("data", self._data), ("shm", SHM_MOUNT))]
-        yield _gauge("disk_bytes", "Size of a file system of the box.", "mount", [(of, d.total) for of, d in disks])
-        yield _gauge("disk_free_bytes", "Free bytes of it.", "mount", [(of, d.free) for of, d in disks])
+        yield Series("disk_bytes", "Size of a file system of the box.", "mount", [(of, d.total) for of, d in disks])
+        yield Series("disk_free_bytes", "Free bytes of it.", "mount", [(of, d.free) for of, d in disks])
+        if (last := self._last_backup) is not None:
+            text = "Unix time of the newest backup that was taken."
+            yield Series("backup_last_success_timestamp_seconds", text, "", [((), last.made_s)])

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from pydantic import Field, StringConstraints
 
+from appliance.controller.admin.box import handover_by_id
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices.mode import (
@@ -21,10 +22,9 @@ from appliance.controller.devices.mode import (
     window_of,
     write_mode,
 )
-from appliance.controller.http.routers import unaudited
+from appliance.controller.http.routers import audited, unaudited
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.http.views import handover_by_id
-from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, NotFound, shown
+from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, BadRequest, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.interfaces.records import Mode
 from appliance.store.ids import new_id
@@ -34,6 +34,7 @@ from scheduler.core.errors import InvalidSchedule
 from scheduler.core.workload import Policy, PolicyKind
 from scheduler.loop.mode_schedule import Window, preview
 
+LONGEST_WAIT_S = 900.0
 Cron = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 
 
@@ -57,33 +58,48 @@ class WindowCreate(ModeSet):
 def routes(context: ControllerContext, router: APIRouter) -> None:
     db = context.db
 
+    def floor() -> int:
+        return context.scheduler.status()["serving_floor"]
+
+    def row_view(row: WindowRow) -> dict[str, Any]:
+        window = window_of(row, floor())
+        return {**_window(window), "created_s": row.created_s, "next_s": window.next_s(time.time())}
+
+    def mode_view() -> dict[str, Any]:
+        holds = mode_in_force(db, floor(), time.time())
+        return {
+            **_policy(holds.policy),
+            **columns(holds, "since_s until_s"),
+            "set_by": "window" if holds.window else "hand",
+            "window": holds.window and _window(holds.window),
+            "overridden": holds.overridden and _window(holds.overridden),
+            "by_hand": asdict(read_mode(db)),
+            "notes": floor_notes(holds.policy, len(context.scheduler.status()["devices"])),
+        }
+
     @router.get("/mode")
     async def get_mode() -> dict[str, Any]:
-        return _mode_view(context)
+        return mode_view()
 
     @router.put("/mode")
     async def set_mode(
         body: ModeSet, caller: Caller, wait: bool = False, timeout_s: Annotated[float | None, Query(gt=0)] = None
     ) -> dict[str, Any]:
         _check(context, body)
-        by = name_of(context, caller)
-        with db.transaction():
-            wanted = write_mode(db, Mode(**body.model_dump(), by=by))
-            record(context, caller, "mode.set", body.policy, **columns(body, "train_devices serving_floor"))
-        limit_s = min(timeout_s or context.config.mode_wait_s, context.config.mode_wait_s)
+        wanted = write_mode(db, Mode(**body.model_dump(), by=name_of(context, caller)))
+        # Now, for the answer may wait for minutes.
+        record(context, caller, "mode.set", body.policy, **columns(body, "train_devices serving_floor"))
+        limit_s = min(timeout_s or LONGEST_WAIT_S, LONGEST_WAIT_S)
         try:
             async with asyncio.timeout(limit_s):
                 handover_id = await context.scheduler.set_mode(wanted, wait=wait)
         except TimeoutError as error:
-            raise ApiError(
-                504,
+            message = (
                 f"The mode is set, but the hand-over to it did not end within {limit_s:.0f} s; it continues. "
-                "`appliance mode history` shows how far it is.",
-                kind="server_error",
-                code="wait_timeout",
-                headers={"x-should-retry": "false"},
-            ) from error
-        return _mode_view(context) | {"handover": handover_by_id(db, handover_id)}
+                "`appliance mode history` shows how far it is."
+            )
+            raise ApiError(504, message, code="wait_timeout", kind="server_error", headers=NEVER_RETRY) from error
+        return mode_view() | {"handover": handover_by_id(db, handover_id)}
 
     @router.post("/mode/plan")
     @unaudited  # a preview
@@ -92,88 +108,51 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         if body is None:
             return context.scheduler.explain(None)
         _check(context, body)
-        return context.scheduler.explain(policy_of(Mode(**body.model_dump()), _floor(context)))
+        return context.scheduler.explain(policy_of(Mode(**body.model_dump()), floor()))
 
     @router.get("/mode/schedule")
     async def list_windows() -> dict[str, Any]:
-        return {"object": "list", "data": [_row(context, row) for row in windows.list_all(db)]}
+        return {"object": "list", "data": [row_view(row) for row in windows.list_all(db)]}
 
     @router.post("/mode/schedule")
+    @audited("mode.schedule.add")
     async def add_window(body: WindowCreate, caller: Caller) -> dict[str, Any]:
         _check(context, body)
         row = WindowRow(id=new_id("win_", 8), created_s=time.time(), **body.model_dump())
         try:
-            window_of(row, _floor(context))
+            window_of(row, floor())
         except InvalidSchedule as error:
-            raise BadRequest(f"{error}.", param=error.param, code="invalid_schedule") from error
-
-        with db.transaction():
-            windows.insert(db, row)
-            record(context, caller, "mode.schedule.add", row.id, **body.model_dump())
+            raise BadRequest(f"{error}.", error.param, "invalid_schedule") from error
+        windows.insert(db, row)
         context.scheduler.nudge(f"window {row.id} was added", name_of(context, caller))
-        return _row(context, row)
+        return row_view(row)
 
     @router.get("/mode/schedule/preview")
     async def show_preview(hours: Annotated[float, Query(gt=0, le=24 * 31)] = 24.0) -> dict[str, Any]:
         """The modes of the coming hours, one entry per change."""
-        mode, floor = read_mode(db), _floor(context)
-        by_hand = policy_of(mode, floor), mode.since_s
+        mode, least = read_mode(db), floor()
+        by_hand = policy_of(mode, least), mode.since_s
         # Seconds, where a window comes each minute.
-        segments = await asyncio.to_thread(preview, mode_windows(db, floor), *by_hand, time.time(), hours)
-        return {
-            "object": "list",
-            "data": [
-                {
-                    "from_s": holds.since_s,
-                    "to_s": holds.until_s,
-                    **_policy(holds.policy),
-                    "window": holds.window.id if holds.window else None,
-                    "overridden": holds.overridden.id if holds.overridden else None,
-                }
-                for holds in segments
-            ],
-        }
+        segments = await asyncio.to_thread(preview, mode_windows(db, least), *by_hand, time.time(), hours)
+        data = [
+            {"from_s": holds.since_s, "to_s": holds.until_s, **_policy(holds.policy)}
+            | {name: one.id if (one := getattr(holds, name)) else None for name in ("window", "overridden")}
+            for holds in segments
+        ]
+        return {"object": "list", "data": data}
 
     @router.delete("/mode/schedule/{window_id}")
+    @audited("mode.schedule.remove")
     async def remove_window(window_id: str, caller: Caller) -> dict[str, Any]:
-        with db.transaction():
-            if not windows.delete(db, window_id):
-                raise NotFound(
-                    f"No window {shown(window_id)}; `appliance mode schedule list` shows all.",
-                    param="window_id",
-                    code="window_not_found",
-                )
-            record(context, caller, "mode.schedule.remove", window_id)
+        if not windows.delete(db, window_id):
+            message = f"No window {shown(window_id)}; `appliance mode schedule list` shows all."
+            raise NotFound(message, "window_id", "window_not_found")
         context.scheduler.nudge(f"window {window_id} was removed", name_of(context, caller))
         return {"id": window_id, "deleted": True}
 
 
-def _floor(context: ControllerContext) -> int:
-    return context.scheduler.status()["serving_floor"]
-
-
-def _mode_view(context: ControllerContext) -> dict[str, Any]:
-    now, by_hand = context.scheduler.status(), read_mode(context.db)
-    holds = mode_in_force(context.db, now["serving_floor"], time.time())
-    return {
-        **_policy(holds.policy),
-        "since_s": holds.since_s,
-        "until_s": holds.until_s,
-        "set_by": "window" if holds.window else "hand",
-        "window": holds.window and _window(holds.window),
-        "overridden": holds.overridden and _window(holds.overridden),
-        "by_hand": asdict(by_hand),
-        "notes": floor_notes(holds.policy, len(now["devices"])),
-    }
-
-
 def _policy(policy: Policy) -> dict[str, Any]:
     return {"policy": policy.kind, **columns(policy, "train_devices serving_floor")}
-
-
-def _row(context: ControllerContext, row: WindowRow) -> dict[str, Any]:
-    window = window_of(row, _floor(context))
-    return {**_window(window), "created_s": row.created_s, "next_s": window.next_s(time.time())}
 
 
 def _window(window: Window) -> dict[str, Any]:
@@ -181,18 +160,12 @@ def _window(window: Window) -> dict[str, Any]:
 
 
 def _check(context: ControllerContext, body: ModeSet) -> None:
-    device_count = len(context.scheduler.status()["devices"])
+    devices = len(context.scheduler.status()["devices"])
     for name, value in (("serving_floor", body.serving_floor), ("train_devices", body.train_devices)):
-        if value is not None and value > device_count:
-            raise InvalidValue(
-                f"{name} is {value}; this box has {device_count} devices. Give 0 to {device_count}.", name
-            )
-    if body.policy == "split":
-        if body.train_devices is None:
-            raise BadRequest(
-                "The mode 'split' needs train_devices: how many devices training may have at most.",
-                param="train_devices",
-                code="missing_required_parameter",
-            )
-    elif body.train_devices is not None:
+        if value is not None and value > devices:
+            raise InvalidValue(f"{name} is {value}; this box has {devices} devices. Give 0 to {devices}.", name)
+    if body.policy == "split" and body.train_devices is None:
+        message = "The mode 'split' needs train_devices: how many devices training may have at most."
+        raise BadRequest(message, "train_devices", "missing_required_parameter")
+    if body.policy != "split" and body.train_devices is not None:
         raise InvalidValue(f"train_devices belongs to the mode 'split', not to '{body.policy}'.", "train_devices")

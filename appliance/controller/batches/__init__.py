@@ -1,5 +1,5 @@
 """Batches: checked line by line, asked through the gateway, completed exactly once.
 
 Never: Chooses an engine or counts a cost (the gateway does).
-Begin with work.py.
+Begin with batches.py.
 """

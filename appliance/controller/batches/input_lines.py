@@ -10,20 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 
 from appliance.controller.context.tasks import TaskFailed
+from appliance.controller.http.error_handlers import message_of
 from appliance.controller.interfaces.errors import shown
 from appliance.gateway.core.config import Limits
-from train.shapes.foreign_files import MARK, foreign_file
+from train.data.foreign_files import MARK, foreign_file
 from weights.format.foreign_json import is_deeper
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 CONVERSING = ("/v1/chat/completions", "/v1/responses")
 """Those that need the model's chat template."""
-_MAX_CUSTOM_ID = 512
 _MAX_ERRORS = 100
 
 
@@ -82,41 +83,44 @@ def parse(raw: bytes) -> Any:
     return orjson.loads(raw.removeprefix(MARK))
 
 
+class _Request(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    custom_id: Annotated[str, StringConstraints(min_length=1, max_length=512)]
+    method: Literal["POST"]
+    url: str
+    body: dict[str, Any]
+
+
 def _checked(raw: bytes, endpoint: str, before: Lines) -> tuple[str, str]:
     """(custom_id, model). Raises TaskFailed."""
     try:
         data = parse(raw)
+        line = _Request.model_validate(data)
     except orjson.JSONDecodeError as error:
         raise TaskFailed("invalid_json_line", f"This line is not parseable as valid JSON: {error}.") from error
-    if not isinstance(data, dict):
-        raise TaskFailed("invalid_json_line", "This line is not a JSON object.")
+    except ValidationError as error:
+        if not isinstance(data, dict):
+            raise TaskFailed("invalid_json_line", "This line is not a JSON object.") from error
+        first = error.errors()[0]
+        param = ".".join(map(str, first["loc"]))
+        message, code = message_of(param, dict(first))
+        raise TaskFailed(code, message, param) from error
     if is_deeper(data, Limits().json_depth + 1):
         # It can be parsed, but not be written again for an engine.
         raise TaskFailed("invalid_json_line", f"The body is nested deeper than {Limits().json_depth} levels.", "body")
-    for name in ("custom_id", "method", "url", "body"):
-        if name not in data:
-            raise TaskFailed("missing_required_parameter", f"Missing required parameter: '{name}'.", name)
-    custom_id, body = data["custom_id"], data["body"]
-    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= _MAX_CUSTOM_ID:
-        message = f"custom_id is {shown(custom_id)}; expected 1 to {_MAX_CUSTOM_ID} characters."
-        raise TaskFailed("invalid_custom_id", message, "custom_id")
-    if data["method"] != "POST":
-        raise TaskFailed("invalid_method", f"method is {shown(data['method'])}; expected 'POST'.", "method")
-    if data["url"] != endpoint:
-        message = f"url is {shown(data['url'])}; the batch was created for {endpoint}."
+    if line.url != endpoint:
+        message = f"url is {shown(line.url)}; the batch was created for {endpoint}."
         raise TaskFailed("mismatched_endpoint", message, "url")
-    if not isinstance(body, dict):
-        raise TaskFailed("invalid_body", "body is not a JSON object.", "body")
-    if not isinstance(body.get("model"), str) or not body["model"]:
+    model = line.body.get("model")
+    if not isinstance(model, str) or not model:
         raise TaskFailed("missing_required_parameter", "Missing required parameter: 'body.model'.", "body.model")
     for name in ("stream", "background"):
-        if body.get(name):
+        if line.body.get(name):
             raise TaskFailed("unsupported_parameter", f"Requests of a batch have no `{name}`.", f"body.{name}")
-    if custom_id in before.requests:
-        raise TaskFailed("duplicate_custom_id", f"The custom_id {shown(custom_id)} is used twice.", "custom_id")
-    if before.model not in (None, body["model"]):
-        message = (
-            f"All requests of a batch ask one model: {shown(body['model'])} was given after {shown(before.model)}."
-        )
+    if line.custom_id in before.requests:
+        raise TaskFailed("duplicate_custom_id", f"The custom_id {shown(line.custom_id)} is used twice.", "custom_id")
+    if before.model not in (None, model):
+        message = f"All requests of a batch ask one model: {shown(model)} was given after {shown(before.model)}."
         raise TaskFailed("mismatched_model", message, "body.model")
-    return custom_id, body["model"]
+    return line.custom_id, model

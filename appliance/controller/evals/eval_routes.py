@@ -27,8 +27,7 @@ from appliance.controller.evals.shapes import (
 )
 from appliance.controller.files.storage import FILES
 from appliance.controller.grading.checks import check_code, check_completion, check_form, check_schema, grader_of
-from appliance.controller.http.paging import list_object, part
-from appliance.controller.http.resource import Resource
+from appliance.controller.http.resource import Resource, list_object, part
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
@@ -47,7 +46,7 @@ RUNS = Resource(
     "/v1/evals/{eval_id}/runs",
     (FINE_TUNING,),
     evals.find_run,
-    id_name="run_id",
+    param="run_id",
     missing="No eval run found with id {}.",
     fields=("eval_id", "model", "status"),
 )
@@ -77,8 +76,12 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
         if (earlier := attempt.earlier()) is not None:
             return shapes.eval_object(earlier)
         criteria = await _criteria(context, body, caller)
-        schema = body.data_source_config.item_schema
-        await _check_schema(context, schema, caller)
+        schema, param = body.data_source_config.item_schema, "data_source_config.item_schema"
+        await check_schema(context.graders, schema, caller, param)
+        kinds = schema.get("type", "object")
+        if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+            message = f"Invalid '{param}': is of type {kinds!r}, and an item is an object."
+            raise BadRequest(message, param, "invalid_json_schema")
 
         def make() -> EvalRow:
             size, now_s = len(orjson.dumps([schema, criteria])), time.time()
@@ -104,9 +107,8 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
     @of_evals.post("/{eval_id}")
     async def update(eval_id: str, body: EvalUpdate, caller: Caller) -> dict[str, Any]:
         EVALS.known(db, eval_id, caller)
-        changes = {name: getattr(body, name) for name in body.model_fields_set}
-        if "name" in changes:
-            changes["name"] = changes["name"] or ""
+        changes = body.model_dump(exclude_unset=True)
+        changes |= {"name": body.name or ""} if "name" in changes else {}
         evals.update(db, eval_id, **changes, updated_s=time.time())
         return shapes.eval_object(EVALS.known(db, eval_id, caller))
 
@@ -116,9 +118,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
         await runner.delete(eval_id)
         return {"object": "eval.deleted", "deleted": True, "eval_id": eval_id}
 
-    # The address that browsers see, if the box knows it: behind a proxy, or at 0.0.0.0, its own address is of no use to
-    # them.
-    of_runs, url = RUNS.router(), context.box.get("public_url", "")
+    of_runs, url = RUNS.router(), context.box["public_url"]
 
     def view(row: EvalRunRow) -> dict[str, Any]:
         return shapes.run_object(row, url, runner.waits_for(row))
@@ -126,7 +126,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
     @of_runs.post("", status_code=201)
     async def create_run(eval_id: str, body: RunCreate, request: Request, caller: Caller) -> dict[str, Any]:
         of = EVALS.known(db, eval_id, caller)
-        attempt = RUNS.attempt(request, caller, of.id.encode() + await request.body())
+        attempt = RUNS.attempt(request, caller, await request.body())
         if (earlier := attempt.earlier()) is not None:
             return view(earlier)
         await _check_run(context, of, body.data_source, caller)
@@ -168,9 +168,8 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
     @of_items.get("/{item_id}")
     def retrieve_item(run: Run, item_id: str) -> dict[str, Any]:
         if (row := evals.find_item(db, run.id, item_id)) is None:
-            raise NotFound(
-                f"No output item found with id {shown(item_id)}.", param="output_item_id", code="output_item_not_found"
-            )
+            message = f"No output item found with id {shown(item_id)}."
+            raise NotFound(message, "output_item_id", "output_item_not_found")
         return shapes.item_object(row, run)
 
     return [of_evals, of_runs, of_items]
@@ -199,15 +198,6 @@ async def _check_run(context: ControllerContext, of: EvalRow, given: Jsonl | Sam
             await check_form(hosts, sampling.text.format, caller, f"{param}.sampling_params.text.format")
 
 
-async def _check_schema(context: ControllerContext, schema: dict[str, Any], caller: Principal) -> None:
-    """Raises BadRequest for a schema that no item can follow, ApiError where the box could not check it."""
-    param, kinds = "data_source_config.item_schema", schema.get("type", "object")
-    await check_schema(context.graders, schema, caller, param)
-    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
-        refused = f"is of type {kinds!r}, and an item is an object"
-        raise BadRequest(f"Invalid '{param}': {refused}.", param=param, code="invalid_json_schema")
-
-
 async def _criteria(context: ControllerContext, body: EvalCreate, caller: Principal) -> list[dict[str, Any]]:
     """The graders in their stored form. Raises BadRequest, NotFound."""
     kept: dict[str, dict[str, Any]] = {}
@@ -215,11 +205,8 @@ async def _criteria(context: ControllerContext, body: EvalCreate, caller: Princi
         grader = grader_of(context, given, caller, f"testing_criteria.{place}")
         await check_code(context.graders, grader, caller, f"testing_criteria.{place}")
         if grader.name in kept:
-            raise BadRequest(
-                f"Two testing criteria are called {shown(grader.name)}; results are listed by name.",
-                param=f"testing_criteria.{place}.name",
-                code="invalid_grader",
-            )
+            message = f"Two testing criteria are called {shown(grader.name)}; results are listed by name."
+            raise BadRequest(message, f"testing_criteria.{place}.name", "invalid_grader")
         kept[grader.name] = grader.as_given()
         if grader.type == "text_similarity":
             kept[grader.name].setdefault("pass_threshold", grader.default_threshold)

@@ -11,36 +11,36 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 from anyio import to_thread
 from pydantic import TypeAdapter, ValidationError
 
-from appliance.controller.access.model_access import caller_of, viewer_of
+from appliance.controller.access.model_access import caller_of
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed, finished
 from appliance.controller.evals import shapes
 from appliance.controller.evals.shapes import Entry, FileContent, FileId, Jsonl, Sampled, sample_object, sample_of
 from appliance.controller.grading.checks import MAX_DEPTH
 from appliance.controller.grading.grading import Grading, Judged
-from appliance.controller.http.strict_body import first_error
+from appliance.controller.http.error_handlers import first_error
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.objects import files as file_rows
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, TaskRow, columns
+from train.data.foreign_files import MARK
 from train.graders.errors import GradingFailed, InvalidGrader
-from train.graders.graders import Grader, parse, sources
-from train.graders.grading import Graded, ModelAnswer
+from train.graders.graders import Grader, ModelAnswer, parse, sources
+from train.graders.grading import Graded
 from train.graders.hosts import MOST_BROKEN, ForkBroke, WorkerBroke
 from train.graders.templates import Sample
-from train.shapes.foreign_files import MARK
 from weights.format.foreign_json import is_deeper
 
 EVAL_RUNS = "eval_runs"
@@ -53,13 +53,12 @@ _CHUNK = 200
 """Items that are checked at once."""
 _ERROR_CHARACTERS = 2000
 _SOURCE: TypeAdapter[Jsonl | Sampled] = TypeAdapter(Jsonl | Sampled)
-Judgement = tuple[EvalItemRow, list[ModelAnswer]]
-"""An item with its sample and results, and what models answered for it."""
 
 
-class Answered(NamedTuple):
-    """An item before it is graded. error: empty, or the reason for a missing sample. answers: of the model. judged: of
-    each grader."""
+@dataclass
+class Answered:
+    """An item of the data. error: empty, or the reason for a missing sample. answers: of the model. judged: of each
+    grader. results: of each grader, once it is graded."""
 
     place: int
     item: dict[str, Any]
@@ -68,6 +67,14 @@ class Answered(NamedTuple):
     error: str
     answers: list[ModelAnswer]
     judged: list[Judged]
+    results: list[dict[str, Any]] = field(default_factory=list)
+
+    def row(self, run_id: str) -> EvalItemRow:
+        status = "pass" if all(one["passed"] for one in self.results) else "fail"
+        if self.error or any("error" in one for one in self.results):
+            status = "error"
+        made = new_id("outputitem_"), run_id, self.place, time.time()
+        return EvalItemRow(*made, status, self.item, self.sample_shown, self.results)
 
 
 def insert_run(
@@ -137,9 +144,11 @@ class EvalRunner:
                 async with aclosing(finished(self._unjudged(row, source, graders), AT_ONCE)) as groups:
                     async for answered in groups:
                         for first in range(0, len(answered), together):
-                            judged = await self._graded(row, graders, answered[first : first + together])
-                            row = _counted(row, judged)
-                            await to_thread.run_sync(self._store, row, judged)
+                            items = answered[first : first + together]
+                            await self._grade(row, graders, items)
+                            rows = [item.row(row.id) for item in items]
+                            row = _counted(row, items, rows)
+                            await to_thread.run_sync(self._store, row, rows)
         except InvalidGrader as error:  # the box may have become stricter since the eval was made
             raise TaskFailed("invalid_grader", f"A criterion of the eval is refused: {error}.") from None
         except TimeoutError:
@@ -173,7 +182,15 @@ class EvalRunner:
         while chunk := await asyncio.to_thread(lambda: list(islice(found, _CHUNK))):
             size += sum(length + ITEM_BYTES for _, length in chunk)
             self._check_bytes(row, size)
-            await self._check_items(row, of, total, [entry.item for entry, _ in chunk])
+            try:
+                items = [entry.item for entry, _ in chunk]
+                refused = await self._context.graders.refused_items(row.owner, of.item_schema, items)
+            except WorkerBroke as error:
+                code = "invalid_data" if isinstance(error, ForkBroke) else "server_error"
+                raise TaskFailed(code, f"The items could not be checked by the eval's item_schema: {error}") from None
+            if refused:
+                faults = "; ".join(f"line {at + total + 1}: {why}" if at >= 0 else why for at, why in refused)
+                raise TaskFailed("invalid_data", f"Items do not follow the eval's item_schema: {faults}"[:4000])
             total += len(chunk)
         if not total:
             raise TaskFailed("invalid_data", "The data has no items.")
@@ -181,22 +198,11 @@ class EvalRunner:
             if evals.unfinished_ids(self._db, row.id):
                 evals.update_run(self._db, row.id, status="in_progress", total=total)
 
-    async def _check_items(self, row: EvalRunRow, of: EvalRow, place: int, items: list[dict[str, Any]]) -> None:
-        """place: of the first of them. Raises TaskFailed."""
-        try:
-            refused = await self._context.graders.refused_items(row.owner, of.item_schema, items)
-        except WorkerBroke as error:
-            code = "invalid_data" if isinstance(error, ForkBroke) else "server_error"
-            raise TaskFailed(code, f"The items could not be checked by the eval's item_schema: {error}") from None
-        if refused:
-            faults = "; ".join(f"line {at + place + 1}: {why}" if at >= 0 else why for at, why in refused)
-            raise TaskFailed("invalid_data", f"Items do not follow the eval's item_schema: {faults}"[:4000])
-
     def _entries(self, row: EvalRunRow, source: FileContent | FileId) -> Iterator[tuple[Entry, int]]:
         """Raises TaskFailed, also while they are read."""
         if isinstance(source, FileContent):
             return ((entry, len(entry.model_dump_json())) for entry in source.content)
-        file = file_rows.find(self._db, source.id, viewer=viewer_of(self._db, row.key_id))
+        file = file_rows.find(self._db, source.id, viewer=caller_of(self._db, row.key_id).viewer)
         if file is None:
             raise TaskFailed("file_not_found", f"The file {source.id} was deleted.")
         if file.bytes > shapes.MAX_DATA_BYTES:
@@ -233,62 +239,45 @@ class EvalRunner:
         else:
             sample, answers = sample_of(entry.sample), []
             answer = ModelAnswer(sample.output_text, row.model)
-        judged = [
-            await self._grading.ask_judges(row.key_id, grader, sample, item)
-            for grader in (() if answer.error else graders)
-        ]
+        asked = () if answer.error else graders
+        judged = [await self._grading.ask_judges(row.key_id, grader, sample, item) for grader in asked]
         return Answered(place, item, sample, sample_object(body, [answer]), answer.error, answers, judged)
 
-    async def _graded(self, row: EvalRunRow, graders: list[Grader], items: list[Answered]) -> list[Judgement]:
-        results = [list[dict[str, Any]]() for _ in items]
-        sampled = [place for place, item in enumerate(items) if not item.error]
+    async def _grade(self, row: EvalRunRow, graders: list[Grader], items: list[Answered]) -> None:
+        sampled = [item for item in items if not item.error]
         for number, grader in enumerate(graders if sampled else ()):
-            samples = [(items[place].sample, items[place].item) for place in sampled]
-            judged = [items[place].judged[number] for place in sampled]
+            judged = [item.judged[number] for item in sampled]
+            samples = [(item.sample, item.item) for item in sampled]
             graded = await self._grading.grade(row.key_id, grader, samples, judged)
-            for place, reward, answers in zip(sampled, graded, judged, strict=True):
-                results[place].append(_result(grader, reward, list(answers.values())))
-        return [_judgement(row, *judged_item) for judged_item in zip(items, results, strict=True)]
+            for item, reward, answers in zip(sampled, graded, judged, strict=True):
+                item.results.append(_result(grader, reward, list(answers.values())))
 
-    def _store(self, row: EvalRunRow, judged: list[Judgement]) -> None:
+    def _store(self, row: EvalRunRow, items: list[EvalItemRow]) -> None:
         """Store judged items together with the run's counters, unless it was cancelled meanwhile."""
         with self._db.transaction():
             if evals.unfinished_ids(self._db, row.id):
-                evals.insert_items(self._db, [item for item, _ in judged])
+                evals.insert_items(self._db, items)
                 evals.update_run(self._db, row.id, **columns(row, "results usage counts bytes"))
 
 
-def _counted(row: EvalRunRow, judged: list[Judgement]) -> EvalRunRow:
+def _counted(row: EvalRunRow, items: list[Answered], rows: list[EvalItemRow]) -> EvalRunRow:
     """The run with these items in its counters."""
     results, counts, size = {name: Counter(of) for name, of in row.results.items()}, Counter(row.counts), row.bytes
     usage = {model: Counter(of) for model, of in row.usage.items()}
-    for item, answers in judged:
-        for answer in answers:
+    for item in items:
+        for answer in (*item.answers, *(answer for judged in item.judged for _, answer in judged.values())):
             if not answer.error:
-                usage.setdefault(answer.model, Counter()).update(
-                    invocation_count=1,
-                    prompt_tokens=answer.prompt_tokens,
-                    completion_tokens=answer.completion_tokens,
-                    cached_tokens=answer.cached_tokens,
-                )
+                counters = columns(answer, "prompt_tokens completion_tokens cached_tokens")
+                usage.setdefault(answer.model, Counter()).update(invocation_count=1, **counters)
         for result in item.results:
             sums = results.setdefault(result["name"], Counter())
             sums["passed" if result["passed"] else "failed"] += 1
             if "error" not in result:
-                sums["rewarded"] += 1
-                sums["reward"] += result["score"]
-        counts[item.status] += 1
-        size += ITEM_BYTES + len(orjson.dumps([item.item, item.sample, item.results]))
+                sums.update(rewarded=1, reward=result["score"])
+    for stored in rows:
+        counts[stored.status] += 1
+        size += ITEM_BYTES + len(orjson.dumps([stored.item, stored.sample, stored.results]))
     return replace(row, results=results, usage=usage, counts=counts, bytes=size)
-
-
-def _judgement(row: EvalRunRow, item: Answered, results: list[dict[str, Any]]) -> Judgement:
-    status = "pass" if all(one["passed"] for one in results) else "fail"
-    if item.error or any("error" in one for one in results):
-        status = "error"
-    answers = [*item.answers, *(answer for judged in item.judged for _, answer in judged.values())]
-    shown, at_s = item.sample_shown, time.time()
-    return EvalItemRow(new_id("outputitem_"), row.id, item.place, at_s, status, item.item, shown, results), answers
 
 
 def _result(grader: Grader, graded: Graded, judged: list[tuple[dict[str, Any], ModelAnswer]]) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from appliance.controller.http.resource import object_of
 from appliance.controller.http.strict_body import Metadata, StrictBody
-from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, columns
+from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
 from train.graders import graders, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
-from train.graders.grading import ModelAnswer
+from train.graders.graders import ModelAnswer
 from train.graders.templates import Sample
 
 MAX_CRITERIA = 32
@@ -183,43 +184,26 @@ def sample_of(given: dict[str, Any] | None) -> Sample:
 
 
 def eval_object(row: EvalRow) -> dict[str, Any]:
-    properties: dict[str, Any] = {"item": row.item_schema}
-    if row.include_sample:
-        properties["sample"] = _SAMPLE_SCHEMA
-    return {
-        "id": row.id,
-        "object": "eval",
-        "created_at": int(row.created_s),
-        "name": row.name,
-        "metadata": row.metadata,
-        "data_source_config": {
-            "type": "custom",
-            "schema": {"type": "object", "properties": properties, "required": list(properties)},
-        },
-        "testing_criteria": row.criteria,
-        "owner": row.owner or None,
-    }
+    properties: dict[str, Any] = {"item": row.item_schema} | ({"sample": _SAMPLE_SCHEMA} if row.include_sample else {})
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    config = {"type": "custom", "schema": schema}
+    return object_of(row, "eval", "name metadata", data_source_config=config, testing_criteria=row.criteria)
 
 
 def run_object(row: EvalRunRow, url: str, waits_for: str = "") -> dict[str, Any]:
     """In addition to OpenAI's fields: `waits_for`, why it does not proceed, and the mean reward of each criterion."""
-    return {
-        "id": row.id,
-        "object": "eval.run",
-        "created_at": int(row.created_s),
-        **columns(row, "eval_id name model status metadata"),
-        "waits_for": waits_for or None,
-        "data_source": without_items(row.data_source),
-        "error": row.error or NO_ERROR,
+    counts = {"passed": "pass", "failed": "fail", "errored": "error"}
+    return object_of(
+        row,
+        "eval.run",
+        "eval_id name model status metadata",
+        waits_for=waits_for or None,
+        data_source=without_items(row.data_source),
+        error=row.error or NO_ERROR,
         # The page asks for a key; a browser has no key to open the API's own URL with.
-        "report_url": f"{url}/ui#/evals/{row.eval_id}/{row.id}",
-        "result_counts": {
-            "total": row.total,
-            "passed": row.counts.get("pass", 0),
-            "failed": row.counts.get("fail", 0),
-            "errored": row.counts.get("error", 0),
-        },
-        "per_testing_criteria_results": [
+        report_url=f"{url}/ui#/evals/{row.eval_id}/{row.id}",
+        result_counts={"total": row.total, **{name: row.counts.get(status, 0) for name, status in counts.items()}},
+        per_testing_criteria_results=[
             {
                 "testing_criteria": name,
                 "passed": of.get("passed", 0),
@@ -228,27 +212,16 @@ def run_object(row: EvalRunRow, url: str, waits_for: str = "") -> dict[str, Any]
             }
             for name, of in row.results.items()
         ],
-        "per_model_usage": [
+        per_model_usage=[
             {"model_name": model, **of, "total_tokens": of["prompt_tokens"] + of["completion_tokens"]}
             for model, of in row.usage.items()
         ],
-        "owner": row.owner or None,
-    }
+    )
 
 
 def item_object(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
-    return {
-        "id": row.id,
-        "object": "eval.run.output_item",
-        "eval_id": run.eval_id,
-        "run_id": run.id,
-        "created_at": int(row.created_s),
-        "datasource_item_id": row.place,
-        "datasource_item": row.item,
-        "status": row.status,
-        "results": row.results,
-        "sample": row.sample,
-    }
+    item = {"eval_id": run.eval_id, "datasource_item_id": row.place, "datasource_item": row.item}
+    return object_of(row, "eval.run.output_item", "run_id status results sample", **item)
 
 
 def sample_object(body: Mapping[str, Any], answers: Sequence[ModelAnswer]) -> dict[str, Any]:

@@ -18,10 +18,9 @@ from anyio import to_thread
 from pydantic import Field
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.files.form import INCOMING_PREFIX
-from appliance.controller.http.resource import Resource
+from appliance.controller.http.resource import Resource, object_of
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.principal import FINE_TUNING, Principal
+from appliance.controller.interfaces.principal import FINE_TUNING
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import batches, files, uploads
@@ -33,6 +32,7 @@ from train.data_checks.process import checked as check_here
 from train.methods.method import Method
 
 Purpose = Literal["assistants", "batch", "evals", "fine-tune", "vision", "user_data"]
+INCOMING_PREFIX = ".incoming-"
 DATA_CHECKS = "data_checks"
 """Tasks that check what is in uploaded training data."""
 _BATCH_KEEP_S = 30 * 86400
@@ -117,25 +117,42 @@ def keep(context: ControllerContext, row: FileRow, path: Path) -> None:
         context.tasks.start(DATA_CHECKS, row.id, row.key_id)
 
 
+def row_of(
+    path: Path,
+    filename: str,
+    purpose: str,
+    sha256: str,
+    owner: str,
+    key_id: str | None = None,
+    keep_s: float | None = None,
+    file_id: str = "",
+) -> FileRow:
+    """A new file with the complete bytes at `path`. keep_s: seconds until it is deleted; None: never."""
+    now_s = time.time()
+    return FileRow(
+        id=file_id or new_id("file-"),
+        filename=filename,
+        purpose=purpose,
+        bytes=path.stat().st_size,
+        sha256=sha256,
+        status="processed",
+        created_s=now_s,
+        key_id=key_id,
+        owner=owner,
+        expires_s=None if keep_s is None else now_s + keep_s,
+    )
+
+
 def make_result(db: Database, files_dir: Path, content: bytes, filename: str, owner: str) -> str:
     """Write and sync a file of the box's own for an owner (purpose "fine-tune-results"), with its row; returns its id.
     Raises OSError where the disk is full."""
-    row = FileRow(
-        id=new_id("file-"),
-        filename=filename,
-        purpose="fine-tune-results",
-        bytes=len(content),
-        sha256=hashlib.sha256(content).hexdigest(),
-        status="processed",
-        created_s=time.time(),
-        owner=owner,
-    )
-    with growing(files_dir, row.id) as (incoming,):
+    file_id, sha256 = new_id("file-"), hashlib.sha256(content).hexdigest()
+    with growing(files_dir, file_id) as (incoming,):
         replace_file(incoming, content, durable=True)
         with db.transaction():
-            os.rename(incoming, files_dir / row.id)
-            files.insert(db, row)
-    return row.id
+            files.insert(db, row_of(incoming, filename, "fine-tune-results", sha256, owner, file_id=file_id))
+            os.rename(incoming, files_dir / file_id)
+    return file_id
 
 
 def sha256_of(path: Path) -> str:
@@ -168,47 +185,23 @@ async def checked(
         return await check_apart(path, **how)
 
 
-async def described(
-    context: ControllerContext,
-    file_id: str,
-    path: Path,
-    *,
-    filename: str,
-    sha256: str,
-    caller: Principal,
-    purpose: str = "fine-tune",
-    keep_s: float | None = None,
-) -> FileRow:
-    """The row for the complete bytes at `path`, owned by the caller. Training data is checked line by line, on a thread
-    or in a process.
-
-    keep_s: seconds until the file is deleted; None: the purpose's default, which is never, except for batch input.
-    """
-    now_s = time.time()
-    if keep_s is None and purpose == "batch":
-        keep_s = _BATCH_KEEP_S
-    status, details, report = "processed", None, None
-    if purpose == "fine-tune":
-        found = await checked(context, path)
-        # Without the tokens of each example, before they are copied one by one: a row stays small, and whoever plans a
-        # job counts again, with the model's tokenizer.
-        status, report = ("processed" if found.ok else "error"), asdict(replace(found, example_tokens=[]))
-        del report["example_tokens"]
-        details = summary(found, f"/v1/files/{file_id}/errors")
-    return FileRow(
-        id=file_id,
-        filename=filename,
-        purpose=purpose,
-        bytes=path.stat().st_size,
-        sha256=sha256,
-        status=status,
-        status_details=details,
+async def described(context: ControllerContext, path: Path, row: FileRow) -> FileRow:
+    """The row of a complete upload at `path`. Training data is checked line by line, on a thread or in a process."""
+    if row.purpose == "batch" and row.expires_s is None:
+        return replace(row, expires_s=row.created_s + _BATCH_KEEP_S)
+    if row.purpose != "fine-tune":
+        return row
+    found = await checked(context, path)
+    # Without the tokens of each example, before they are copied one by one: a row stays small, and whoever plans a job
+    # counts again, with the model's tokenizer.
+    report = asdict(replace(found, example_tokens=[]))
+    del report["example_tokens"]
+    return replace(
+        row,
+        status="processed" if found.ok else "error",
+        status_details=summary(found, f"/v1/files/{row.id}/errors"),
         report=report,
-        check_status="waiting" if purpose == "fine-tune" and status == "processed" else None,
-        key_id=caller.key_id,
-        owner=caller.owner,
-        created_s=now_s,
-        expires_s=None if keep_s is None else now_s + keep_s,
+        check_status="waiting" if found.ok else None,
     )
 
 
@@ -220,19 +213,27 @@ def summary(report: DataReport, errors_url: str = "") -> str | None:
         causes = Counter(reason for _, reason in report.errors)
         first = {reason: line for line, reason in reversed(report.errors)}
         shown = sorted(causes, key=first.__getitem__)[:_CAUSES_SHOWN]
-        lines = "; ".join(f"line {first[reason]}{_and_more(causes[reason] - 1)}: {reason}" for reason in shown)
+        more = {reason: f" and {causes[reason] - 1} more" if causes[reason] > 1 else "" for reason in shown}
+        lines = "; ".join(f"line {first[reason]}{more[reason]}: {reason}" for reason in shown)
         left = report.n_errors - sum(causes[reason] for reason in shown)
         where = f" (GET {errors_url})" if errors_url else ""
-        more = f"; and {left} more{where}" if left > 0 else where if report.n_errors > len(shown) else ""
-        return f"{report.n_errors} bad example(s): {lines}{more}"
+        rest = f"; and {left} more{where}" if left > 0 else where if report.n_errors > len(shown) else ""
+        return f"{report.n_errors} bad example(s): {lines}{rest}"
     return "; ".join([*report.warnings, *report.notes]) or None
-
-
-def _and_more(lines: int) -> str:
-    return f" and {lines} more" if lines else ""
 
 
 def errors_object(found: list[tuple[int, str]], total: int) -> dict[str, Any]:
     """All that is kept of what is wrong with a file, line by line; total: how many there are, kept or not."""
     data = [{"object": "file.error", "line": line, "reason": reason} for line, reason in found]
     return {"object": "list", "data": data, "total": total, "has_more": len(data) < total}
+
+
+def file_object(row: FileRow) -> dict[str, Any]:
+    """OpenAI's object; of training data with `check`: how far the check of its contents is, and how many examples each
+    check found something in, where the row has it."""
+    check: dict[str, Any] = {"status": row.check_status}
+    if row.data_check:
+        found = row.data_check.get("checks", {})
+        check["found"] = {name: one["count"] for name, one in found.items() if one["count"]}
+    more = {"check": check} if row.check_status is not None else {}
+    return object_of(row, "file", "bytes filename purpose status status_details", **more)

@@ -7,13 +7,12 @@ import time
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Field
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.checks import MAX_DEPTH, check_code, grader_of
 from appliance.controller.grading.grading import Grading
-from appliance.controller.http.reading import while_present
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, InvalidValue
@@ -46,14 +45,13 @@ def routes(context: ControllerContext, grading: Grading) -> APIRouter:
         return {"grader": grader.as_given()}
 
     @router.post("/run")
-    async def run(body: Run, request: Request, caller: Caller) -> dict[str, Any]:
+    async def run(body: Run, caller: Caller) -> dict[str, Any]:
         grader = grader_of(context, body.grader, caller)
         if is_deeper(body.item, MAX_DEPTH):
             raise InvalidValue(f"'item' is nested deeper than {MAX_DEPTH} levels.", "item")
         sample, began_s = Sample(body.model_sample), time.perf_counter()
-        asking = grading.ask_judges(caller.key_id, grader, sample, body.item, ANSWER_WITHIN_S)
-        judged = await while_present(request, asking)
-        (graded,) = await while_present(request, grading.grade(caller.key_id, grader, [(sample, body.item)], [judged]))
+        judged = await grading.ask_judges(caller.key_id, grader, sample, body.item, ANSWER_WITHIN_S)
+        (graded,) = await grading.grade(caller.key_id, grader, [(sample, body.item)], [judged])
         if not graded.was_run:
             message = f"The grader was not run: {'; '.join(graded.messages)}. Please retry."
             raise ApiError(503, message, kind="server_error", code="grader_not_run")
@@ -64,7 +62,7 @@ def routes(context: ControllerContext, grading: Grading) -> APIRouter:
 
 def _result(grader: Grader, graded: Graded, took_s: float) -> dict[str, Any]:
     tokens = sum(graded.tokens_by_model.values())
-    models = {judge.model for judge in judges(grader)}
+    models = {judge.model for judge in judges(grader).values()}
     return {
         "reward": graded.reward,
         "sub_rewards": graded.sub_rewards,

@@ -1,5 +1,5 @@
 """Shared by all control routes: strict bodies, error shapes, paging, audit, idempotency, request ids.
 
 Never: Knows a specific route, or any table except the one for idempotency keys.
-Begin with resource.py; what only reads is answered by reading.py.
+Begin with resource.py, then routers.py.
 """

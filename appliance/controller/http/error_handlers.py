@@ -12,9 +12,9 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from appliance.controller.http.strict_body import first_error, is_branch, message_of, place_in
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, BadRequest, NotFound, shown
 from appliance.store.errors import UnknownCursor
+from runtime.logs import REQUEST_ID
 
 log = logging.getLogger("appliance.controller")
 
@@ -64,20 +64,61 @@ def _shaped(request: Request, error: Exception) -> ApiError:
             return BadRequest(message, code="invalid_body")
         param = ".".join(place)
         message, code = message_of(param, first)
-        return BadRequest(message, param=param or None, code=code)
+        return BadRequest(message, param, code)
     if isinstance(error, UnknownCursor):
-        return BadRequest(f"{error}.", param="after", code="invalid_cursor")
+        return BadRequest(f"{error}.", "after", "invalid_cursor")
     if isinstance(error, ClientDisconnect):  # nobody receives the answer; 499 is nginx's status for it
         log.info("%s: the client left before its body was complete", where)
         return ApiError(499, "The client left before its request was complete.")
     # Starlette logs the traceback after this answer; the client learns only where to look.
-    request_id = request.scope.get("state", {}).get("request_id", "")
     log.error("%s failed: %s", where, type(error).__name__)
-    message = f"The server had an error while processing your request {request_id}; its log has the details."
-    return ApiError(500, message, kind="server_error", headers=NEVER_RETRY | {"x-request-id": request_id})
+    message = f"The server had an error while processing your request {REQUEST_ID.get()}; its log has the details."
+    return ApiError(500, message, kind="server_error", headers=NEVER_RETRY)
 
 
-def _place(loc: Sequence[str | int], body: Any) -> list[str]:
-    if loc[0] == "body":
-        return place_in(body, loc[1:])
-    return [str(part) for part in loc if part not in ("query", "path", "header") and not is_branch(part)]
+def _place(loc: Sequence[str | int], given: Any) -> list[str]:
+    """The path of a mistake in what a client sent. pydantic also names the branches of unions that it tried, by kinds
+    and by names of ours, which no client knows."""
+    if loc[0] != "body":
+        return [str(part) for part in loc if part not in ("query", "path", "header") and not _is_branch(part)]
+    place = list[str]()
+    for number, part in enumerate(loc[1:], 2):
+        if (isinstance(given, dict) and part in given) or (
+            isinstance(given, list) and isinstance(part, int) and part < len(given)
+        ):
+            given = given[part]
+        elif number < len(loc) or not isinstance(given, dict) or _is_branch(part):
+            continue  # one that is missing stands last
+        place.append(str(part)[:64])
+    return place
+
+
+def _is_branch(part: str | int) -> bool:
+    """Whether pydantic names a branch of a union here, by its type."""
+    branches = ("bool", "int", "float", "str", "none")
+    return isinstance(part, str) and (part in branches or "[" in part or part.startswith(("_", "constrained-")))
+
+
+def first_error(found: Sequence[Any]) -> dict[str, Any]:
+    """The first error. Where it is one branch of a union, that of its branches into which the value got furthest: of a
+    wrong object in place of true or false, what is wrong in the object. Where a field is missing, one beside it that
+    is unknown: a name that is spelt wrong is both, and looks right to whoever is told of the missing one alone."""
+    first: dict[str, Any] = found[0]
+    if first["type"] == "missing":
+        beside = first["loc"][:-1]
+        return next((one for one in found if one["type"] == "extra_forbidden" and one["loc"][:-1] == beside), first)
+    if not first["loc"] or not _is_branch(first["loc"][-1]):  # none of what is no object at all
+        return first
+    union = first["loc"][:-1]
+    return max((one for one in found if one["loc"][: len(union)] == union), key=lambda one: len(one["loc"]))
+
+
+def message_of(param: str, first: dict[str, Any]) -> tuple[str, str]:
+    """Message and code of this mistake: the gateway has the same codes."""
+    kind = first["type"]
+    if kind == "extra_forbidden":
+        return f"Unrecognized request argument supplied: {param}.", "unknown_parameter"
+    if kind == "missing":
+        return f"Missing required parameter: '{param}'.", "missing_required_parameter"
+    code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    return f"Invalid value for '{param}': {first['msg']}; {shown(first.get('input'))} was given.", code

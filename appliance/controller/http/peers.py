@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.controller.interfaces.errors import Unauthorized
-from appliance.controller.interfaces.principal import BOX, Identity
+from appliance.controller.interfaces.principal import ADMIN, Principal
 from runtime.logs import REQUEST_ID
 
 KEY_ID, SCOPES, TOKEN = b"x-appliance-key-id", b"x-appliance-scopes", b"x-appliance-gateway"
@@ -25,19 +25,22 @@ SESSION = b"x-appliance-session"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
 
 
-class RequestIds:
-    """Sets `x-request-id` on every answer: the gateway's if it is well-formed, else a new one."""
+class Listener:
+    """The app behind one socket, mode 0600. token: known only to this box's gateways, on theirs; None on that of the
+    box's users, where an identity is trusted, and none means the box itself.
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
+    Every answer has `x-request-id`: the gateway's if it is well-formed, else a new one."""
+
+    def __init__(self, app: ASGIApp, token: str | None = None):
+        assert token != "", "with an empty token any head would do"
+        self._app, self._token = app, None if token is None else token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        given = next(iter(_given(scope, b"x-request-id")), b"")
         request_id = given if _REQUEST_ID.match(given) else b"req_" + secrets.token_hex(12).encode()
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
         REQUEST_ID.set(request_id.decode())  # of this request's own task
 
         async def send_with_id(message: Message) -> None:
@@ -45,49 +48,31 @@ class RequestIds:
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
             await send(message)
 
+        named, proofs = _named(scope, request_id.decode()), _given(scope, TOKEN)
+        if self._token is None and not _given(scope, KEY_ID, SCOPES):
+            named = Principal(None, frozenset({ADMIN}), request_id.decode(), "")
+        elif self._token is not None and (len(proofs) != 1 or not compare_digest(proofs[0], self._token)):
+            named = None
+        if named is None:
+            error = Unauthorized()
+            # Closed: after a head that no gateway wrote, the framing of this connection cannot be trusted.
+            answer = JSONResponse(error.body(), error.status_code, {"connection": "close"})
+            await answer(scope, receive, send_with_id)
+            return
+        scope.setdefault("state", {})["principal"] = named
         await self._app(scope, receive, send_with_id)
 
 
-class Listener:
-    """The app behind one socket, mode 0600. token: known only to this box's gateways, on theirs; None on that of the
-    box's users, where an identity is trusted, and none means the box itself."""
-
-    def __init__(self, app: ASGIApp, token: str | None = None):
-        assert token != "", "with an empty token any head would do"
-        self._app, self._token = app, None if token is None else token.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            named, proofs = _identity(scope), _given(scope, TOKEN)
-            if self._token is None:
-                named = named if _given(scope, KEY_ID, SCOPES) else BOX
-            elif len(proofs) != 1 or not compare_digest(proofs[0], self._token):
-                named = None
-            if named is None:
-                await _refuse(scope, receive, send)
-                return
-            scope.setdefault("state", {})["identity"] = named
-        await self._app(scope, receive, send)
-
-
-def _identity(scope: Scope) -> Identity | None:
+def _named(scope: Scope, request_id: str) -> Principal | None:
     """The identity from exactly one header of each kind, of sessions at most one; None for anything else."""
     key_ids, scopes, sessions = _given(scope, KEY_ID), _given(scope, SCOPES), _given(scope, SESSION)
     if len(key_ids) != 1 or len(scopes) != 1 or not key_ids[0].strip() or len(sessions) > 1:
         return None
     granted = (name.strip() for name in scopes[0].decode("latin-1").split(","))
     session = sessions[0].decode("latin-1").strip() if sessions else None
-    return Identity(key_ids[0].decode("latin-1").strip(), frozenset(name for name in granted if name), session)
+    key_id = key_ids[0].decode("latin-1").strip()
+    return Principal(key_id, frozenset(name for name in granted if name), request_id, "", session)
 
 
 def _given(scope: Scope, *names: bytes) -> list[bytes]:
     return [value for name, value in scope["headers"] if name in names]
-
-
-async def _refusal(scope: Scope, receive: Receive, send: Send) -> None:
-    error = Unauthorized()
-    # Closed: after a head that no gateway wrote, the framing of this connection cannot be trusted.
-    await JSONResponse(error.body(), error.status_code, {"connection": "close"})(scope, receive, send)
-
-
-_refuse = RequestIds(_refusal)

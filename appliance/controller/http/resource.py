@@ -2,46 +2,62 @@
 
 A route file declares its `Resource`, gets a router from `serve` (list and retrieve) and adds the verbs that are its
 own. Scopes, owner, 404, paging, retries and the audit row of each verb follow from the declaration.
+
+The `openai` client retries POSTs without an Idempotency-Key but marks them in `x-stainless-retry-count` (0, 1, 2). So
+an Idempotency-Key decides if there is one; otherwise a retry finds the newest object that the same key made from the
+same body within a time window, and a first attempt always makes a new one.
 """
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
 
-from fastapi import APIRouter, Depends, Path, Request
+from fastapi import APIRouter, Depends, Path, Query, Request
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.idempotency import Attempt, Row
-from appliance.controller.http.paging import RECENT, list_object
 from appliance.controller.http.routers import make_router
-from appliance.controller.interfaces.errors import NotFound, shown
+from appliance.controller.interfaces.errors import BadRequest, Conflict, KeyRevoked, NotFound, shown
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.store.database import Database, Page, Part
+from appliance.store.errors import UnknownCursor
+from appliance.store.records import keys
+from appliance.store.rows import IDEMPOTENCY, IdempotencyRow, columns
+
+MOST = 10_000
+"""Rows of a page, unless a list has a smaller limit."""
+RETRY_WINDOW_S = 3600.0
+"""A POST that the SDK marks as a retry finds the object of its first attempt for this long."""
+IDEMPOTENCY_KEEP_S = 24 * 3600.0
+_MAX_KEY_CHARACTERS = 255
+
+
+class Kept(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+Row = TypeVar("Row", bound=Kept)
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class Resource(Generic[Row]):
-    """noun: "file" of the audit's "file.create". scopes: any one of them, or admin, may call its routes; `reads` too
-    where they only read. find: (db, id, viewer=owner or None) -> row or None. id_name: the id's name in URLs, "NOUN_id"
-    if it is empty. missing: message of the 404, with {} for the id; param and code of it, where they are not the id's
-    name and "NOUN_not_found". fields: of an answer, kept in the audit log."""
+    """noun: "file" of the audit's "file.create". scopes: any one of them, or admin, may call its routes. find: (db, id,
+    viewer=owner or None) -> row or None. missing: message of the 404, with {} for the id; param and code of it, where
+    they are not "NOUN_id", as in URLs, and "NOUN_not_found". fields: of an answer, kept in the audit log."""
 
     noun: str
     prefix: str
     scopes: tuple[str, ...]
     find: Callable[..., Row | None]
-    id_name: str = ""
     missing: str = ""
     param: str = ""
     code: str = ""
     fields: tuple[str, ...] = ()
-    reads: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "id_name", self.id_name or f"{self.noun}_id")
 
     def known(self, db: Database, row_id: str, caller: Principal, param: str = "") -> Row:
         """param: where the request names it. Raises NotFound, also for another owner's."""
@@ -52,22 +68,21 @@ class Resource(Generic[Row]):
 
     def absent(self, row_id: str, param: str = "") -> NotFound:
         message = (self.missing or f"No {self.noun} found with id {{}}.").format(shown(row_id))
-        return NotFound(message, param=param or self.param or self.id_name, code=self.code or f"{self.noun}_not_found")
+        return NotFound(message, param or self.param or f"{self.noun}_id", self.code or f"{self.noun}_not_found")
 
-    def attempt(self, request: Request, caller: Principal, body: Any) -> Attempt[Row]:
-        """A request that makes one. body: as of `Attempt`."""
-        known = partial(self.find, request.app.state.context.db, viewer=caller.viewer)
-        return Attempt(request, caller, self.prefix, body, known)
+    def attempt(self, request: Request, caller: Principal, body: bytes) -> Attempt[Row]:
+        """A request that makes one. body: its bytes, or what stands for more than can be kept."""
+        return Attempt(self.find, request, caller, body)
 
     def router(self) -> APIRouter:
-        return make_router(self.prefix, *self.scopes, reads=self.reads, noun=self.noun, fields=self.fields)
+        return make_router(self.prefix, *self.scopes, noun=self.noun, fields=self.fields)
 
     def serve(
         self,
         context: ControllerContext,
         view: Callable[[Row], dict[str, Any]],
         page: Callable[..., Page[Row]],
-        part: Any = RECENT,
+        part: Any,
         filters: Callable[..., dict[str, Any]] = lambda: {},
     ) -> APIRouter:
         """A router with the routes of the list and of one.
@@ -75,7 +90,7 @@ class Resource(Generic[Row]):
         Args:
             view: the row as OpenAI's object, with fields of the box's own.
             page: (db, viewer=, **filters, **part) -> rows.
-            part: `paging.part(...)`.
+            part: `part(...)`.
             filters: a dependency that reads the list's other arguments.
         """
         router, db, filtered = self.router(), context.db, Depends(filters)
@@ -84,8 +99,124 @@ class Resource(Generic[Row]):
         def list_all(caller: Caller, part: Part = part, chosen: dict[str, Any] = filtered) -> dict[str, Any]:
             return list_object(page(db, viewer=caller.viewer, **chosen, **part), view)
 
-        @router.get(f"/{{{self.id_name}}}")
-        def retrieve(caller: Caller, row_id: str = Path(alias=self.id_name)) -> dict[str, Any]:
+        @router.get(f"/{{{self.noun}_id}}")
+        def retrieve(caller: Caller, row_id: str = Path(alias=f"{self.noun}_id")) -> dict[str, Any]:
             return view(self.known(db, row_id, caller))
 
         return router
+
+
+class Attempt(Generic[Row]):
+    """One request that makes something, which may have come before."""
+
+    def __init__(self, find: Callable[..., Row | None], request: Request, caller: Principal, body: bytes) -> None:
+        """Raises BadRequest."""
+        self._db: Database = request.app.state.context.db
+        self._find, self._caller, self._is_retry = find, caller, is_retry(request)
+        self._key = request.headers.get("idempotency-key")
+        if self._key is not None and not (self._key.isprintable() and 0 < len(self._key) <= _MAX_KEY_CHARACTERS):
+            rule = f"expected 1 to {_MAX_KEY_CHARACTERS} printable characters"
+            message = f"Invalid Idempotency-Key: {shown(self._key, 60)}; {rule}."
+            raise BadRequest(message, code="invalid_idempotency_key")
+        # The box itself has no key id.
+        self._who = caller.key_id or "", request.url.path
+        self._sha256 = hashlib.sha256(body).hexdigest()
+
+    def earlier(self) -> Row | None:
+        """The row that an earlier attempt made. Call it before the objects that the request names are looked up: they
+        may be gone by now. Raises Conflict if the idempotency key was used with another body."""
+        select = "SELECT * FROM idempotency WHERE key_id = ? AND route = ? AND "
+        row: IdempotencyRow | None = None
+        if self._key is not None:
+            row = self._db.one(IdempotencyRow, f"{select} idempotency_key = ?", [*self._who, self._key])
+            if row is not None and row.body_sha256 != self._sha256:
+                message = f"The Idempotency-Key {shown(self._key, 60)} was used with another body; use a new key."
+                raise Conflict(message, code="idempotency_key_reused")
+        elif self._is_retry:
+            newest = f"{select} body_sha256 = ? AND created_s >= ? ORDER BY seq DESC LIMIT 1"
+            row = self._db.one(IdempotencyRow, newest, [*self._who, self._sha256, time.time() - RETRY_WINDOW_S])
+        return None if row is None else self._find(self._db, row.resource_id, viewer=self._caller.viewer)
+
+    def once(self, make: Callable[[], Row]) -> Row:
+        """The row that the request makes, or that an earlier attempt made. make: checks bounds and inserts the row.
+
+        One transaction: of two copies of a request one makes the row and the other gets it, and a crash leaves both
+        rows or none. Raises Conflict as `earlier` does, and KeyRevoked for an API key that has ended since.
+        """
+        with self._db.transaction():
+            if (row := self.earlier()) is not None:
+                return row
+            if how := keys.how_ended(self._db, self._who[0]):
+                raise KeyRevoked(how)
+            row = make()
+            # A second use of an idempotency key replaces the first, whose object is gone by then.
+            same = "key_id = ? AND route = ? AND idempotency_key = ?"
+            self._db.execute(f"DELETE FROM idempotency WHERE {same}", [*self._who, self._key])
+            IDEMPOTENCY.insert(self._db, IdempotencyRow(*self._who, self._key, self._sha256, row.id, time.time()))
+        return row
+
+
+def is_retry(request: Request) -> bool:
+    """Whether the SDK marks it as one."""
+    count = request.headers.get("x-stainless-retry-count", "0")
+    return count.isascii() and count.isdigit() and int(count[:9]) >= 1
+
+
+# --- objects and lists in OpenAI's format
+
+
+def object_of(row: Any, kind: str, names: str, **more: Any) -> dict[str, Any]:
+    """The object of a row: these columns, whole seconds, and its owner, which is ours. more: its other fields."""
+    found = {"id": row.id, "object": kind, "created_at": int(row.created_s), **columns(row, names), **more}
+    if hasattr(row, "expires_s"):
+        found["expires_at"] = None if row.expires_s is None else int(row.expires_s)
+    return found | ({"owner": row.owner or None} if hasattr(row, "owner") else {})
+
+
+def part(limit: int, *, most: int = MOST, order: Literal["asc", "desc"] = "desc") -> Any:
+    """A dependency: which part of a list a request wants, for `Database.page`.
+
+    Args:
+        limit: number of rows if the request names none.
+        most: the largest limit. 0 asks only whether there is a row: the SDK's own tests ask every list for 0.
+        order: if the request names none; desc: newest first.
+    """
+
+    def wanted(
+        after: Annotated[str | None, Query(max_length=256)] = None,
+        limit: int = Query(limit, ge=0, le=most),
+        order: Annotated[Literal["asc", "desc"], Query()] = order,
+    ) -> Part:
+        return {"after": after, "limit": limit, "descending": order == "desc"}
+
+    return Depends(wanted)
+
+
+RECENT = part(100, most=1000)
+"""Of the admin API."""
+
+
+def metadata_of(request: Request) -> dict[str, str]:
+    """The pairs of `metadata[key]=value` that a list is asked for."""
+    given = request.query_params.multi_items()
+    return {name[9:-1]: value for name, value in given if name.startswith("metadata[") and name.endswith("]")}
+
+
+def list_object(page: Page[Item], view: Callable[[Item], dict[str, Any]]) -> dict[str, Any]:
+    return listed([view(row) for row in page.data], page.has_more)
+
+
+def sliced(data: list[dict[str, Any]], after: str | None, limit: int, *, descending: bool) -> dict[str, Any]:
+    """A page of objects that are all at hand, oldest first. Raises UnknownCursor."""
+    found = data[::-1] if descending else data
+    if after is not None:
+        ids = [item["id"] for item in found]
+        if after not in ids:
+            raise UnknownCursor(after)
+        found = found[ids.index(after) + 1 :]
+    return listed(found[:limit], len(found) > limit)
+
+
+def listed(data: list[dict[str, Any]], has_more: bool = False) -> dict[str, Any]:
+    ids = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return {"object": "list", "data": data, **ids, "has_more": has_more}

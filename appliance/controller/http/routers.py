@@ -1,5 +1,8 @@
 """The routers of the control plane: scopes, bounded bodies, reads on threads, an audit row of each change.
 
+A route that only reads is `def`, and runs on a thread. State of the loop is a parameter of it (`Status`, `Readings`,
+`on_loop`), taken on the loop before. A coroutine with more to ask of the loop ends with `answer`.
+
 `json.loads` accepts NaN, 5,000-digit integers and lone surrogates, and fails with RecursionError on 100,000 brackets;
 orjson refuses all of them with a position. The hook is FastAPI's documented custom Request and APIRoute class
 (https://fastapi.tiangolo.com/how-to/custom-request-and-route/).
@@ -8,9 +11,10 @@ orjson refuses all of them with a position. The hook is FastAPI's documented cus
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from functools import wraps
 from inspect import iscoroutinefunction
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
@@ -20,10 +24,11 @@ from starlette.types import Receive, Scope
 
 from appliance.controller.context import audit
 from appliance.controller.http.error_handlers import RESPONSES
-from appliance.controller.http.reading import on_a_thread
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, Forbidden
-from appliance.controller.interfaces.principal import Principal, allow, identity_of, read_principal
+from appliance.controller.interfaces.principal import Principal, named, read_principal
+from appliance.controller.interfaces.records import SchedulerStatus
+from runtime.devices.kind import Reading
 from weights.format.foreign_json import is_deeper
 
 MAX_BYTES = 3 << 20
@@ -63,14 +68,18 @@ def needs(*scopes: str) -> Callable[[Endpoint], Endpoint]:
     return _declares(scopes=scopes)
 
 
-def unaudited(endpoint: Endpoint) -> Endpoint:
-    """A route that leaves no audit row. Say why."""
-    return _declares(unaudited=True)(endpoint)
-
-
 def takes(max_bytes: Callable[[ControllerConfig], int]) -> Callable[[Endpoint], Endpoint]:
     """The most that a body of this route may have, in place of MAX_BYTES."""
     return _declares(max_bytes=max_bytes)
+
+
+def audited(action: str, *fields: str) -> Callable[[Endpoint], Endpoint]:
+    """The action of the audit row of one route, which keeps the request's body and these fields of the answer. Empty:
+    it leaves no row. Say why."""
+    return _declares(audited=(action, fields))
+
+
+unaudited = audited("")
 
 
 class StrictRequest(Request):
@@ -79,6 +88,7 @@ class StrictRequest(Request):
     def __init__(self, scope: Scope, receive: Receive, most: int):
         super().__init__(scope, receive)
         self._most = most
+        self.given: Any = None  # its JSON, once it is read
         announced = self.headers.get("content-length", "0")
         if announced.isdigit() and int(announced[:20]) > most:
             raise BodyTooLarge(most)
@@ -93,7 +103,8 @@ class StrictRequest(Request):
 
     async def json(self) -> Any:
         """Raises BadRequest."""
-        return await asyncio.to_thread(parsed, await self.body())
+        self.given = await asyncio.to_thread(parsed, await self.body())
+        return self.given
 
 
 def parsed(text: bytes) -> Any:
@@ -115,10 +126,10 @@ class StrictRoute(APIRoute):
     thread. A change is answered once the gateways know it, and leaves an audit row: the handler's own, or else this
     one's."""
 
-    prefix: ClassVar[str]
     admitted: ClassVar[tuple[tuple[str, ...], tuple[str, ...]]]
+    prefix: ClassVar[str]
     noun: ClassVar[str]
-    fields: ClassVar[tuple[str, ...]]
+    fields: tuple[str, ...]
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any):
         """options: of APIRoute, as APIRouter gives them. Raises TypeError for a route without scopes."""
@@ -128,41 +139,79 @@ class StrictRoute(APIRoute):
         self.scopes: tuple[str, ...] = getattr(endpoint, "scopes", declared)
         if not self.scopes:
             raise TypeError(f"{self.verb} {path} declares no scope: give its router one, or the route `@needs(...)`")
+        last = path.removeprefix(self.prefix).rpartition("/")[2]
+        verb = "create" if not last else _VERBS.get(self.verb, "") if last.startswith("{") else last
+        declared_audit = getattr(endpoint, "audited", None)
+        self.keeps_body = declared_audit is not None
+        action = f"{self.noun}.{verb}" if self.noun else f"{self.verb.lower()} {path}"
+        self.action, self.fields = declared_audit or (action, self.fields)
         self.max_bytes: Callable[[ControllerConfig], int] = getattr(endpoint, "max_bytes", lambda _: MAX_BYTES)
-        super().__init__(path, endpoint if iscoroutinefunction(endpoint) else on_a_thread(endpoint), **options)
+        super().__init__(path, endpoint if iscoroutinefunction(endpoint) else _on_a_thread(endpoint), **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def answered(request: Request) -> Response:
             context = request.app.state.context
-            if not allow(identity_of(request).scopes, *self.scopes):
+            if not named(request).may(*self.scopes):
                 raise Forbidden(" or ".join(self.scopes))
             strict = StrictRequest(request.scope, request.receive, self.max_bytes(context.config))
             response = await handle(strict)
             if self.verb != "GET" and response.status_code < 400:
+                caller: Principal = request.scope["state"]["principal"]
+                if self.action and not caller.recorded:
+                    self._record(strict, caller, response)
                 # The next request, for a new key or a canary, may follow at once.
                 await context.bus.caught_up()
-                caller: Principal = request.scope["state"]["principal"]
-                if not caller.recorded and not hasattr(self.endpoint, "unaudited"):
-                    self._record(request, caller, response)
             return response
 
         return answered
 
-    def _record(self, request: Request, caller: Principal, response: Response) -> None:
-        """ "noun.verb": the verb is the last part of the path, or follows from the method."""
-        last = self.path.removeprefix(self.prefix).rpartition("/")[2]
-        verb = "create" if not last else _VERBS[self.verb] if last.startswith("{") else last
-        action = f"{self.noun}.{verb}" if self.noun else f"{self.verb.lower()} {self.path}"
+    def _record(self, request: StrictRequest, caller: Principal, response: Response) -> None:
+        """The action is that of the route, or else "noun.verb": the verb is the last part of the path, or follows from
+        the method."""
         is_json = response.headers.get("content-type") == "application/json"
-        given = orjson.loads(response.body) if is_json and not isinstance(response, StreamingResponse) else None
-        answer = given if isinstance(given, dict) else {}
+        answered = orjson.loads(response.body) if is_json and not isinstance(response, StreamingResponse) else None
+        answer = answered if isinstance(answered, dict) else {}
+        body = request.given if self.keeps_body and isinstance(request.given, dict) else {}
+        kept = {name: answer[name] for name in self.fields if answer.get(name)}
         target = "/".join(str(value) for value in request.path_params.values())
-        audit.record(
-            request.app.state.context,
-            caller,
-            action,
-            target or str(answer.get("id") or answer.get("name") or ""),
-            **{name: answer[name] for name in self.fields if answer.get(name) is not None},
-        )
+        target = target or str(answer.get("id") or answer.get("name") or "")
+        audit.record(request.app.state.context, caller, self.action, target, **body, **kept)
+
+
+# --- answers made on threads, and what they need of the loop
+
+
+async def answer(work: Callable[[], Any]) -> Response:
+    """The result of `work`, done on a thread, as JSON."""
+    return await asyncio.to_thread(lambda: as_json(work()))
+
+
+def _on_a_thread(endpoint: Callable[..., Any]) -> Callable[..., Response]:
+    """Make an endpoint that FastAPI runs on a thread."""
+
+    @wraps(endpoint)
+    def on_thread(**values: Any) -> Response:
+        return as_json(endpoint(**values))
+
+    return on_thread
+
+
+def as_json(result: Any) -> Response:
+    """Encode by orjson: FastAPI's own encoder takes ten times as long."""
+    return result if isinstance(result, Response) else Response(orjson.dumps(result), media_type="application/json")
+
+
+def on_loop(read: Callable[[Any], Any]) -> Any:
+    """A dependency: what this function of the context finds on the loop, as of the request."""
+
+    async def found(request: Request) -> Any:
+        return read(request.app.state.context)
+
+    return Depends(found)
+
+
+Status = Annotated[SchedulerStatus, on_loop(lambda context: context.scheduler.status())]
+Readings = Annotated[Mapping[str, Reading], on_loop(lambda context: context.health.newest())]
+"""The newest reading of each device that reports any."""

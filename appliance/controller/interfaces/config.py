@@ -38,25 +38,15 @@ class RetentionSettings(BaseModel):
     files_days: float | None = Field(None, gt=0)
     """Files of every purpose, except those that an unfinished job or batch reads; a file may have an earlier expiry of
     its own."""
-    batches_days: float | None = Field(400.0, gt=0)
-    """Records of batches that have ended; their output files are files."""
-    eval_runs_days: float | None = Field(400.0, gt=0)
-    """Runs of evaluations that have ended, with their items."""
-    jobs_days: float | None = Field(400.0, gt=0)
-    """Jobs that have ended, with their folders, events and steps. A job stays as long as a model that it made, and what
-    its devices cost stays without it."""
     job_data_days: float | None = Field(30.0, gt=0)
     """The folders of ended jobs: events, TensorBoard files. The copy of the training data is deleted at once."""
-    job_events_days: float | None = Field(None, gt=0)
-    """Events and steps of jobs that have ended."""
-    audit_days: float | None = Field(None, gt=0)
-    """Rows of the audit log."""
+    records_days: float | None = Field(400.0, gt=0)
+    """What has ended: batches, runs of evaluations, jobs with their events and steps, hand-overs, imports and other
+    operations. A job stays as long as a model that it made; files are files."""
     usage_days: float | None = Field(400.0, gt=0)
     """Tokens and energy by the hour, and devices held by jobs."""
-    handovers_days: float | None = Field(90.0, gt=0)
-    """Hand-overs that have ended, with their steps; the newest stays."""
-    operations_days: float | None = Field(90.0, gt=0)
-    """Imports, checks and other long operations that have ended."""
+    audit_days: float | None = Field(None, gt=0)
+    """Rows of the audit log."""
 
 
 Scope = Literal["inference", "fine_tuning", "read", "metrics", "admin"]
@@ -78,7 +68,8 @@ def is_secure(url: str) -> bool:
 
 
 class OidcSettings(BaseModel):
-    """Logins of the page by an OpenID provider (docs/ui.md). Unset `issuer`: there are none."""
+    """Logins of the page by an OpenID provider (docs/ui.md), which has to allow the return to `public_url` of `[box]`
+    with `/ui` behind it. Unset `issuer`: there are none."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -134,11 +125,6 @@ class ControllerConfig(BaseModel):
     disk_floor_bytes: int | None = Field(None, ge=0)
     """Free bytes on the data directory's volume below which nothing more is stored; unset: 2 % of it, at least 2 and at
     most 20 GiB, and never more than a tenth."""
-    retry_window_s: Seconds = 3600.0
-    """A POST that the SDK marks as a retry finds the resource of its first attempt for this long."""
-    idempotency_keep_s: Seconds = 24 * 3600.0
-    mode_wait_s: Seconds = 900.0
-    """Longest a request with ?wait=true waits for the hand-over."""
 
     # --- batches
     batch_max_lines: int = Field(50_000, ge=1)
@@ -147,13 +133,6 @@ class ControllerConfig(BaseModel):
     # --- responses
     responses_kept_days: float = Field(30.0, ge=0)
     """Answers of /v1/responses, and chat completions with `store`, are kept for this long; 0: none is stored."""
-
-    # --- background
-    housekeeping_every_s: Seconds = 30.0
-    canary_every_s: Seconds = 2.0
-    """Time between two checks of versions that are compared with the previous one."""
-    progress_every_s: Seconds = 0.5
-    """Progress of an operation is written to the store at most this often."""
 
     # --- bus
     gateway_gone_after_s: Seconds = 3.0

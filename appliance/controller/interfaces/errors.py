@@ -11,14 +11,14 @@ ApiError (an HTTPException)
 ├── NotFound          404
 ├── Conflict          409, never to be retried
 ├── BodyTooLarge      413
-├── LimitReached      429
-└── Unavailable       503 or 507
+└── (others by their status: 429 and 413 of a bound, 507 of the disk, 503)
 
 The `openai` client retries 408, 409, 429 and 5xx unless the answer has `x-should-retry: false`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -45,20 +45,20 @@ class ApiError(HTTPException):
     """An answer with OpenAI's error object. It is an HTTPException because FastAPI passes only those through its
     parsing of request bodies unchanged.
 
-    message: for people. kind: the object's `type`. param: the field at fault, dotted. code: for programs.
+    message: for people. param: the field at fault, dotted. code: for programs. kind: the object's `type`.
     """
 
     def __init__(
         self,
         status: int,
         message: str,
-        *,
-        kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
-        headers: dict[str, str] | None = None,
+        *,
+        kind: str = "invalid_request_error",
+        headers: Mapping[str, str] | None = None,
     ):
-        super().__init__(status, message, headers)
+        super().__init__(status, message, dict(headers) if headers else None)
         self.message, self.kind, self.param, self.code = message, kind, param, code
 
     @property
@@ -75,25 +75,42 @@ def error_object(message: str, kind: str, param: str | None, code: str | None) -
 
 
 class BadRequest(ApiError):
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
-        super().__init__(400, message, param=param, code=code)
+    def __init__(self, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(400, message, param, code)
 
 
 class InvalidValue(BadRequest):
     def __init__(self, message: str, param: str | None):
-        super().__init__(message, param=param, code="invalid_value")
+        super().__init__(message, param, "invalid_value")
+
+
+class NotFound(ApiError):
+    def __init__(self, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(404, message, param, code)
+
+
+class Conflict(ApiError):
+    """The object's state forbids it; repeating the same request cannot help."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(409, message, param, code, headers=NEVER_RETRY)
+
+
+class Forbidden(ApiError):
+    def __init__(self, needed: str):
+        message = f"You have insufficient permissions for this operation. The API key needs the scope: {needed}."
+        super().__init__(403, message, code="insufficient_permissions")
 
 
 class Unauthorized(ApiError):
     """No listener identified the sender: gateways name a key in every request, and no other client has to."""
 
     def __init__(self) -> None:
-        super().__init__(
-            401,
+        message = (
             "This request has no identity. Gateways send x-appliance-key-id and x-appliance-scopes, once each, with "
-            "their token; commands on the box itself use its controller.sock.",
-            code="missing_identity",
+            "their token; commands on the box itself use its controller.sock."
         )
+        super().__init__(401, message, code="missing_identity")
 
 
 class KeyRevoked(ApiError):
@@ -110,48 +127,10 @@ class SessionEnded(ApiError):
         super().__init__(401, "This login of the page has ended. Log in again.", code="session_ended")
 
 
-class Forbidden(ApiError):
-    def __init__(self, needed: str):
-        super().__init__(
-            403,
-            f"You have insufficient permissions for this operation. The API key needs the scope: {needed}.",
-            code="insufficient_permissions",
-        )
-
-
-class NotFound(ApiError):
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
-        super().__init__(404, message, param=param, code=code)
-
-
-class Conflict(ApiError):
-    """The object's state forbids it; repeating the same request cannot help."""
-
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
-        super().__init__(409, message, param=param, code=code, headers=dict(NEVER_RETRY))
-
-
 class BodyTooLarge(ApiError):
-    def __init__(self, limit_bytes: int, *, param: str | None = None):
-        super().__init__(
-            413,
-            f"The request body is over the limit of {limit_bytes} bytes of this endpoint.",
-            param=param,
-            code="request_too_large",
-        )
-
-
-class LimitReached(ApiError):
-    """An owner has as much as he may. retry: less by itself, after a while."""
-
-    def __init__(self, message: str, *, param: str | None = None, retry: bool = False):
-        headers = {"retry-after": "30"} if retry else dict(NEVER_RETRY)
-        super().__init__(429, message, kind="insufficient_quota", param=param, code="limit_reached", headers=headers)
-
-
-class Unavailable(ApiError):
-    def __init__(self, status: int, message: str, *, code: str, retry: bool):
-        super().__init__(status, message, kind="server_error", code=code, headers=None if retry else dict(NEVER_RETRY))
+    def __init__(self, limit_bytes: int, param: str | None = None):
+        message = f"The request body is over the limit of {limit_bytes} bytes of this endpoint."
+        super().__init__(413, message, param, "request_too_large")
 
 
 def shown(value: Any, limit: int = 120) -> str:

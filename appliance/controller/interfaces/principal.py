@@ -1,9 +1,8 @@
-"""The sender and the caller of a request, as identified by the listener that accepted it (peers.py)."""
+"""The caller of a request, as identified by the listener that accepted it (peers.py)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -19,29 +18,12 @@ ANY = (READ, INFERENCE, FINE_TUNING, METRICS)
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """key_id None: the box itself. A gateway acting for itself has GATEWAY as its key's id and as its only scope.
-    session: the login of the page by which the key's owner came, None: by the key."""
-
-    key_id: str | None
-    scopes: frozenset[str]
-    session: str | None = None
-
-
-BOX = Identity(None, frozenset({ADMIN}))
-
-
-def allow(scopes: Collection[str], *needed: str) -> bool:
-    """Whether whoever has these scopes may do what any of the needed ones is for. An admin may do everything."""
-    return ADMIN in scopes or any(one in scopes for one in needed)
-
-
-@dataclass(frozen=True, slots=True)
 class Principal:
-    """key_id None: a process of the box itself (its socket is 0600), which may do everything.
+    """key_id None: a process of the box itself (its socket is 0600), which may do everything. A gateway acting for
+    itself has GATEWAY as its key's id and as its only scope.
 
-    owner: owns what this request creates; empty for the box itself. session: as of `Identity`. recorded: actions of
-    this caller's that the audit log has, of this request.
+    owner: owns what this request creates; empty for the box itself. session: the login of the page by which the key's
+    owner came, None: by the key. recorded: actions of this caller's that the audit log has, of this request.
     """
 
     key_id: str | None
@@ -52,7 +34,8 @@ class Principal:
     recorded: list[str] = field(default_factory=list, compare=False)
 
     def may(self, *scopes: str) -> bool:
-        return allow(self.scopes, *scopes)
+        """Whether it has any of these scopes. An admin may do everything."""
+        return self.is_admin or not self.scopes.isdisjoint(scopes)
 
     @property
     def is_admin(self) -> bool:
@@ -68,26 +51,25 @@ class Principal:
         return replace(self, scopes=frozenset({ADMIN}))
 
 
-def identity_of(request: Request) -> Identity:
-    """As the listener has it. Raises Unauthorized."""
-    identity = request.scope["state"].get("identity")
-    if not isinstance(identity, Identity):
+def named(request: Request) -> Principal:
+    """As the listener has it, yet without an owner. Raises Unauthorized."""
+    caller = request.scope.get("state", {}).get("principal")
+    if not isinstance(caller, Principal):
         raise Unauthorized
-    return identity
+    return caller
 
 
 async def read_principal(request: Request) -> Principal:
     """Who asks; read for each request, for a key's owner and its end are stored in one place only. Raises KeyRevoked
     for a key that has ended before the whole request was here, SessionEnded for a login that did: gateways learn that a
     moment later than the store, or not at all while they cannot read a table."""
-    identity, state, db = identity_of(request), request.scope["state"], request.app.state.context.db
-    key_id, session = identity.key_id, identity.session
-    owner, ended = ("", "") if key_id is None else keys.standing(db, key_id)
+    caller, db = named(request), request.app.state.context.db
+    owner, ended = ("", "") if caller.key_id is None else keys.standing(db, caller.key_id)
     if ended:
         raise KeyRevoked(ended)
-    if session is not None and (key_id is None or not page_sessions.is_live(db, session, key_id, time.time())):
+    if caller.session is not None and not page_sessions.is_live(db, caller.session, caller.key_id or "", time.time()):
         raise SessionEnded
-    state["principal"] = caller = Principal(key_id, identity.scopes, state["request_id"], owner, session)
+    request.scope["state"]["principal"] = caller = replace(caller, owner=owner)
     return caller
 
 

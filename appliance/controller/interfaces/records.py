@@ -17,7 +17,8 @@ SchedulerStatus = dict[str, Any]
 """As `Scheduler.status` makes it.
 
 devices: each with its `holder`, {"kind": "job" | "replica", "id"} or None. memory: "room_bytes" is what a reservation
-in the weight store could get now. handover: the id of the one in progress. queue: jobs in order, each {"id",
+in the weight store could get now. handover: the id of the one in progress. handovers_ended:
+`SqliteJournal.ended`. queue: jobs in order, each {"id",
 "position", "phase", "devices", "reason" (a Slurm reason code or None), "message"}. troubles: models whose engines fail,
 each {"model", "version", "reason", "message", "not_before_s" (of the next try), "tries", "lasting"}. notes: why
 something waits or was abandoned, for users.
@@ -74,7 +75,7 @@ class ModelStates:
     def word(self, name: str) -> str:
         """serving (an engine is awake), failed (its engines do not start and are retried: `message` says why and when),
         asleep (a process waits with its memory released) or cold (no process)."""
-        states = self._replicas.get(self._host(name), set())
+        states = self._replicas.get(self.host(name), set())
         if "open" in states:
             return "serving"
         if self.message(name):
@@ -85,8 +86,8 @@ class ModelStates:
 
     def message(self, name: str) -> str | None:
         """Why its engines fail and when the next try is; None if they do not fail."""
-        return self._troubles.get(self._host(name))
+        return self._troubles.get(self.host(name))
 
-    def _host(self, name: str) -> str:
+    def host(self, name: str) -> str:
         """The model on whose engines it is served."""
         return self._hosts.get(name, name)

@@ -15,8 +15,7 @@ from fastapi import APIRouter, Query, Request
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import power
 from appliance.controller.files import storage
-from appliance.controller.http import views
-from appliance.controller.http.paging import MOST, list_object, listed, metadata_of, part
+from appliance.controller.http.resource import MOST, list_object, listed, metadata_of, object_of, part
 from appliance.controller.http.routers import make_router, needs
 from appliance.controller.interfaces.errors import InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
@@ -27,11 +26,15 @@ from appliance.controller.openai.new_job import check_judges, insert_job
 from appliance.store import database
 from appliance.store.database import Database, Part
 from appliance.store.objects import job_records, jobs
-from appliance.store.rows import JobJudgeRow, JobRow
-from train.methods.methods import METHODS
+from appliance.store.rows import VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow
+from train.methods.methods import DEFAULT, METHODS
 
 # A job whose data is refused ends there: its last events are the lines, at most as many as a report lists, and its end.
 _ERROR_EVENTS = 200
+# OpenAI has no "paused" or "suspended"; the events say which it is and why.
+_STATUS_OF_PHASE = {"validating": "validating_files", "suspended": "queued"}
+_OPENAI_HYPERPARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")
+_WORKED_OUT = ("n_epochs", "batch_size")
 _JUDGED = frozenset(name for name, method in METHODS.items() if method.judged_by)
 _reads = needs(FINE_TUNING, READ)
 
@@ -54,7 +57,7 @@ def routes(context: ControllerContext) -> APIRouter:
             left -= len(orjson.dumps(judge.judge)) if judge is not None else 0
             if left < 0 and objects:
                 return listed(objects, has_more=True)
-            objects.append(views.job_object(row, context.config.organization, judge))
+            objects.append(job_object(row, context.config.organization, judge))
         return listed(objects, page.has_more)
 
     @router.get("/{job_id}")
@@ -78,7 +81,7 @@ def routes(context: ControllerContext) -> APIRouter:
 
     @router.post("")
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
-        attempt = JOBS.attempt(request, caller, body.model_dump(mode="json"))
+        attempt = JOBS.attempt(request, caller, await request.body())
         if (row := attempt.earlier()) is None:
             training = training_of(body)
             await check_judges(context.graders, training, caller)
@@ -106,7 +109,7 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.get("/{job_id}/events")
     def events(job_id: str, caller: Caller, part: Annotated[Part, part(20)]) -> dict[str, Any]:
         JOBS.known(db, job_id, caller)
-        return list_object(job_records.page_events(db, job_id, **part), views.event_object)
+        return list_object(job_records.page_events(db, job_id, **part), event_object)
 
     @router.get("/{job_id}/errors")
     def errors(job_id: str, caller: Caller) -> dict[str, Any]:
@@ -118,7 +121,7 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.get("/{job_id}/checkpoints")
     def checkpoints(job_id: str, caller: Caller, part: Annotated[Part, part(10)]) -> dict[str, Any]:
         JOBS.known(db, job_id, caller)
-        return list_object(job_records.page_checkpoints(db, job_id, **part), views.checkpoint_object)
+        return list_object(VERSIONS.page(db, {"job_id": job_id}, **part), checkpoint_object)
 
     return router
 
@@ -130,7 +133,7 @@ def _judge(db: Database, row: JobRow, caller: Principal) -> JobJudgeRow | None:
 
 
 def _view(context: ControllerContext, row: JobRow, caller: Principal) -> dict[str, Any]:
-    return views.job_object(row, context.config.organization, _judge(context.db, row, caller))
+    return job_object(row, context.config.organization, _judge(context.db, row, caller))
 
 
 def _metadata_filter(request: Request) -> dict[str, Any]:
@@ -163,3 +166,78 @@ def method_routes() -> APIRouter:
         return {"object": "list", "data": methods, "has_more": False}
 
     return router
+
+
+# --- objects; times that end in `_s` are Unix times with fractions
+
+
+def job_status(row: JobRow) -> str:
+    """An accepted cancellation is final, so it shows before the devices are free."""
+    if row.wanted == "cancel" and not row.finished:
+        return "cancelled"
+    return _STATUS_OF_PHASE.get(row.phase, row.phase)
+
+
+def job_phase(row: JobRow) -> str:
+    """The detailed phase for operators: also pausing, paused, cancelling."""
+    if row.finished:
+        return row.phase
+    if row.wanted == "cancel":
+        return "cancelling"
+    if row.wanted == "pause":
+        return "pausing" if row.phase == "running" else "paused"
+    return row.phase
+
+
+def hyperparameters(row: JobRow) -> dict[str, Any]:
+    """The requested values, with "auto" replaced by its result; a multiplier of "auto" is 1."""
+    own = [option.name for option in METHODS[row.method].options]
+    values = {name: "auto" for name in (*_OPENAI_HYPERPARAMETERS, *own)} | row.hyperparameters
+    if row.resolved:
+        values |= {name: row.resolved["options"][name] for name in own if values[name] == "auto"}
+        values |= {name: row.resolved[name] for name in _WORKED_OUT if values[name] == "auto"}
+        if values["learning_rate_multiplier"] == "auto":
+            values["learning_rate_multiplier"] = 1.0
+    return values
+
+
+_JOB_COLUMNS = (
+    "error model result_files seed training_file validation_file metadata reason output_model verdict gate devices"
+    " estimate min_devices max_devices allowed_sizes priority deadline_s step total_steps loss valid_loss tokens_per_s"
+    " eta_s snapshot resolved created_s started_s finished_s"
+)
+
+
+def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None) -> dict[str, Any]:
+    """OpenAI's object, and what the box knows of the job; times that end in `_s` are Unix times with fractions. judge:
+    of a job that has one."""
+    said = judge.judge if judge is not None else {}
+    status, succeeded, trained_with = job_status(row), row.phase == "succeeded", hyperparameters(row)
+    return object_of(
+        row,
+        "fine_tuning.job",
+        _JOB_COLUMNS,
+        fine_tuned_model=row.output_model if succeeded else None,
+        finished_at=None if row.finished_s is None else int(row.finished_s),
+        # OpenAI has them here for its first method alone.
+        hyperparameters=trained_with if row.method == DEFAULT.name else {},
+        organization_id=f"org-{organization}",
+        status=status,
+        trained_tokens=row.trained_tokens if succeeded else None,
+        user_provided_suffix=row.suffix,
+        estimated_finish=int(time.time() + row.eta_s) if row.eta_s is not None and status == "running" else None,
+        integrations=row.integrations or [],
+        method={"type": row.method, row.method: said | {"hyperparameters": trained_with}},
+        phase=job_phase(row),
+        publish_as=row.output_model if row.stable_name else None,
+        **{name: bool(getattr(row, name)) for name in ("activate", "preemptible", "held")},
+    )
+
+
+def event_object(row: JobEventRow) -> dict[str, Any]:
+    return object_of(row, "fine_tuning.job.event", "level message type", data=row.data or {})
+
+
+def checkpoint_object(row: VersionRow) -> dict[str, Any]:
+    of = {"fine_tuned_model_checkpoint": row.checkpoint, "fine_tuning_job_id": row.job_id, "step_number": row.step}
+    return object_of(row, "fine_tuning.job.checkpoint", "", **of, metrics={"step": row.step, **row.metrics})

@@ -15,9 +15,7 @@ from appliance.controller.access.model_access import caller_may_use, unknown_mod
 from appliance.controller.access.naming import OwnerName, Resolved, resolve
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http import views
-from appliance.controller.http.reading import Status
-from appliance.controller.http.routers import make_router, needs
+from appliance.controller.http.routers import Status, audited, make_router, needs
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, Forbidden, InvalidValue, shown
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
@@ -58,7 +56,7 @@ def routes(context: ControllerContext) -> APIRouter:
         found = usable_model(db, caller, name)
         if base:
             if (adapter := found.version.meta.get("adapter")) is None:
-                raise BadRequest(f"{shown(name)} is not an adapter.", param="base", code="invalid_value")
+                raise InvalidValue(f"{shown(name)} is not an adapter.", "base")
             found = usable_model(db, caller, f"{adapter['base']}@{adapter['base_version']}")
         if found.model.kind != "base":
             _refuse_unless_own(found.model, caller, "download")
@@ -72,7 +70,7 @@ def routes(context: ControllerContext) -> APIRouter:
         except (LookupError, WeightsError, OSError) as error:  # its text may name paths of the box
             log.warning("%s cannot be downloaded: %s", name, error)
             text = f"The files of {shown(name)} cannot be read now; ask again later."
-            raise Conflict(text, param="model", code="model_not_ready") from error
+            raise Conflict(text, "model", "model_not_ready") from error
 
     @router.get("/{name:path}")
     @needs(INFERENCE, FINE_TUNING, READ)
@@ -80,6 +78,7 @@ def routes(context: ControllerContext) -> APIRouter:
         return _shown(context, usable_model(db, caller, name), caller, ModelStates(db, now))
 
     @router.delete("/{name:path}")
+    @audited("model.delete")
     async def delete(name: str, caller: Caller) -> dict[str, Any]:
         if not caller_may_use(db, caller, name):
             raise unknown_model(name)
@@ -88,7 +87,6 @@ def routes(context: ControllerContext) -> APIRouter:
             raise Forbidden(ADMIN)
         _refuse_unless_own(found.model, caller, "delete")
         await remove(context, found, caller)
-        record(context, caller, "model.delete", name)
         return {"id": name, "object": "model", "deleted": True}
 
     # A POST, because names contain slashes: a GET or DELETE of "a/share" refers to the model of that name.
@@ -97,8 +95,13 @@ def routes(context: ControllerContext) -> APIRouter:
         """Share a model with other owners, with all its versions and checkpoints, or stop sharing it, which pauses
         their jobs that train it. What these have made stays theirs. An operator, who sees all keys, is told under
         "without_key" which of the owners have none."""
-        model = _shareable(db, name, body, caller)
-        change = models.unshare if body.stop else models.share
+        found = usable_model(db, caller, name)
+        model, change = found.model, models.unshare if body.stop else models.share
+        if found.is_checkpoint or found.pinned:
+            raise InvalidValue(f"{shown(name)} is a version of {model.id}; a model is shared as a whole.", "model")
+        _refuse_unless_own(model, caller, "share")
+        if not body.owners and not body.everybody:
+            raise BadRequest("Give 'owners', or 'everybody': true.", "owners", "missing_required_parameter")
         with db.transaction():
             for owner in [*body.owners, *([models.EVERYBODY] if body.everybody else [])]:
                 change(db, model.id, owner)
@@ -122,18 +125,6 @@ class Share(StrictBody):
     stop: bool = False
 
 
-def _shareable(db: Database, name: str, body: Share, caller: Principal) -> ModelRow:
-    """Raises ApiError."""
-    found = usable_model(db, caller, name)
-    model = found.model
-    if found.checkpoint or found.pinned:
-        raise InvalidValue(f"{shown(name)} is a version of {model.id}; a model is shared as a whole.", "model")
-    _refuse_unless_own(model, caller, "share")
-    if not body.owners and not body.everybody:
-        raise BadRequest("Give 'owners', or 'everybody': true.", param="owners", code="missing_required_parameter")
-    return model
-
-
 def _audience(db: Database, model: ModelRow) -> dict[str, Any]:
     shares = models.shared_with(db, model.id)
     return {
@@ -144,18 +135,24 @@ def _audience(db: Database, model: ModelRow) -> dict[str, Any]:
 
 
 def _shown(context: ControllerContext, found: Resolved, caller: Principal, states: ModelStates) -> dict[str, Any]:
-    """OpenAI's object; for its owner and admins also the owner and whom it is shared with."""
+    """OpenAI's object, plus the box's fields: its context in tokens, what the model does now, and why if it does not
+    serve; for its owner and admins also the owner and whom it is shared with."""
+    made_s = found.version.created_s if found.is_checkpoint or found.pinned else found.model.created_s
     own = caller.viewer in (None, found.model.owner)
-    shown_model = views.model_object(found, states, context.sizes.context(found.model, found.version))
-    return shown_model | (_audience(context.db, found.model) if own else {})
+    return {
+        "id": found.name,
+        "object": "model",
+        "created": int(made_s),
+        "owned_by": found.model.owned_by,
+        "max_model_len": context.sizes.context(found.model, found.version),
+        "state": states.word(found.name),
+        "state_details": states.message(found.name),
+        **(_audience(context.db, found.model) if own else {}),
+    }
 
 
 def _refuse_unless_own(model: ModelRow, caller: Principal, verb: str) -> None:
     """For a model that the caller sees. Raises ApiError."""
     if caller.viewer not in (None, model.owner):
-        raise ApiError(
-            403,
-            f"{shown(model.id)} is another's model, shared with you; its owner or an operator can {verb} it.",
-            param="model",
-            code="insufficient_permissions",
-        )
+        why = f"{shown(model.id)} is another's model, shared with you; its owner or an operator can {verb} it."
+        raise ApiError(403, why, "model", "insufficient_permissions")

@@ -102,7 +102,7 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
         found = file.report or {}
         if found.get("n_errors") == 0 and (why := method.refuses(found["shape"])) is not None:
             message = f"invalid {param}: {shown(file.id)} ({shown(file.filename)}) {why}."
-            raise BadRequest(message, param=param, code=f"invalid_{param}")
+            raise BadRequest(message, param, f"invalid_{param}")
     jobs.insert(db, row)
     if judge is not None:
         job_records.insert_judge(db, JobJudgeRow(row.id, judge))
@@ -116,24 +116,20 @@ def _check_claims(context: ControllerContext, body: JobCreate, caller: Principal
     """What a job may claim over others follows from the `max_priority` of its key; admins have no limit. A key whose
     jobs may have a priority above 0 may also make jobs that are not preemptible, or have a deadline. Raises
     ApiError."""
-    most = max_priority(context.db, caller)
-    if caller.is_admin:
-        return
+    most, param, why = max_priority(context.db, caller), "", ""
     if body.priority > most:
-        refused, param = f"priority is {body.priority}; jobs of this API key have at most {most}.", "priority"
+        param, why = "priority", f"priority is {body.priority}; jobs of this API key have at most {most}."
     elif most <= 0 and (not body.preemptible or body.deadline_s is not None):
         param = "deadline_s" if body.preemptible else "preemptible"
-        refused = f"Only jobs of keys with a priority above 0 may set {param!r}."
-    else:
-        return
-    remedy = "An operator can raise that (`appliance key limit NAME --max-priority N`)."
-    raise ApiError(403, f"{refused} {remedy}", param=param, code="insufficient_permissions")
+        why = f"Only jobs of keys with a priority above 0 may set {param!r}."
+    if why and not caller.is_admin:
+        remedy = "An operator can raise that (`appliance key limit NAME --max-priority N`)."
+        raise ApiError(403, f"{why} {remedy}", param, "insufficient_permissions")
 
 
 def _base(context: ControllerContext, name: str, caller: Principal) -> Resolved:
     """The model to begin from. Raises BadRequest, NotFound."""
-    base = usable_model(context.db, caller, name)
-    why = ""
+    base, why = usable_model(context.db, caller, name), ""
     if base.model.task != "generate":
         why = f"The model {shown(name)} makes embeddings; only text-generating models can be tuned."
     elif (form := base.model.info.get("quantization")) not in (None, TRAINED_FORM):
@@ -148,7 +144,7 @@ def _base(context: ControllerContext, name: str, caller: Principal) -> Resolved:
             f"{shown(root_base(context.db, base.model))}, on the data of both."
         )
     if why:
-        raise BadRequest(why, param="model", code="model_not_supported")
+        raise BadRequest(why, "model", "model_not_supported")
     return base
 
 
@@ -159,31 +155,24 @@ def _output_model(
     BadRequest and Conflict."""
     db, name, suffix = context.db, body.publish_as, body.suffix
     if suffix is not None and not naming.is_suffix(suffix):
-        raise InvalidValue(
-            f"Invalid value for 'suffix': {shown(suffix)} was given, expected {naming.SUFFIX_RULE}.", "suffix"
-        )
+        why = f"Invalid value for 'suffix': {shown(suffix)} was given, expected {naming.SUFFIX_RULE}."
+        raise InvalidValue(why, "suffix")
     if name is None:
         if not body.activate or body.gate is not None:
             param = "gate" if body.gate is not None else "activate"
-            raise InvalidValue(
-                f"'{param}' is for a name that goes on whatever comes of the job: give 'publish_as' with it.", param
-            )
+            why = f"'{param}' is for a name that goes on whatever comes of the job: give 'publish_as' with it."
+            raise InvalidValue(why, param)
         return naming.fine_tuned_name(root_base(db, base.model), context.config.organization, suffix)
     if suffix is not None:
-        raise InvalidValue(
-            "'suffix' is a part of a name that the box makes up, and 'publish_as' is the whole name: give one of them.",
-            "suffix",
-        )
+        why = "'suffix' is a part of a name that the box makes up, and 'publish_as' is the whole name: give one."
+        raise InvalidValue(why, "suffix")
     others, existing = jobs.unfinished_making(db, name), models.find(db, name)
     if existing is None and not naming.is_stable_name(name):
-        raise InvalidValue(
-            f"Invalid value for 'publish_as': {shown(name)} was given, expected the name of a fine-tuned model of "
-            f"yours, or a new one: {naming.STABLE_NAME_RULE}.",
-            "publish_as",
-        )
+        expected = f"expected the name of a fine-tuned model of yours, or a new one: {naming.STABLE_NAME_RULE}"
+        raise InvalidValue(f"Invalid value for 'publish_as': {shown(name)} was given, {expected}.", "publish_as")
     owners = {job.owner for job in others} | ({existing.owner} if existing is not None else set())
     is_import = existing is not None and existing.job_id is None
-    if is_import or owners - {caller.owner} or job_records.find_checkpoint(db, name) is not None:
+    if is_import or owners - {caller.owner} or models.find_checkpoint(db, name) is not None:
         raise _refused(name, "is taken: versions are made of fine-tuned models of one's own. Choose another name.")
     # Engines are set up for a model, so its versions may differ only in their numbers.
     root, bases = root_base(db, base.model), [(job.model, resolve(db, job.model)) for job in others]
@@ -193,19 +182,16 @@ def _output_model(
     active = resolve(db, name)
     makes_adapter = not resolved["full"] and resolved["lora_publish"] == "adapter"
     if active is not None and bool(active.version.meta.get("adapter")) is not makes_adapter:
-        has, makes, publish = (
-            ("whole weights", "an adapter", "merged") if makes_adapter else ("an adapter", "whole weights", "adapter")
-        )
-        raise _refused(
-            name,
-            f"is served as {has}, and this job would make {makes}: set the hyperparameter lora_publish to {publish}, "
-            "or choose another name. (What is trained on an adapter is merged; train on its base.)",
-        )
+        kinds, publish = ["an adapter", "whole weights"], "merged" if makes_adapter else "adapter"
+        makes, has = kinds if makes_adapter else kinds[::-1]
+        remedy = f"set the hyperparameter lora_publish to {publish}, or choose another name"
+        more = "(What is trained on an adapter is merged; train on its base.)"
+        raise _refused(name, f"is served as {has}, and this job would make {makes}: {remedy}. {more}")
     return name
 
 
 def _refused(name: str, why: str) -> Conflict:
-    return Conflict(f"The model {shown(name)} {why}", param="publish_as", code="model_exists")
+    return Conflict(f"The model {shown(name)} {why}", "publish_as", "model_exists")
 
 
 def _gate(context: ControllerContext, given: Gate, caller: Principal) -> dict[str, Any]:
@@ -213,15 +199,10 @@ def _gate(context: ControllerContext, given: Gate, caller: Principal) -> dict[st
     if not caller.may(INFERENCE):  # the box asks models for it
         raise Forbidden(INFERENCE)
     if evals.find(context.db, given.eval_id, viewer=caller.viewer) is None:
-        message = f"No eval found with id {shown(given.eval_id)}."
-        raise NotFound(message, param="gate.eval_id", code="eval_not_found")
+        raise NotFound(f"No eval found with id {shown(given.eval_id)}.", "gate.eval_id", "eval_not_found")
     if evals.newest_sampled(context.db, given.eval_id, viewer=caller.viewer) is None:
-        raise BadRequest(
-            f"{given.eval_id} has no run yet in which a model answered items of a file, whose data the gate could use: "
-            "run it once (`appliance eval run`).",
-            param="gate.eval_id",
-            code="eval_not_run",
-        )
+        why = f"{given.eval_id} has no run yet in which a model answered items of a file, whose data the gate could use"
+        raise BadRequest(f"{why}: run it once (`appliance eval run`).", "gate.eval_id", "eval_not_run")
     open_gate = {"version": None, "before": None, "runs": {}, "verdict": None, "reason": "", "activated": None}
     return {**given.model_dump(), **open_gate}
 
@@ -258,4 +239,4 @@ def _data_file(context: ControllerContext, file_id: str, param: str, caller: Pri
         why, code = f"was uploaded for '{row.purpose}'; expected purpose 'fine-tune'.", "invalid_file_purpose"
     else:
         return row
-    raise BadRequest(f"invalid {param}: {shown(file_id)} {why}", param=param, code=code)
+    raise BadRequest(f"invalid {param}: {shown(file_id)} {why}", param, code)

@@ -8,6 +8,8 @@ background exists before any engine has seen it. Shapes: https://platform.openai
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,6 +113,26 @@ def queued(response_id: str, request: Object, created_s: float) -> Object:
     }
 
 
+def queued_row(body: Object, key_id: str, owner: str) -> ResponseRow:
+    now_s, response_id = time.time(), f"resp_{secrets.token_hex(16)}"
+    given = orjson.dumps(items_of(body["input"])).decode()
+    request = orjson.dumps({name: value for name, value in body.items() if name != "input"}).decode()
+    made = orjson.dumps(queued(response_id, body, now_s)).decode()
+    return ResponseRow(
+        id=response_id,
+        key_id=key_id,
+        owner=owner,
+        status="queued",
+        created_s=now_s,
+        background=1,
+        request=request,
+        bytes=responses.bytes_of(given, request, made),
+        input=given,
+        response=made,
+        previous_id=body.get("previous_response_id"),
+    )
+
+
 def answered(before: Object, answer: Object) -> Object:
     """before: the object while it was queued; answer: the engine's."""
     kept = ("id", "created_at", "background", "store", "previous_response_id", "error")
@@ -185,7 +207,7 @@ def _part(of: Object, part: Object) -> Iterator[tuple[str, Object]]:
 
 
 def completion_row(key_id: str, owner: str, request: Object, answer: Object) -> ResponseRow:
-    """The row for a gateway's copy. Raises KeyError, TypeError, ValueError for a malformed one."""
+    """The row for a gateway's copy."""
     messages, metadata = request["messages"], request.get("metadata") or None
     made = {name: answer.get(name) for name in _ANSWERED} | {name: request.get(name) for name in OPTIONS}
     made["choices"] = [{name: choice.get(name) for name in _CHOICE} for choice in answer["choices"]]

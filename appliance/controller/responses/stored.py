@@ -1,7 +1,9 @@
-"""Stores answers of /v1/responses, and chat completions that are to be kept: received from the gateways, looked up by
-id, deleted when they expire; and asks for responses in background.
+"""Answers of /v1/responses, and chat completions that are to be kept: received from the gateways, looked up by id,
+listed, described, deleted when they expire; and responses in background
+(https://platform.openai.com/docs/api-reference/responses, …/chat/list).
 
-A gateway sends the copy after the client has its answer, so a fast client may ask for a response that has not arrived:
+The gateways have requests answered: they send copies here, and fetch the conversation that an answer continues. A
+gateway sends the copy after the client has its answer, so a fast client may ask for a response that has not arrived:
 a request for an unknown id waits for it briefly. After a restart all unfinished responses in background are asked for
 again; one waits while its key's limits are used up, a day at most.
 """
@@ -11,18 +13,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import StreamingResponse
 
-from appliance.controller.access.model_access import viewer_of
+from appliance.controller.access.model_access import caller_of, check_may_ask
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import INTERNAL_ERROR, KEY_ENDED, Kind, TaskFailed
+from appliance.controller.http.resource import Resource, list_object, metadata_of, part, sliced
+from appliance.controller.http.routers import as_json, make_router, needs, takes, unaudited
+from appliance.controller.http.strict_body import Metadata, StrictBody
 from appliance.controller.interfaces.errors import ApiError, BadRequest, NotFound, shown
+from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller
 from appliance.controller.responses import objects
-from appliance.controller.responses.objects import Object, completion_row, items_of, turn_items
+from appliance.controller.responses.objects import Object, asked_messages, completion_object, items_of, turn_items
+from appliance.store.database import Part
 from appliance.store.objects import responses
 from appliance.store.objects.responses import COMPLETION
 from appliance.store.records import keys
@@ -30,25 +40,46 @@ from appliance.store.rows import AnswerKind, ResponseRow, TaskRow
 
 log = logging.getLogger("appliance.controller")
 
-RESPONSES = "responses"
+TASKS = "responses"
 URL = "/v1/responses"
+MAX_COPIES_BYTES = 64 << 20
+"""Of a gateway's copies of answers."""
 COMMENT_EVERY_S, STATUS_EVERY_S = 15.0, 0.2
 _CODES = {INTERNAL_ERROR: "server_error", KEY_ENDED: "invalid_prompt"}
 """OpenAI's responses have these codes only."""
 DAY_S = 86400.0
 ARRIVES_WITHIN_S = 1.0
 _LOOK_EVERY_S = 0.02
-_ENGINES_IDS = {"response": "resp_", COMPLETION: "chatcmpl-"}
-"""How the ids of engines begin, the only ones that can be on their way."""
+RESPONSES = Resource(
+    "response",
+    URL,
+    (INFERENCE,),
+    responses.find_visible,
+    missing="Response with id {} not found.",
+    fields=("status",),
+)
+COMPLETIONS = Resource(
+    "completion",
+    "/v1/chat/completions",
+    (INFERENCE,),
+    responses.find_visible,
+    missing="Chat completion with id {} not found.",
+    code="chat_completion_not_found",
+)
+_OF_KIND = {"response": (RESPONSES, "resp_"), COMPLETION: (COMPLETIONS, "chatcmpl-")}
+"""And how the ids of engines begin, the only ones that can be on their way."""
+
+
+class CompletionUpdate(StrictBody):
+    metadata: Metadata | None
 
 
 class StoredResponses:
-    """Responses and chat completions of all owners. `viewer`: the calling owner, who sees only its own; None: an admin
-    or the box."""
+    """Those of all owners. `viewer`: the calling owner, who sees only its own; None: an admin or the box."""
 
     def __init__(self, context: ControllerContext):
         self._context, self._db, self._config, self._quotas = context, context.db, context.config, context.quotas
-        context.tasks.add(Kind(RESPONSES, self.run, self.fail, "response"))
+        context.tasks.add(Kind(TASKS, self.run, self.fail, "response"))
 
     async def take(self, copies: list[Any]) -> int:
         """Store copies from a gateway: each {"key", "previous", "input", "response"}; of a chat completion `input` is
@@ -62,25 +93,20 @@ class StoredResponses:
 
     def _add(self, copy: Any) -> bool:
         """Whether it is new. One transaction each, for a copy may have megabytes."""
-        try:
-            row = _row(copy, keys.owner_of(self._db, copy["key"]))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            log.error("a gateway sent a response that cannot be stored: %s: %.200s", type(error).__name__, error)
-            return False
+        row = _row(copy, keys.owner_of(self._db, copy["key"]))
         with self._db.transaction():
             # A gateway keeps copies while the controller is away; they would bring back a person who was forgotten.
             return not keys.owner_has_left(self._db, row.key_id) and responses.insert(self._db, row)
 
     async def find(self, response_id: str, viewer: str | None, kind: AnswerKind = "response") -> ResponseRow:
         """Raises NotFound."""
-        waits_s = ARRIVES_WITHIN_S if response_id.startswith(_ENGINES_IDS[kind]) else 0.0
-        until_s = time.monotonic() + waits_s
-        while (row := await asyncio.to_thread(responses.find_visible, self._db, response_id, viewer=viewer)) is None:
-            if time.monotonic() >= until_s:
-                raise not_found(response_id, kind)
+        resource, begins = _OF_KIND[kind]
+        until_s = time.monotonic() + (ARRIVES_WITHIN_S if response_id.startswith(begins) else 0.0)
+        find = partial(responses.find_visible, self._db, response_id, viewer=viewer)
+        while (row := await asyncio.to_thread(find)) is None and time.monotonic() < until_s:
             await asyncio.sleep(_LOOK_EVERY_S)
-        if row.kind != kind:
-            raise not_found(response_id, kind)
+        if row is None or row.kind != kind:
+            raise resource.absent(response_id)
         return row
 
     async def conversation(self, response_id: str, viewer: str | None) -> list[Object]:
@@ -128,7 +154,7 @@ class StoredResponses:
     def cancel(self, response_id: str) -> None:
         """One that has ended stays unchanged."""
         self._change(response_id, lambda before: {**before, "status": "cancelled"})
-        self._context.tasks.restart(RESPONSES, response_id)
+        self._context.tasks.restart(TASKS, response_id)
 
     async def follow(self, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
         """Events of its stream with numbers above `after`, until it has ended."""
@@ -167,7 +193,7 @@ class StoredResponses:
         request = {"input": orjson.loads(row.input), **orjson.loads(row.request or "{}")}
         items = None
         if row.previous_id is not None:
-            viewer = viewer_of(self._db, row.key_id or None)
+            viewer = caller_of(self._db, row.key_id or None).viewer
             items = [*await self.conversation(row.previous_id, viewer), *items_of(request["input"])]
         self._change(response_id, lambda before: {**before, "status": "in_progress"})
         return objects.engine_body(request, items)
@@ -188,26 +214,18 @@ class StoredResponses:
             responses.update(self._db, row.id, **changes, bytes=responses.bytes_of(row.input, text, request))
 
 
-def not_found(response_id: str, kind: AnswerKind) -> ApiError:
-    if kind == COMPLETION:
-        text = f"Chat completion with id {shown(response_id)} not found."
-        return NotFound(text, param="completion_id", code="chat_completion_not_found")
-    return NotFound(f"Response with id {shown(response_id)} not found.", param="response_id", code="response_not_found")
-
-
 def _previous_not_found(response_id: str) -> ApiError:
     return _cannot_continue(f"Previous response with id {shown(response_id)} not found.", "previous_response_not_found")
 
 
 def _cannot_continue(message: str, code: str) -> ApiError:
-    return BadRequest(message, param="previous_response_id", code=code)
+    return BadRequest(message, "previous_response_id", code)
 
 
 def _row(copy: dict[str, Any], owner: str) -> ResponseRow:
-    """Raises KeyError, TypeError, AttributeError, ValueError for what is no copy."""
     response = copy["response"]
     if response.get("object") == COMPLETION:
-        return completion_row(copy["key"], owner, copy["input"], response)
+        return objects.completion_row(copy["key"], owner, copy["input"], response)
     given, answered = orjson.dumps(items_of(copy["input"])).decode(), orjson.dumps(response).decode()
     return ResponseRow(
         id=response["id"],
@@ -220,3 +238,139 @@ def _row(copy: dict[str, Any], owner: str) -> ResponseRow:
         previous_id=copy["previous"],
         owner=owner,
     )
+
+
+# --- routes
+
+
+async def _stored(response_id: str, request: Request, caller: Caller) -> ResponseRow:
+    return await request.app.state.responses.find(response_id, caller.viewer)
+
+
+async def _completion(completion_id: str, request: Request, caller: Caller) -> ResponseRow:
+    return await request.app.state.responses.find(completion_id, caller.viewer, COMPLETION)
+
+
+# What the URL names, which may be on its way from a gateway.
+Stored = Annotated[ResponseRow, Depends(_stored)]
+Completion = Annotated[ResponseRow, Depends(_completion)]
+
+
+def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRouter]:
+    db = context.db
+    router = RESPONSES.router()
+
+    @router.post("", include_in_schema=False)
+    @unaudited  # a request of inference, as the access log and usage have it
+    async def create(request: Request, caller: Caller) -> Response:
+        """Background responses only: a gateway forwards the body after its own checks."""
+        body = await request.json()
+        if not isinstance(body, dict) or body.get("background") is not True:
+            raise BadRequest("This endpoint takes only responses in background.", "background")
+        if not context.config.responses_kept_days:
+            why = "This box stores no responses (responses_kept_days is 0), and one in background must be stored."
+            raise BadRequest(why, "background", "unsupported_parameter")
+        attempt = RESPONSES.attempt(request, caller, await request.body())
+        if (row := attempt.earlier()) is None:
+            previous = body.get("previous_response_id")
+            if previous is not None:
+                await stored.conversation(previous, caller.viewer)
+            check_may_ask(db, caller, str(body.get("model")))
+
+            def make() -> ResponseRow:
+                row = objects.queued_row(body, caller.key_id or "", caller.owner)
+                context.quotas.check(caller, row.bytes, begins=True)
+                responses.insert(db, row)
+                context.tasks.start(TASKS, row.id, row.key_id or None)
+                return row
+
+            row = attempt.once(make)
+        return _stream(stored.follow(row.id, -1)) if body.get("stream") else _json(row.response.encode())
+
+    @router.get("/{response_id}")
+    def retrieve(
+        row: Stored, stream: bool = False, starting_after: Annotated[int | None, Query(ge=0, lt=2**31)] = None
+    ) -> Response:
+        if not stream:
+            return _json(row.response.encode())
+        if not row.background:
+            raise BadRequest("Only a response created in background can be streamed later.", "stream")
+        return _stream(stored.follow(row.id, -1 if starting_after is None else starting_after))
+
+    @router.delete("/{response_id}")
+    async def delete(row: Stored) -> dict[str, Any]:
+        responses.delete(db, row.id)
+        context.tasks.restart(TASKS, row.id)
+        return {"id": row.id, "object": "response", "deleted": True}
+
+    @router.post("/{response_id}/cancel")
+    async def cancel(row: Stored) -> Response:
+        if not row.background:
+            raise BadRequest("Cannot cancel a synchronous response.", "response_id")
+        stored.cancel(row.id)
+        return _json((responses.find(db, row.id) or row).response.encode())
+
+    @router.get("/{response_id}/input_items")
+    def input_items(row: Stored, caller: Caller, part: Annotated[Part, part(20, most=100)]) -> dict[str, Any]:
+        turns = [objects.listed(turn, answered=turn.id != row.id) for turn in stored.turns(row.id, caller.viewer)]
+        return sliced([item for turn in reversed(turns) for item in turn], **part)
+
+    # For gateways; none of them forwards a client's request here.
+    internal = make_router("/internal/responses", GATEWAY)
+
+    @internal.post("", include_in_schema=False)
+    @takes(lambda _: MAX_COPIES_BYTES)
+    @unaudited  # copies of answers to requests of inference
+    async def take(request: Request) -> dict[str, int]:
+        return {"stored": await stored.take(await request.json())}
+
+    @internal.get("/context", include_in_schema=False)
+    @needs(INFERENCE)
+    async def conversation(id: Annotated[str, Query(max_length=256)], caller: Caller) -> Response:
+        """The items of the conversation up to this response, a JSON array."""
+        return as_json(await stored.conversation(id, caller.viewer))
+
+    completions = COMPLETIONS.router()
+
+    @completions.get("")
+    def list_completions(
+        request: Request,
+        caller: Caller,
+        part: Annotated[Part, part(20, most=100, order="asc")],
+        model: Annotated[str | None, Query(max_length=512)] = None,
+        messages: bool = False,
+    ) -> dict[str, Any]:
+        """messages: ours, each with what it was asked with."""
+        chosen = {"model": model, "metadata": metadata_of(request), "messages": messages}
+        page = responses.page_completions(db, viewer=caller.viewer, **chosen, **part)
+        return list_object(
+            page, lambda row: completion_object(row) | ({"messages": asked_messages(row)} if messages else {})
+        )
+
+    @completions.get("/{completion_id}")
+    def retrieve_completion(row: Completion) -> dict[str, Any]:
+        return completion_object(row)
+
+    @completions.post("/{completion_id}")
+    async def update(row: Completion, body: CompletionUpdate) -> Response:
+        responses.update(db, row.id, metadata=body.metadata)
+        return as_json(completion_object(replace(row, metadata=body.metadata)))
+
+    @completions.delete("/{completion_id}")
+    async def delete_completion(row: Completion) -> dict[str, Any]:
+        responses.delete(db, row.id)
+        return {"id": row.id, "object": "chat.completion.deleted", "deleted": True}
+
+    @completions.get("/{completion_id}/messages")
+    def list_messages(row: Completion, part: Annotated[Part, part(20, most=100, order="asc")]) -> dict[str, Any]:
+        return sliced(objects.stored_messages(row), **part)
+
+    return [router, internal, completions]
+
+
+def _stream(events: AsyncIterator[bytes]) -> Response:
+    return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

@@ -12,22 +12,12 @@ from appliance.store.rows import PAGE_SESSIONS, PageSessionRow
 find, update, end = PAGE_SESSIONS.find, PAGE_SESSIONS.update, PAGE_SESSIONS.delete
 
 
-def create(
-    db: Database, key_id: str, *, agent: str, now_s: float, until_s: float, most: int
-) -> tuple[PageSessionRow, tuple[str, str]]:
-    """A new session of this key, with the halves of its token: the browser's cookie, and what the page keeps. Past
-    `most` of one key, those that were seen longest ago end."""
+def create(db: Database, key_id: str, *, agent: str, now_s: float, until_s: float) -> tuple[PageSessionRow, str, str]:
+    """A new session of this key, with the halves of its token: the browser's cookie, and what the page keeps."""
     cookie, page = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
     sha256 = hashlib.sha256(f"{cookie}.{page}".encode()).hexdigest()  # as the gateway computes it
     row = PageSessionRow(new_id("session_", 16), sha256, key_id, now_s, now_s, until_s, agent)
-    with db.transaction():
-        PAGE_SESSIONS.insert(db, row)
-        db.execute(
-            "DELETE FROM page_sessions WHERE key_id = ?1 AND seq NOT IN"
-            " (SELECT seq FROM page_sessions WHERE key_id = ?1 ORDER BY seen_s DESC, seq DESC LIMIT ?2)",
-            [key_id, most],
-        )
-    return row, (cookie, page)
+    return PAGE_SESSIONS.insert(db, row), cookie, page
 
 
 def is_live(db: Database, session_id: str, key_id: str, now_s: float) -> bool:

@@ -116,7 +116,7 @@ def test_keep_deletes_old_backups_and_their_chunks(paths, place, tmp_path):
         made = take(paths, place, keep=2)
     assert len(names(place)) == 2 and made.name in names(place)
     chunks = {chunk for name in names(place) for file in read(place, name).files for chunk in file.chunks}
-    assert {Path(key).name for key, _ in place.list("chunks/")} == chunks
+    assert {Path(key).name for key in place.list("chunks/")} == chunks
     for n, name in enumerate(names(place)):
         restore(place, name, tmp_path / str(n))
 

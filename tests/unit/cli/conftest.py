@@ -143,7 +143,7 @@ def box(tmp_path: Path, main_process: subprocess.Popen[bytes]) -> Iterator[Contr
         async def main() -> None:
             with Database(data_dir / "appliance.db") as db:
                 insert_model(db, "starter", versions=("v1", "v2"))
-                context = simulated_context(data_dir, db, progress_every_s=0.01)
+                context = simulated_context(data_dir, db)
                 made = create_app(context)
                 server = uvicorn.Server(uvicorn.Config(Listener(made), log_config=None, access_log=False))
                 server.capture_signals = contextlib.nullcontext

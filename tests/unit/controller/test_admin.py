@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.devices.mode import read_mode
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import audit, keys, operations, page_sessions
 from appliance.store.rows import JobMetricRow
@@ -59,7 +58,7 @@ async def test_a_key_is_shown_once_works_at_the_gateways_at_once_and_ends_at_onc
 
 async def rotated(control: Control, made: dict[str, Any]) -> str:
     """The new secret's SHA-256: the key is the same one, and the gateways know its old secret no more."""
-    page_sessions.create(control.db, made["id"], agent="", now_s=1.0, until_s=1e12, most=16)
+    page_sessions.create(control.db, made["id"], agent="", now_s=1.0, until_s=1e12)
     again = await ask(control, "POST", "/keys/laptop/rotate")
     assert again["id"] == made["id"] and again["key"] != made["key"] and again["key"].startswith(again["prefix"])
     digest = keys.fingerprint(again["key"])
@@ -89,9 +88,7 @@ async def test_the_file_of_the_first_key_goes_with_the_secret_in_it(control: Con
     ("body", "param"),
     [
         ({"name": "小王"}, "name"),
-        ({"name": "x" * 65}, "name"),
         ({"name": "all"}, "name"),
-        ({}, "name"),
         ({"name": "a", "scopes": ["root"]}, "scopes.0"),
         ({"name": "a", "owner": "a\r\nx: y"}, "owner"),
         ({"name": "a", "team": "x"}, "team"),
@@ -100,21 +97,6 @@ async def test_the_file_of_the_first_key_goes_with_the_secret_in_it(control: Con
 async def test_bad_keys_are_refused(control: Control, body: dict[str, Any], param: str):
     error = (await ask(control, "POST", "/keys", 400, json=body))["error"]
     assert error["param"] == param and keys.list_all(control.db) == []
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"policy": "sideways"}, "policy"),
-        ({"policy": "split"}, "train_devices"),
-        ({"policy": "split", "train_devices": 9}, "train_devices"),
-        ({"policy": "serve", "train_devices": 2}, "train_devices"),
-        ({}, "policy"),
-    ],
-)
-async def test_bad_modes_are_refused_and_change_nothing(control: Control, body: dict[str, Any], param: str):
-    error = (await ask(control, "PUT", "/mode", 400, json=body))["error"]
-    assert error["param"] == param and read_mode(control.db).policy == "auto" and actions(control) == []
 
 
 @pytest.mark.parametrize(("source", "code"), [("broken", "invalid_checkpoint"), ("bug", "internal_error")])
@@ -129,7 +111,6 @@ async def test_a_failed_import_says_why_and_leaves_no_model(control: Control, so
     [
         ({"source": "a\0b"}, 400, "source"),
         ({"source": "x", "name": "../up"}, 400, "name"),
-        ({"source": "x", "name": "ft:a:b:c:d"}, 400, "name"),
         ({"source": "x", "name": "starter"}, 409, "name"),
         ({"source": "x", "revision": "a b"}, 400, "revision"),
     ],
@@ -174,16 +155,6 @@ async def test_import_resumes_after_restart(control: Control, hanging: asyncio.E
     model = models.find(control.db, "new")
     expected = ("fine-tuned", source) if "adapter" in source else ("base", "org/new")
     assert model is not None and (model.kind, model.source) == expected
-
-
-async def test_import_ends_with_its_key(control: Control, hanging: asyncio.Event):
-    key, _ = keys.create(control.db, "second", ["admin"])
-    by = {"x-appliance-key-id": key.id, "x-appliance-scopes": "admin"}
-    sent = await control.http.post("/admin/v1/models/import", headers=by, json={"source": "/data/model"})
-    await hanging.wait()
-    stopped = (await ask(control, "DELETE", f"/keys/{key.id}"))["stopped"]
-    assert stopped["operations"] == [sent.json()["operation"]["id"]]
-    assert (await ended(control, sent.json()))["error"]["code"] == "invalid_api_key"
 
 
 async def test_roll_back_goes_to_the_version_before_or_the_one_named(control: Control):

@@ -5,7 +5,6 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -16,7 +15,6 @@ from appliance.alerts import SETTLE_S, Known, Message, Problem, Undelivered, cha
 from appliance.config import AlertSettings
 from appliance.controller import alerts
 from appliance.store.objects import jobs
-from appliance.store.rows import JobRow
 
 DAY_S = 86_400.0
 FULL = Problem("check:disk free", "disk free: 1 GB", "remove files")
@@ -145,38 +143,34 @@ def test_send_names_the_channel_that_refuses():
         send(AlertSettings(webhook=url), "webhook", Message("test", "test", "a test"), "box")
 
 
-def test_problems_are_read_from_the_state_of_the_box():
+def test_problems_of_the_state_of_the_box_name_what_needs_a_person():
     findings = [
         {"check": "disk free", "state": "fail", "found": "1 GB", "remedy": "remove files"},
         {"check": "certificate", "state": "warn", "found": "3 days left", "remedy": "renew it"},
         {"check": "disk sync", "state": "warn", "found": "20 ms", "remedy": "an SSD"},
         {"check": "device gpu1", "state": "warn", "found": "hot", "remedy": "cool it"},
     ]
-    assert [one.id for one in alerts.of_findings(findings)] == ["check:disk free", "check:certificate", "device:gpu1"]
     devices = [
         {"id": "gpu0", "lost": None, "cordon": None, "health_reason": ""},
         {"id": "gpu1", "lost": None, "cordon": "person", "health_reason": "drained by ann"},
         {"id": "gpu2", "lost": None, "cordon": "box", "health_reason": "Xid 79"},
         {"id": "gpu3", "lost": {"reason": "gone"}, "cordon": None, "health_reason": "gone"},
     ]
-    assert [one.id for one in alerts.of_devices(devices)] == ["device:gpu2", "device:gpu3"]
-    troubles = [{"model": "c", "message": "its engine does not start"}]
-    replicas = [{"model": "a", "state": "open"}, {"model": "b", "state": "asleep"}]
-    waiting = {"a": 3, "b": 2}
-    assert [one.id for one in alerts.of_models(troubles, waiting, replicas)] == ["model:b", "model:c"]
-
-
-def test_jobs_that_failed_lately_are_events():
-    job = JobRow("1", "m", "supervised", "file", 0, "ft", 0.0, phase="failed", finished_s=50.0)
-    job = replace(job, error={"message": "no memory"})
-    old = replace(job, id="2", finished_s=10.0)
-    (problem,) = alerts.of_jobs([job, old], since_s=20.0)
-    assert problem.is_event and "no memory" in problem.text
+    status = {
+        "troubles": [{"model": "c", "message": "its engine does not start"}],
+        "replicas": [{"model": "a", "state": "open"}, {"model": "b", "state": "asleep"}],
+    }
+    found = [one.id for one in alerts.problems_of(findings, devices, status, {"a": 3, "b": 2}, [])]
+    assert found == [
+        *("check:disk free", "check:certificate", "device:gpu1"),
+        *("device:gpu2", "device:gpu3", "model:b", "model:c"),
+    ]
 
 
 async def test_look_sends_a_failed_job_once_and_keeps_what_was_not_delivered(control):
     job_id = await control.job()
     jobs.set_phase(control.db, job_id, "failed", error={"code": "x", "message": "no memory"})
+    jobs.set_phase(control.db, await control.job(), "failed", finished_s=10.0)  # long ago
     with http_server(500) as (url, _), pytest.raises(Undelivered):
         await alerts.Alerts(control.context, AlertSettings(webhook=url)).look()
     with http_server(200) as (url, bodies):

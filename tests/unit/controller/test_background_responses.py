@@ -10,7 +10,6 @@ import openai
 import pytest
 
 from appliance.controller.interfaces.records import EngineAnswer
-from appliance.controller.responses import stored
 from appliance.store.objects import responses
 from tests.simulator.control_plane import LineReturned
 from tests.unit.controller.conftest import Control
@@ -160,11 +159,3 @@ async def test_restart_resumes_background_responses(control: Control):
     scripted(control, EngineAnswer(200, answer(1, "after all")))
     control.context.tasks.resume()
     assert (await ended(control, made.id)).output_text == "after all"
-
-
-async def test_background_response_that_waits_for_a_day_fails(control: Control, monkeypatch):
-    monkeypatch.setattr(stored, "DAY_S", 0.05)
-    control.engines.lines = 0
-    found = await ended(control, (await asked(control)).id)
-    assert found.status == "failed" and found.error is not None and "no answer within" in found.error.message
-    assert list(control.engines.models) == [] == control.engines.sent

@@ -56,9 +56,3 @@ def test_read_of_a_file_from_windows_skips_byte_order_marks_and_blank_lines(foun
 def test_read_of_a_file_that_is_not_json_lines_names_what_it_is(found, data, what):
     (error,) = found(data).errors
     assert (error["code"], error["line"]) == ("invalid_json_line", 1) and what in error["message"]
-
-
-def test_read_ignores_blank_lines(found):
-    data = b"\n \r\n".join(request(number) for number in range(1, 4)) + b"\n" * 9
-    assert not found(data, max_lines=3).errors
-    assert [(error["code"], error["line"]) for error in found(data, max_lines=2).errors] == [("too_many_requests", 7)]

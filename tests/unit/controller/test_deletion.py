@@ -5,19 +5,9 @@ from __future__ import annotations
 import openai
 import pytest
 
-from appliance.controller import retention
-from appliance.store.database import DELETED_AT_ONCE, Database
-from appliance.store.objects import evals, job_records, jobs
-from appliance.store.rows import (
-    CheckpointRow,
-    EvalItemRow,
-    EvalRow,
-    EvalRunRow,
-    JobEventRow,
-    JobJudgeRow,
-    JobMetricRow,
-    JobRow,
-)
+from appliance.store.database import Database
+from appliance.store.objects import evals
+from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK, given, made
 
@@ -41,19 +31,6 @@ def fill(db: Database, eval_id: str, runs: int, items: int, key_id: str | None =
 
 def rows(db: Database, table: str) -> int:
     return int(db.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
-
-
-def test_deleting_a_job_takes_what_belongs_to_it(db: Database):
-    tables = ("job_events", "job_metrics", "checkpoints", "job_judges", "jobs")
-    jobs.insert(db, JobRow("ftjob-1", "m", "supervised", "file-1", 1, "out", 0.0, phase="succeeded"))
-    job_records.insert_judge(db, JobJudgeRow("ftjob-1", {"teacher": "starter"}))
-    with db.transaction():
-        for number in range(2 * DELETED_AT_ONCE + 1):
-            job_records.insert_event(db, JobEventRow(f"e-{number}", "ftjob-1", "info", "message", "x", 0.0))
-            job_records.upsert_metric(db, JobMetricRow("ftjob-1", number, 0.0))
-            job_records.insert_checkpoint(db, CheckpointRow(f"c-{number}", "ftjob-1", f"m:{number}", "m", "1", 1, 0.0))
-    retention.delete_job(db, "ftjob-1")
-    assert [rows(db, table) for table in tables] == [0] * len(tables)
 
 
 async def test_deleted_eval_takes_its_runs_and_items(control: Control):

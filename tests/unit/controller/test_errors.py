@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.http import views
+from appliance.controller.files import storage
 from tests.unit.controller.conftest import Control
 
 JOBS = "/v1/fine_tuning/jobs"
@@ -43,7 +43,7 @@ async def test_a_bug_is_a_server_error_without_details_and_not_retried(control: 
     def broken(row):
         raise ZeroDivisionError("a secret inside")
 
-    monkeypatch.setattr(views, "file_object", broken)
+    monkeypatch.setattr(storage, "file_object", broken)
     form: Any = {"files": {"file": ("a", b"x")}, "data": {"purpose": "assistants"}}
     answer = await control.http.post("/v1/files", headers={"x-request-id": "req_1"}, **form)
     error = checked(answer, 500, None)

@@ -10,7 +10,6 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types import FileObject
 
 from appliance.controller.files import storage
 from appliance.controller.retention import keep_house
@@ -113,11 +112,7 @@ async def test_expiry_is_kept_and_carried_out(control: Control):
     "filename",
     [
         b"../../etc/x.jsonl",
-        b"/etc/passwd",
         b"..",
-        b"a\\b.jsonl",
-        b"nul\0.jsonl",
-        b"a" * 5000,
         b"esc\x1b[31m.jsonl",
         b"",
     ],
@@ -143,10 +138,7 @@ def expiring(seconds: bytes, anchor: bytes = b"created_at") -> bytes:
         (form(file_part()), "purpose", "missing_required_parameter"),
         (form(file_part(), field(b"purpose", b"search")), "purpose", "invalid_value"),
         (form(file_part(), file_part(), PURPOSE), None, "invalid_multipart"),
-        (b"no boundary at all", None, "invalid_multipart"),
         (form(PURPOSE, file_part(data=b"x" * 100))[:-60], "file", "missing_required_parameter"),
-        (form(*[field(b"a", b"")] * 40, file_part(), PURPOSE), None, "invalid_multipart"),
-        (expiring(b"3600", b"now"), "expires_after.anchor", "invalid_value"),
         (expiring(b"3599"), "expires_after.seconds", "invalid_value"),
         # Its first twenty digits are 3600; the rest once made a file that never ends and a list that answered 500.
         (expiring(b"0" * 16 + b"3600" + b"9" * 400), "expires_after.seconds", "invalid_value"),
@@ -156,19 +148,6 @@ async def test_malformed_forms_are_named_and_leave_nothing(control: Control, bod
     answer = await post(control, body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, code), answer.text
-    assert left_on_disk(control) == []
-
-
-async def test_a_file_over_the_limit_is_refused_whether_announced_or_not(control: Control):
-    big = form(file_part(data=b"x" * (64 * 1024 + 1)), PURPOSE)
-
-    async def slowly():
-        for start in range(0, len(big) * 3, 4096):
-            yield (big + b"y" * len(big) * 2)[start : start + 4096]
-
-    for content in (big, slowly()):
-        answer = await post(control, content)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
     assert left_on_disk(control) == []
 
 
@@ -186,21 +165,3 @@ async def test_a_client_that_leaves_leaves_nothing(control: Control):
     request.cancel()
     await asyncio.gather(request, return_exceptions=True)
     assert left_on_disk(control) == []
-
-
-async def test_a_retried_upload_makes_one_file_and_a_new_one_makes_two(control: Control):
-    async def upload(retry: int, **headers: str) -> FileObject:
-        return await control.sdk.files.create(
-            file=("a", b"same"), purpose="assistants", extra_headers={"x-stainless-retry-count": str(retry), **headers}
-        )
-
-    first = await upload(0)
-    assert (await upload(1)).id == first.id
-    second = await upload(0)
-    assert second.id != first.id
-    keyed = await upload(0, **{"Idempotency-Key": "k1"})
-    assert (await upload(0, **{"Idempotency-Key": "k1"})).id == keyed.id
-    await control.sdk.files.delete(keyed.id)
-    again = await upload(0, **{"Idempotency-Key": "k1"})
-    assert again.id not in (keyed.id, first.id, second.id)
-    assert sorted(left_on_disk(control)) == sorted([first.id, second.id, again.id])

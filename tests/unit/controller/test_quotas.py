@@ -12,8 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.controller.access import quotas
-from appliance.controller.access.disk import GIB, Disk, floor_of
+from appliance.controller.access.quotas import GIB, Disk
 from appliance.controller.app import create_app
 from appliance.controller.http.peers import Listener
 from appliance.controller.interfaces.errors import ApiError
@@ -157,11 +156,6 @@ def volume(total: int, free: int) -> Any:
     return lambda _: os.statvfs_result((4096, 4096, total // 4096, free // 4096, free // 4096, 0, 0, 0, 0, 255))
 
 
-@pytest.mark.parametrize(("total", "floor"), [(64 << 20, 6.4 * 2**20), (100 * GIB, 2 * GIB), (10_000 * GIB, 20 * GIB)])
-def test_floor_of_scales_with_the_volume(total: int, floor: float):
-    assert floor_of(total) == int(floor)
-
-
 async def test_disk_below_its_floor_refuses_writes_not_deletes(control: Control):
     ann, post = caller(control.db, "ann"), control.http.post
     kept = (await file(control, ann, b"x")).json()["id"]
@@ -219,9 +213,3 @@ async def test_bytes_bound_reserves_answers_of_batches(control: Control, db: Dat
     assert sum(answer.status_code == 200 for answer in answers) == 6  # 1 + 6 x 3 of 20 lines, and 3 more do not fit
     error = answers[-1].json()["error"]
     assert (answers[-1].status_code, error["code"], error["param"]) == (413, "limit_reached", "bytes")
-
-
-def test_stored_bytes_use_covering_indexes(db: Database) -> None:
-    for _, where in quotas._STORED[:3]:  # their rows have megabytes of JSON
-        plan = [row["detail"] for row in db.execute(f"EXPLAIN QUERY PLAN SELECT sum(bytes) FROM {where}", ["key"])]
-        assert "USING COVERING INDEX" in plan[0]

@@ -9,13 +9,13 @@ from appliance.controller import retention
 from appliance.controller.retention import DAY_S
 from appliance.store.database import Database
 from appliance.store.objects import batches, files, job_records, jobs
-from appliance.store.records import audit, handovers, operations, usage
+from appliance.store.records import audit, operations, usage
 from appliance.store.rows import (
+    HANDOVERS,
     AuditRow,
     BatchRow,
     FileRow,
     HandoverRow,
-    HandoverStepRow,
     JobEventRow,
     JobMetricRow,
     JobRow,
@@ -24,21 +24,18 @@ from appliance.store.rows import (
 from tests.simulator.control_plane import simulated_context
 
 NOW_S = 1_000 * DAY_S
-DAYS = dict.fromkeys(
-    (f"{what}_days" for what in "files batches job_data job_events audit usage handovers operations".split()), 10.0
-)
+DAYS = dict.fromkeys(("files_days", "job_data_days", "records_days", "usage_days", "audit_days"), 10.0)
 LEFT = {
     "audit": 1,
     "usage": 1,
     "device_time": 1,
     "handovers": 1,
-    "handover_steps": 1,
     "operations": 1,
     "batches": 3,
     "files": 6,
     "job_events": 3,
     "job_metrics": 3,
-    "jobs": 4,
+    "jobs": 3,
     "folders": 3,
     "bytes": 3,
 }
@@ -56,12 +53,11 @@ def filled(db: Database, folder: Path) -> None:
     spent |= {"prompt_tokens": 1, "completion_tokens": 1}
     for age in AGES:
         at_s = NOW_S - age * DAY_S
-        audit.insert(db, AuditRow(f"audit_{age}", None, "a.b", "", "done", "", at_s))
+        audit.insert(db, AuditRow("a.b", "", created_s=at_s))
         usage.add(db, [spent], at_s)
         usage.devices_held(db, f"job-{age}", 2, at_s - 60)
         usage.devices_held(db, f"job-{age}", 0, at_s)
-        step = HandoverStepRow(f"ho_{age}", 0, "v", "t", "done")
-        handovers.insert(db, HandoverRow(f"ho_{age}", "r", "done", at_s, at_s), [step])
+        HANDOVERS.insert(db, HandoverRow(100 - age, "r", at_s, state="done", ended_s=at_s))
         operations.insert(db, OperationRow(f"op_{age}", "import", "t", "succeeded", at_s, at_s))
         for status in ("completed", "in_progress"):
             given = f"file-{status}-{age}"
@@ -85,8 +81,7 @@ def counts(db: Database, folder: Path) -> dict[str, int]:
 def test_everything_that_grows_goes_after_its_days_and_nothing_that_is_needed(tmp_path: Path, db: Database):
     filled(db, tmp_path)
     before = counts(db, tmp_path)
-    every = dict.fromkeys([*DAYS, "jobs_days", "eval_runs_days"])
-    retention.keep_house(simulated_context(tmp_path, db, retention=every), NOW_S)
+    retention.keep_house(simulated_context(tmp_path, db, retention=dict.fromkeys(DAYS)), NOW_S)
     assert counts(db, tmp_path) == before, "null is for ever"
     retention.keep_house(simulated_context(tmp_path, db, retention=DAYS), NOW_S)
     assert counts(db, tmp_path) == LEFT
@@ -102,8 +97,8 @@ def test_ended_jobs_go_after_their_days_and_what_they_cost_stays(tmp_path: Path,
         job(db, name, phase="running" if ended_s is None else "failed", finished_s=ended_s, owner="ann")
         usage.devices_held(db, name, 2, NOW_S - 3600)
         usage.devices_held(db, name, 0, NOW_S)
-    retention.keep_house(simulated_context(tmp_path, db, retention={"jobs_days": None}), NOW_S)
+    retention.keep_house(simulated_context(tmp_path, db, retention={"records_days": None}), NOW_S)
     assert db.value("SELECT count(*) FROM jobs") == 3
-    retention.keep_house(simulated_context(tmp_path, db, retention={"jobs_days": 10}), NOW_S)
+    retention.keep_house(simulated_context(tmp_path, db, retention={"records_days": 10}), NOW_S)
     assert set(db.column("SELECT id FROM jobs")) == {"new", "live"}
     assert [spent["device_hours"] for spent in usage.report(db, "owner", 0, NOW_S)] == [6.0]

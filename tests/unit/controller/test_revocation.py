@@ -10,12 +10,13 @@ from unittest.mock import AsyncMock
 import openai
 import pytest
 
-from appliance.controller.admin.owners.key_ends import end_expired
+from appliance.controller.admin.keys import end_expired
 from appliance.controller.files import storage
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.jobs import wanted
-from appliance.store.objects import jobs, responses, tasks
+from appliance.store.objects import jobs, responses
 from appliance.store.records import keys
+from appliance.store.rows import TASKS
 from tests.unit.controller.conftest import ADMIN, Control
 
 
@@ -61,14 +62,6 @@ async def test_request_of_a_revoked_key_is_refused(control: Control):
     assert keys.find(control.db, "again") is None and jobs.list_unfinished(control.db) == []
     control.as_key("another", scopes=["admin"])
     assert (await control.http.get(f"/v1/files/{training_file}")).status_code == 200
-
-
-async def test_revoke_by_the_key_itself_is_answered_and_audited(control: Control):
-    key_id = control.as_key("laptop", scopes=["admin"])
-    answer = await control.http.delete(f"/admin/v1/keys/{key_id}")
-    assert answer.status_code == 200 and answer.json()["revoked_s"] is not None
-    rows = (await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]
-    assert (rows[0]["action"], rows[0]["key_id"]) == ("key.revoke", key_id)
 
 
 async def test_upload_of_a_key_revoked_meanwhile_keeps_no_file(control: Control, monkeypatch):
@@ -129,7 +122,7 @@ async def test_revoke_fails_background_responses(control: Control):
     control.as_key("desktop", owner="alice")
     found = [await control.sdk.responses.retrieve(response_id) for response_id in stopped]
     assert [(one.status, one.error.code) for one in found] == [("failed", "invalid_prompt")] * 2
-    assert tasks.list_all(control.db) == [] and len(control.engines.sent) == 1
+    assert TASKS.list_all(control.db) == [] and len(control.engines.sent) == 1
 
 
 @pytest.mark.parametrize(

@@ -5,21 +5,15 @@ from __future__ import annotations
 import calendar
 import sqlite3
 import time
-from typing import Any
 
 import pytest
 
 from appliance.controller.access.spending import spent_quota
 from appliance.store.records import keys, usage
-from tests.unit.controller.conftest import ADMIN, Control
+from tests.unit.controller.conftest import Control
+from tests.unit.controller.test_admin import ask
 
 NOON = float(calendar.timegm((2026, 11, 21, 12, 30, 0)))
-
-
-async def ask(control: Control, method: str, path: str, status: int = 200, **kwargs: Any) -> dict[str, Any]:
-    answer = await control.http.request(method, f"/admin/v1{path}", headers=ADMIN, **kwargs)
-    assert answer.status_code == status, answer.text
-    return answer.json()
 
 
 def row(key: str, *, requests: int = 1, errors: int = 0, prompt: int = 10, completion: int = 5, model: str = "m"):

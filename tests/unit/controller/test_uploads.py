@@ -8,7 +8,7 @@ import time
 import openai
 import pytest
 
-from appliance.controller.files import storage, upload_routes
+from appliance.controller.files import file_routes, storage
 from appliance.store.objects import uploads
 from tests.unit.controller.conftest import Control, chat_lines
 
@@ -99,7 +99,7 @@ async def test_cancelled_and_expired_uploads_leave_nothing(control: Control):
         await part(control, upload_id, PIECES[0])
     assert (await control.sdk.uploads.cancel(cancelled)).status == "cancelled"
     assert (await control.sdk.uploads.cancel(cancelled)).status == "cancelled"
-    upload_routes.keep_house(control.context, time.time() + 3601)
+    file_routes.end_uploads(control.context, time.time() + 3601)
     assert left(control) == []
     row = uploads.find(control.db, expired, viewer=None)
     assert row is not None and row.status == "expired"

@@ -2,19 +2,21 @@
 
 import pytest
 
-from runtime.devices.cpu import bf16_in, lacking_in
+from runtime.devices import cpu
 
-ZEN3 = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx avx2 fma sha_ni\nbugs\t\t: avx512_bf16\n"
+ZEN3 = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu sse2 avx2 fma sha_ni\nbugs\t\t: avx512_bf16\n"
 ZEN4 = ZEN3.replace("sha_ni", "avx512f avx512_bf16")
 GRAVITON3 = "processor\t: 0\nFeatures\t: fp asimd sve bf16 i8mm\n"
 GRAVITON2 = "processor\t: 0\nFeatures\t: fp asimd\n"
 
 
-@pytest.mark.parametrize(("cpuinfo", "found"), [(ZEN3, False), (ZEN4, True), (GRAVITON3, True), (GRAVITON2, False)])
-def test_bf16_is_read_off_the_processors_flags(cpuinfo, found):
-    assert bf16_in(cpuinfo) is found
-
-
-@pytest.mark.parametrize(("cpuinfo", "lacks"), [(ZEN3, "AVX-512"), (ZEN4, ""), (GRAVITON3, ""), (GRAVITON2, "")])
-def test_what_a_processor_lacks_for_quantised_layers_is_read_off_them_too(cpuinfo, lacks):
-    assert lacking_in(cpuinfo) == lacks
+@pytest.mark.parametrize(
+    ("cpuinfo", "bf16", "lacks"),
+    [(ZEN3, False, "AVX-512"), (ZEN4, True, ""), (GRAVITON3, True, ""), (GRAVITON2, False, "")],
+)
+def test_cpu_flags_tell_what_it_computes(monkeypatch, tmp_path, cpuinfo, bf16, lacks):
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    monkeypatch.setattr(cpu, "_CPUINFO", tmp_path / "cpuinfo")
+    cpu.host_features.cache_clear()
+    assert (cpu.KIND.computes_bf16(), cpu.KIND.lacks_for_quantised()) == (bf16, lacks)
+    cpu.host_features.cache_clear()

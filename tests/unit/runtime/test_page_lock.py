@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch  # noqa: F401 - before its own use of ctypes is replaced
 
-from runtime.devices import torch_cuda
+from runtime.devices import cuda
+from runtime.devices.cuda import loaded
 from runtime.devices.kinds import kind_of
-from runtime.devices.torch_cuda import loaded
 
 REFUSED = 712  # cudaErrorHostMemoryAlreadyRegistered
 MAPS = """\
@@ -53,8 +53,8 @@ class Library:
 
 def test_a_refusal_is_told_and_blames_no_later_call(monkeypatch):
     asked, library = [], Library()
-    monkeypatch.setattr(torch_cuda, "loaded", lambda name: asked.append(name) or f"/lib/{name}.so")
-    monkeypatch.setattr(torch_cuda.ctypes, "CDLL", lambda path: library)
+    monkeypatch.setattr(cuda, "loaded", lambda name: asked.append(name) or f"/lib/{name}.so")
+    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda path: library)
     pages = kind_of("cuda").page_lock()
     assert asked == ["libcudart"]
     assert pages.lock(2**46, 16 * 2**20) and library.locked == {2**46: 16 * 2**20}
@@ -66,7 +66,7 @@ def test_a_refusal_is_told_and_blames_no_later_call(monkeypatch):
 
 
 def test_the_library_is_the_one_that_torch_loaded(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch_cuda, "_MAPS", tmp_path / "maps")
+    monkeypatch.setattr(cuda, "_MAPS", tmp_path / "maps")
     (tmp_path / "maps").write_text(MAPS)
     assert loaded("libcudart") == "/v/site packages/nvidia/cu13/lib/libcudart.so.13"
     with pytest.raises(RuntimeError, match="libhsa is not loaded in this process.*names the build"):

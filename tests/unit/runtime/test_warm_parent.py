@@ -172,19 +172,24 @@ async def test_no_warm_parent_is_a_named_error(tmp_path):
         await spawn(tmp_path / "absent.sock", tmp_path)
 
 
-async def test_a_silent_client_holds_up_no_fork(warm, tmp_path):
+async def test_warm_parent_with_a_silent_client_still_forks(warm, tmp_path):
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(str(warm))
         child = await spawn(warm, tmp_path)
         assert await child.stop(10)
 
 
-@pytest.mark.parametrize(("end", "starved"), [("kill", True), ("exit", False), ("core killed", True)])
+@pytest.mark.parametrize(
+    ("end", "starved"),
+    [("kill", True), ("killed by us", False), ("exit", False), ("core killed", True)],
+)
 async def test_starved_is_who_was_killed_while_the_kernel_counted_a_kill(warm, tmp_path, monkeypatch, end, starved):
     child = await spawn(warm, tmp_path)
     monkeypatch.setattr("runtime.processes.child.kills_so_far", lambda: 1 << 40)
     if end == "kill":
         os.kill(child.pid, signal.SIGKILL)
+    elif end == "killed by us":
+        child.kill()
     else:
         if end == "core killed":
             await child.call("end_with", kind="CoreKilled")

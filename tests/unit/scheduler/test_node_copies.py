@@ -19,9 +19,9 @@ from scheduler.ray.node import Node, NodeConfig
 from serve.core.adapter_source import AdapterServer, AdapterUnavailable, brought_in
 from tests.unit.weights.conftest import check, write
 from weights.format.errors import VersionLeased
+from weights.format.names import Name
 from weights.memory.segment import forget_mappings
 from weights.memory.store import WeightStore
-from weights.tiers.record import Name
 
 BASE, SNAPSHOT, TUNED = Name("version", "m", "v1"), Name("snapshot", "job-1", "step-7"), Name("adapter", "ft:m", "s1")
 

@@ -11,8 +11,8 @@ from appliance.controller.interfaces.errors import OperationFailed
 from appliance.store.rows import VersionRow
 from tests.unit.scheduling.test_tier_flow import damage, snapshot
 from tests.unit.weights.conftest import check, write
+from weights.format.names import Name
 from weights.memory.lease import take_lease
-from weights.tiers.record import Name
 
 ADAPTER = VersionRow("ft:x", "step-2", "test", 1, 0.0, meta={"adapter": {"base": "starter"}})
 
@@ -77,19 +77,6 @@ async def test_what_is_read_while_it_is_deleted_goes_when_its_reader_has_gone(db
     lease.release()
     await removing
     assert store.find("adapter", "ft:x", "step-2") is None
-
-
-async def test_what_is_deleted_is_deleted_on_other_nodes_too(db, flow, store, tiers):
-    library = type("Library", (), {"remove": lambda self, name, version: True})()
-    told = []
-
-    async def elsewhere(names):
-        assert store.find("adapter", "ft:x", "step-2") is None, "home first: another node must not fetch it again"
-        told.extend(names)
-
-    ops = LibraryOps(library, store, tiers, flow, lambda name: None, elsewhere)
-    await ops.remove("ft:x", [ADAPTER])
-    assert told == [("adapter", "ft:x", "step-2")]
 
 
 async def test_verify_says_which_file_keeps_a_version_from_being_opened(ops, store):

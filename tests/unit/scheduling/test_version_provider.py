@@ -10,8 +10,8 @@ import pytest
 from appliance.controller.engines.versions import VersionProvider
 from tests.unit.weights.conftest import check, write
 from weights.checkpoint.errors import OpeningRefused
+from weights.format.names import Name
 from weights.memory.store import WeightStore
-from weights.tiers.record import Name
 
 GB = 10**9
 

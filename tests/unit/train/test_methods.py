@@ -10,7 +10,6 @@ from appliance.cli.commands import jobs
 from appliance.cli.errors import BadUsage
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.jobs import requests
-from train.data.formats import to_chat
 from train.methods.method import Method, Option
 from train.methods.methods import DEFAULT, METHODS, method_of
 from train.plan import auto
@@ -23,9 +22,6 @@ class Echoing(Method):
     name = "echo"
     summary = "learns twice"
     options = (Option("strength", 0, 10, 2.0, "of the second time"),)
-
-    def convert(self, record, shape):
-        return to_chat(record, shape)
 
     def refuses(self, shape):
         return None if shape == "chat" else "has no conversations of OpenAI's form"

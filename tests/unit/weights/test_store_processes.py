@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from weights.format.layout import Layout, TensorSpec
 from weights.memory.store import WeightStore
 
 LAYOUT = Layout.plan(SPECS)
-REPOSITORY = Path(__file__).parents[3]
 # Everything through which the store changes the world, and how many calls of it are survived between two
 # deaths (every open of the life would take a minute).
 CHANGES = {
@@ -30,41 +28,6 @@ CHANGES = {
     "posix_fallocate": 1,
     "open": 5,
 }
-
-
-class Process:
-    """A Python subprocess that runs `script` with the store as `store`, stopping at `pause()`."""
-
-    def __init__(self, root: Path, script: str) -> None:
-        prelude = (
-            "import sys\n"
-            f"sys.path.insert(0, {str(REPOSITORY)!r})\n"
-            "from tests.unit.weights.conftest import *\n"
-            f"store = WeightStore({str(root)!r}, budget_bytes=None)\n"
-            "def pause(word='here'):\n    print(word, flush=True); sys.stdin.readline()\n"
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", prelude + script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def says(self) -> str:
-        line = self._process.stdout.readline().strip()
-        assert line, "the process ended early"
-        return line
-
-    def goes_on(self) -> None:
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._end()
-
-    def _end(self) -> int:
-        code = self._process.wait(timeout=30)
-        self._process.stdin.close()
-        self._process.stdout.close()
-        return code
 
 
 def in_child(work) -> int:
@@ -80,17 +43,20 @@ def in_child(work) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def test_a_killed_writer_leaves_only_what_sweep_removes(store, root):
+def test_sweep_removes_only_what_a_killed_writer_left(store, root):
     stored = write(store)
     before = store.usage()
-    writer = Process(
-        root,
-        "d = store.reserve(Layout.plan(SPECS), kind='version', model='starter', version='2')\n"
-        "fill(d, '2'); pause(str(d.path))",
-    )
-    path = Path(writer.says())
+    reading, writing = os.pipe()
+    writer = os.fork()
+    if writer == 0:
+        draft = WeightStore(root, budget_bytes=None).reserve(LAYOUT, kind="version", model="starter", version="2")
+        fill(draft, "2")
+        os.write(writing, str(draft.path).encode())
+        signal.pause()
+    path = Path(os.read(reading, 4096).decode())
     assert store.sweep() == () and path.exists(), "its writer lives"
-    writer.kill()
+    os.kill(writer, signal.SIGKILL)
+    os.waitpid(writer, 0)
     assert store.find("version", "starter", "2") is None
     assert store.sweep() == () and not path.exists()
     assert store.usage() == before

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.unit.weights.conftest import AUX, check, write
 from weights.format.errors import IntegrityError, NotSealed
 from weights.format.layout import Layout
+from weights.format.names import Name
 from weights.tiers.directory import DirectoryTier, seal_dir, take_in, verify
-from weights.tiers.record import Name
 
 V1 = Name("version", "starter", "1")
 
@@ -71,17 +71,6 @@ def test_damage_in_shared_memory_does_not_reach_the_disk(store, tier, tmp_path, 
     with pytest.raises(IntegrityError):
         tier.put(stored.path)
     assert visible(tmp_path / "models") == []
-
-
-def test_damage_on_disk_does_not_reach_shared_memory(store, tier):
-    stored = write(store)
-    tier.put(stored.path)
-    store.remove(stored)
-    flip(tier.path(V1) / "model.safetensors", Layout.read(tier.path(V1)).find("model.norm.weight").start)
-    with pytest.raises(IntegrityError) as caught:
-        tier.restore(store, V1)
-    assert caught.value.file == "model.safetensors"
-    assert store.list("version") == [] and os.listdir(store.root / "staging") == []
 
 
 def test_a_killed_copy_is_collected(store, tier, tmp_path):

@@ -13,20 +13,19 @@ import glob
 import json
 import secrets
 import shutil
-import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from pydantic import StringConstraints
 
-from appliance.controller.admin.owners.key_ends import end_key
+from appliance.controller.admin.keys import end_key
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
-from appliance.controller.http.routers import needs
+from appliance.controller.http.routers import needs, unaudited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import Conflict
-from appliance.controller.interfaces.principal import ADMIN, Caller, Principal
+from appliance.controller.interfaces.principal import ADMIN, Caller
 from appliance.controller.jobs.wanted import ask
 from appliance.controller.models import removal as models
 from appliance.store.database import TABLES, Database
@@ -34,18 +33,17 @@ from appliance.store.objects import evals, files, jobs
 from appliance.store.records import keys
 from appliance.store.rows import UNFINISHED, KeyRow
 
-ENDS_WITHIN_S = 20.0
-_LOOK_EVERY_S = 0.05
 _SHOWN = 10
 _COUNTED = ("files", "uploads", "batches", "responses", "jobs", "evals")
 _WAITED_FOR = ("jobs", "batches", "responses", "eval_runs")
+Owner = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class Forget(StrictBody):
     """owner: as in keys. cancel: cancel unfinished work; without it, unfinished work makes the request fail.
     models: also delete those trained on the owner's files."""
 
-    owner: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    owner: Owner
     cancel: bool = False
     models: bool = False
 
@@ -53,55 +51,46 @@ class Forget(StrictBody):
 def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/forget")
     @needs(ADMIN)  # it names an owner's keys
-    def show(owner: Annotated[str, Query(min_length=1, max_length=256)]) -> dict[str, Any]:
+    def show(owner: Annotated[Owner, Query()]) -> dict[str, Any]:
         """What the box has of this owner. Changes nothing."""
         return {"owner": owner, "done": False, "waits_for": [], **_found(context.db, owner)}
 
     @router.post("/forget")
+    @unaudited  # its own row has a pseudonym
     async def forget(body: Forget, caller: Caller) -> dict[str, Any]:
-        """`done` false: the work that `waits_for` names has not ended yet; ask again."""
-        return await _forget(context, body, caller)
-
-
-async def _forget(context: ControllerContext, body: Forget, caller: Principal) -> dict[str, Any]:
-    """Ends an owner's work, deletes what is stored of it, and takes its name out of what stays. Raises Conflict if the
-    owner's work goes on and may not be cancelled, or somebody uses one of its models."""
-    db, owner = context.db, body.owner
-    there = await asyncio.to_thread(_found, db, owner)
-    if there["unfinished"] and not body.cancel:
-        raise Conflict(
-            f"{len(there['unfinished'])} jobs, batches or responses of this owner have not ended: "
-            f"{', '.join(there['unfinished'][:_SHOWN])}. Wait for their end, or ask with cancel (`--cancel`).",
-            param="owner",
-            code="owner_busy",
-        )
-    # Newest first: an adapter goes before its base.
-    doomed = there["models"][::-1] if body.models else []
-    # Before the first change: a model that somebody else uses would stop the request halfway.
-    for name in doomed:
-        models.refuse_if_in_use(context, models.doomed(context, name), caller, {*there["unfinished"], *doomed})
-    for row in _keys_of(db, owner):
-        end_key(context, row.id)
-    context.spending.publish_keys()
-    for job_id in _ids(db, "jobs", owner, UNFINISHED["jobs"]):
-        ask(context, job_id, "cancel", caller)
-    deadline_s = time.monotonic() + ENDS_WITHIN_S
-    while (left := await asyncio.to_thread(_unfinished, db, owner)) and time.monotonic() < deadline_s:
-        await asyncio.sleep(_LOOK_EVERY_S)
-    if left:
-        record(context, caller, "owner.forget", "", outcome="failed", waits_for=left)
-        return {"owner": owner, "done": False, "waits_for": left, **there}
-    for name in doomed:
-        await models.remove(context, models.doomed(context, name), caller)
-    pseudonym = f"forgotten-{secrets.token_hex(4)}"
-    await asyncio.to_thread(_delete, context, owner)
-    await asyncio.to_thread(rename, db, owner, pseudonym)
-    context.spending.publish_keys()
-    counted = {kind: there[kind] for kind in _COUNTED}
-    record(context, caller, "owner.forget", pseudonym, keys=len(there["keys"]), models=len(doomed), **counted)
-    await asyncio.to_thread(db.empty_log)  # what was deleted stands there until it is written over
-    done = {"done": True, "waits_for": [], "pseudonym": pseudonym, "models_deleted": doomed}
-    return {"owner": owner, **done, **there}
+        """End an owner's work, delete what is stored of it, and take its name out of what stays. `done` false: the work
+        that `waits_for` names has not ended yet; ask again. Raises Conflict if the owner's work goes on and may not be
+        cancelled, or somebody uses one of its models."""
+        db, owner = context.db, body.owner
+        there = await asyncio.to_thread(_found, db, owner)
+        if there["unfinished"] and not body.cancel:
+            named = f"{len(there['unfinished'])} jobs, batches or responses of this owner have not ended: "
+            named += ", ".join(there["unfinished"][:_SHOWN])
+            message = f"{named}. Wait for their end, or ask with cancel (`--cancel`)."
+            raise Conflict(message, "owner", "owner_busy")
+        # Newest first: an adapter goes before its base.
+        doomed = there["models"][::-1] if body.models else []
+        # Before the first change: a model that somebody else uses would stop the request halfway.
+        for name in doomed:
+            models.refuse_if_in_use(context, models.doomed(context, name), caller, {*there["unfinished"], *doomed})
+        for row in _keys_of(db, owner):
+            end_key(context, row.id)
+        context.spending.publish_keys()
+        for job_id in _ids(db, "jobs", owner, UNFINISHED["jobs"]):
+            ask(context, job_id, "cancel", caller)
+        if left := await asyncio.to_thread(_unfinished, db, owner):
+            return {"owner": owner, "done": False, "waits_for": left, **there}
+        for name in doomed:
+            await models.remove(context, models.doomed(context, name), caller)
+        pseudonym = f"forgotten-{secrets.token_hex(4)}"
+        await asyncio.to_thread(_delete, context, owner)
+        await asyncio.to_thread(rename, db, owner, pseudonym)
+        context.spending.publish_keys()
+        counted = {kind: there[kind] for kind in _COUNTED}
+        record(context, caller, "owner.forget", pseudonym, keys=len(there["keys"]), models=len(doomed), **counted)
+        await asyncio.to_thread(db.empty_log)  # what was deleted stands there until it is written over
+        done = {"done": True, "waits_for": [], "pseudonym": pseudonym, "models_deleted": doomed}
+        return {"owner": owner, **done, **there}
 
 
 def _found(db: Database, owner: str) -> dict[str, Any]:
@@ -110,7 +99,7 @@ def _found(db: Database, owner: str) -> dict[str, Any]:
         f"WITH given AS (SELECT id FROM files WHERE {_mine('files')}), known AS (SELECT id FROM jobs WHERE"
         f" {_mine('jobs')} OR training_file IN given OR validation_file IN given)"
         " SELECT id FROM models WHERE job_id IN known"
-        " OR id IN (SELECT model FROM versions WHERE meta ->> '$.job_id' IN known) ORDER BY seq",
+        " OR id IN (SELECT model FROM versions WHERE job_id IN known) ORDER BY seq",
         [owner],
     )
     return {
@@ -179,11 +168,8 @@ def rename(db: Database, owner: str, pseudonym: str) -> None:
             db.execute("UPDATE audit SET target = ? WHERE target = ?", [pseudonym, name])
             db.execute("UPDATE model_settings SET by_whom = ? WHERE by_whom = ?", [pseudonym, name])
             was, now = json.dumps(name), json.dumps(pseudonym)
-            for table, column, before in (
-                ("audit", "detail", ""),
-                ("handovers", "detail", '"asked_by":'),
-                ("box", "value", '"by":'),
-            ):
+            db.execute("UPDATE handovers SET asked_by = ? WHERE asked_by = ?", [pseudonym, name])
+            for table, column, before in (("audit", "detail", ""), ("box", "value", '"by":')):
                 text = [before + was, before + now]
                 db.execute(f"UPDATE {table} SET {column} = replace({column}, ?1, ?2) WHERE instr({column}, ?1)", text)
         for number, key in enumerate(known, 1):

@@ -1,4 +1,5 @@
-"""Runs one batch: validating, in progress, finalizing, and one of five final states.
+"""/v1/batches (https://platform.openai.com/docs/api-reference/batch), and the work of one batch: validating, in
+progress, finalizing, and one of five final states.
 
 State that must outlive the controller is in the batch's row (its status) and in its answers on disk (answers.py); after
 a restart the batch resumes from there and repeats at most the lines that were in flight.
@@ -8,79 +9,148 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import time
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal
 
 from anyio import to_thread
+from fastapi import APIRouter, Request
+from pydantic import StringConstraints
 
-from appliance.controller.access.model_access import viewer_of, why_no_chat
-from appliance.controller.access.naming import resolve
+from appliance.controller.access.model_access import caller_of, check_asked, known_model
+from appliance.controller.access.quotas import ANSWERS_PER_INPUT
 from appliance.controller.batches import input_lines
 from appliance.controller.batches.answers import Answers
-from appliance.controller.batches.input_lines import CONVERSING, Line, Lines
+from appliance.controller.batches.input_lines import CONVERSING, ENDPOINTS, Line, Lines
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.tasks import Kind, TaskFailed, finished, is_full
+from appliance.controller.context.tasks import Kind, TaskFailed, finished
 from appliance.controller.files import storage
-from appliance.controller.interfaces.errors import shown
+from appliance.controller.files.storage import FILES, ExpiresAfter
+from appliance.controller.http.resource import Resource, object_of, part
+from appliance.controller.http.strict_body import Metadata, StrictBody
+from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict
+from appliance.controller.interfaces.principal import INFERENCE, Caller
 from appliance.store.ids import new_id
-from appliance.store.objects import batches, models
+from appliance.store.objects import batches
 from appliance.store.objects import files as file_rows
 from appliance.store.records import canaries
-from appliance.store.rows import BatchRow, BatchStatus, FileRow, TaskRow
+from appliance.store.rows import BatchRow, BatchStatus, FileRow, TaskRow, columns
 
-log = logging.getLogger("appliance.controller")
-
-BATCHES = "batches"
+TASKS = "batches"
+WINDOW_S = 24 * 3600.0
 AT_ONCE = 256
 """Lines of a batch that are asked, or wait for a place, at once."""
 LOOK_EVERY_S = 2.0
+_MOMENTS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 _TASK_OF = {"/v1/embeddings": "embed"}
 _EXPIRED = {
     "code": "batch_expired",
     "message": "This request could not be executed before the completion window expired.",
 }
+BATCHES = Resource("batch", "/v1/batches", (INFERENCE,), batches.find, fields=("endpoint", "input_file_id", "status"))
+
+
+class BatchCreate(StrictBody):
+    completion_window: Literal["24h"]
+    endpoint: Literal[ENDPOINTS]  # type: ignore[valid-type]
+    input_file_id: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+def routes(context: ControllerContext) -> APIRouter:
+    db, view = context.db, partial(_view, context)
+    router = BATCHES.serve(context, view, batches.page, part(20, most=100))
+
+    @router.post("")
+    async def create(body: BatchCreate, request: Request, caller: Caller) -> dict[str, Any]:
+        attempt = BATCHES.attempt(request, caller, await request.body())
+        if (earlier := attempt.earlier()) is not None:
+            return view(earlier)
+        file = FILES.known(db, body.input_file_id, caller, "input_file_id")
+        if file.purpose != "batch":
+            message = f"The file {file.id} has the purpose {file.purpose!r}; a batch reads one of purpose 'batch'."
+            raise BadRequest(message, "input_file_id", "invalid_file_purpose")
+
+        def make() -> BatchRow:
+            context.quotas.check(caller, ANSWERS_PER_INPUT * file.bytes, begins=True)
+            now_s = time.time()
+            row = BatchRow(
+                id=new_id("batch_"),
+                endpoint=body.endpoint,
+                input_file_id=file.id,
+                created_s=now_s,
+                expires_s=now_s + WINDOW_S,
+                key_id=caller.key_id,
+                owner=caller.owner,
+                metadata=body.metadata,
+                output_keep_s=body.output_expires_after.seconds if body.output_expires_after else None,
+            )
+            batches.insert(db, row)
+            context.tasks.start(TASKS, row.id, row.key_id)
+            return row
+
+        return view(attempt.once(make))
+
+    @router.post("/{batch_id}/cancel")
+    async def cancel(batch_id: str, caller: Caller) -> dict[str, Any]:
+        row = BATCHES.known(db, batch_id, caller)
+        if row.status in ("validating", "in_progress"):
+            batches.set_status(db, row.id, "cancelling")
+            context.tasks.restart(TASKS, row.id)
+        elif row.status not in ("cancelling", "cancelled"):
+            raise Conflict(f"Cannot cancel a batch with status '{row.status}'.", "batch_id", "batch_not_cancellable")
+        return view(BATCHES.known(db, batch_id, caller))
+
+    return router
+
+
+def _view(context: ControllerContext, row: BatchRow) -> dict[str, Any]:
+    """OpenAI's object, and `waiting_for`: why an unfinished batch makes no progress now, None if it does."""
+    waits, tokens = "", row.usage or {}
+    if row.status == "in_progress":
+        waits = context.asking.why(row.key_id, row.model or "")
+        waits = waits if context.quotas.disk.room_bytes() > 0 else "the disk of the box is short of space"
+    usage = {
+        **{name: tokens.get(name, 0) for name in ("input_tokens", "output_tokens", "total_tokens")},
+        "input_tokens_details": {"cached_tokens": tokens.get("cached_tokens", 0)},
+        "output_tokens_details": {"reasoning_tokens": tokens.get("reasoning_tokens", 0)},
+    }
+    return object_of(
+        row,
+        "batch",
+        "endpoint model input_file_id status output_file_id error_file_id metadata",
+        usage=None if row.usage is None else usage,
+        errors=None if row.errors is None else {"object": "list", "data": row.errors},
+        completion_window="24h",
+        **{f"{name}_at": int(row.moments[name]) if name in row.moments else None for name in _MOMENTS},
+        request_counts=columns(row, "total completed failed"),
+        waiting_for=waits or None,
+    )
+
+
+# --- the work
 
 
 def kind(context: ControllerContext) -> Kind:
     """The kind of task that batches are."""
 
     async def run(task: TaskRow) -> None:
-        try:
-            async with _opened(context, task.id) as batch:
-                if batch is not None:
-                    await batch.run()
-        except OSError as error:
-            if is_full(error):
-                raise
-            message = f"The files of the batch could not be read or written: {error}."
-            raise TaskFailed("file_unreadable", message) from error
+        async with _opened(context, task.id) as batch:
+            if batch is not None:
+                await batch.run()
 
     async def fail(task: TaskRow, error: TaskFailed) -> None:
         """With files of the lines that were answered."""
-        errors = [{"code": error.code, "line": None, "message": str(error), "param": None}]
-        try:
-            async with _opened(context, task.id) as batch:
-                if batch is not None:
-                    await batch.end("failed", errors=errors)
-        except (OSError, ValueError) as second:  # of the files of its answers
-            if is_full(second):
-                raise
-            log.error("the answers of %s cannot be read or kept: %s", task.id, second)
-            batches.set_status(context.db, task.id, "failed", errors=errors)
+        async with _opened(context, task.id) as batch:
+            if batch is not None:
+                errors = [{"code": error.code, "line": None, "message": str(error), "param": None}]
+                await batch.end("failed", errors=errors)
 
-    return Kind(BATCHES, run, fail, "batch")
-
-
-def waiting_for(context: ControllerContext, row: BatchRow) -> str | None:
-    """Why it makes no progress now; None: it does, or is not in progress."""
-    if row.status != "in_progress":
-        return None
-    return context.quotas.disk.why_short() or context.asking.why(row.key_id, row.model or "") or None
+    return Kind(TASKS, run, fail, "batch")
 
 
 @contextlib.asynccontextmanager
@@ -147,27 +217,29 @@ class Batch:
         await self.end(end)
 
     def _check_model(self, lines: Lines) -> None:
-        if lines.errors or lines.model is None:
+        row, name, code, why = self._row, lines.model, "model_not_supported", ""
+        if lines.errors or name is None:
             return
-        row, name, found = self._row, lines.model, resolve(self._db, lines.model)
-        code, why = "model_not_supported", ""
-        if found is None or not models.is_visible(self._db, found.model.id, viewer_of(self._db, row.key_id)):
-            code, why = "model_not_found", f"The model {shown(name)} does not exist or you do not have access to it"
-        elif found.model.task != _TASK_OF.get(row.endpoint, "generate"):
-            why = f"The model `{name}` does not support {row.endpoint}"
-        elif row.endpoint in CONVERSING:
-            why = why_no_chat(self._db, name)
-        if not why and found is not None and found.pinned:
-            canary = canaries.find_running(self._db, found.model.id)
-            if found.version.version not in (found.model.active_version, canary and canary.version):
+        try:
+            caller, chats = caller_of(self._db, row.key_id), row.endpoint in CONVERSING
+            check_asked(self._db, caller, name, chats=chats, param="body.model")
+        except ApiError as error:
+            lines.add_error(error.code or code, error.message, 1, "body.model")
+            return
+        found = known_model(self._db, name)
+        if found.model.task != _TASK_OF.get(row.endpoint, "generate"):
+            why = f"The model `{name}` does not support {row.endpoint}."
+        elif found.pinned:
+            canary, active = canaries.find_running(self._db, found.model.id), found.model.active_version
+            if found.version.version not in (active, canary and canary.version):
                 # No engine would ever serve it for a batch, which would wait until it expires.
                 code = "model_version_not_served"
                 why = (
-                    f"The version of `{name}` is not served; `{found.model.active_version}` of the model is. "
-                    "`appliance model rollback` or `appliance model canary` serve another"
+                    f"The version of `{name}` is not served; `{active}` of the model is. `appliance model rollback` or "
+                    "`appliance model canary` serve another."
                 )
         if why:
-            lines.add_error(code, f"{why}.", 1, "body.model")
+            lines.add_error(code, why, 1, "body.model")
 
     async def _ask(self, line: Line, model: str, source: BinaryIO) -> dict[str, Any]:
         """The answered line."""
@@ -179,11 +251,16 @@ class Batch:
             # Nobody could look for what was stored of it.
             return {**asked, "store": False} if url in CONVERSING else asked
 
-        while self._context.quotas.disk.why_short():
+        while self._context.quotas.disk.room_bytes() <= 0:
             await asyncio.sleep(LOOK_EVERY_S)
         answer = await self._context.asking.ask(self._row.key_id, model, url, body, request_id=request_id)
         response = {"status_code": answer.status, "request_id": request_id, "body": answer.body}
         return {**_line(line), "error": None, "response": response}
+
+    def _file(self, path: Path, name: str) -> FileRow:
+        row = self._row
+        filename, sha256 = f"{row.id}_{name}.jsonl", storage.sha256_of(path)
+        return storage.row_of(path, filename, "batch_output", sha256, row.owner, row.key_id, row.output_keep_s)
 
     def _store(self, lines: list[dict[str, Any]]) -> None:
         self._answers.append(lines)
@@ -202,7 +279,7 @@ class Batch:
             batches.set_status(self._db, row.id, "finalizing")
         answers.close()
         files = {
-            name: await to_thread.run_sync(_file_row, path, f"{row.id}_{name}.jsonl", row)
+            name: await to_thread.run_sync(self._file, path, name)
             for name, path in answers.paths.items()
             if path.stat().st_size
         }
@@ -227,19 +304,3 @@ class Batch:
 
 def _line(line: Line) -> dict[str, Any]:
     return {"id": new_id("batch_req_"), "custom_id": line.custom_id}
-
-
-def _file_row(path: Path, filename: str, row: BatchRow) -> FileRow:
-    now_s = time.time()
-    return FileRow(
-        id=new_id("file-"),
-        filename=filename,
-        purpose="batch_output",
-        bytes=path.stat().st_size,
-        sha256=storage.sha256_of(path),
-        status="processed",
-        created_s=now_s,
-        key_id=row.key_id,
-        owner=row.owner,
-        expires_s=None if row.output_keep_s is None else now_s + row.output_keep_s,
-    )

@@ -27,10 +27,9 @@ from fastapi import APIRouter, Request, Response
 from joserfc.errors import JoseError
 from pydantic import Field
 
-from appliance.controller.access.naming import OWNER_PATTERN
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.routers import make_router, needs, unaudited
+from appliance.controller.http.routers import audited, make_router, needs, unaudited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.config import OidcSettings
 from appliance.controller.interfaces.errors import ApiError, NotFound, shown
@@ -41,11 +40,8 @@ from appliance.store.rows import KeyRow, PageSessionRow, columns
 IDLE_S = 8 * 3600.0
 """Without a touch of its person's."""
 LONGEST_S = 7 * 86400.0
-MOST_OF_A_KEY = 16
-"""Past it, the one that was touched longest ago ends."""
 COOKIE = "x-appliance-cookie"
 """For the gateway, which makes a cookie of it (`gateway.server.controller`); no client sees it."""
-_AGENT_CHARACTERS = 200
 MOVED_BY_S = 300.0
 """A smaller step of its end is not worth a table for all gateways."""
 
@@ -55,10 +51,8 @@ ANSWER_S: Final = 10.0
 _LEEWAY_S: Final = 60
 TRANSPORT: httpx2.AsyncBaseTransport | None = None
 """In place of the network, in tests."""
-SHOWN_CHARACTERS = 12
-"""Characters of a subject's hash that are shown."""
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._@-]+")
-_NAME_CHARACTERS = 48
+_SHOWN_CHARACTERS = 12
+"""Of a subject's hash."""
 Word = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
@@ -71,15 +65,20 @@ class SessionBegin(StrictBody):
 def routes(context: ControllerContext, router: APIRouter) -> APIRouter:
     db = context.db
 
+    def known(session_id: str) -> PageSessionRow:
+        """Raises NotFound."""
+        if (row := page_sessions.find(db, session_id)) is None:
+            raise _unknown(session_id)
+        return row
+
     @router.post("/sessions", status_code=201)
     @needs(*ANY)
     async def exchange(body: SessionBegin, request: Request, response: Response, caller: Caller) -> dict[str, Any]:
         """`page`: the half of its token that the page keeps and sends as `x-appliance-page: ID.HALF`; the other half is
         in a cookie. Neither is shown again."""
         if caller.key_id is None or caller.session is not None or keys.find(db, caller.key_id) is None:
-            raise ApiError(
-                403, "A login of the page begins with an API key of its own.", code="insufficient_permissions"
-            )
+            message = "A login of the page begins with an API key of its own."
+            raise ApiError(403, message, code="insufficient_permissions")
         made = _begin(context, caller.key_id, request, response, secure=body.secure)
         record(context, caller, "session.create", made["id"], key=made["key"], agent=made["agent"])
         return made
@@ -95,25 +94,24 @@ def routes(context: ControllerContext, router: APIRouter) -> APIRouter:
     @unaudited  # its person is still at the page
     async def touch(session_id: str, caller: Caller) -> dict[str, Any]:
         """Its person is there: its end moves on, at most to seven days after its beginning."""
-        row = page_sessions.find(db, session_id)
-        if row is None or row.id != caller.session:
+        row = known(session_id)
+        if row.id != caller.session:
             raise _unknown(session_id)
         now_s = time.time()
         until_s = min(now_s + IDLE_S, row.created_s + LONGEST_S)
         if until_s - row.until_s >= MOVED_BY_S:
             page_sessions.update(db, row.id, seen_s=now_s, until_s=until_s)
             context.spending.publish_keys()
-        return view(context, page_sessions.find(db, row.id) or row)
+        return view(context, known(session_id))
 
     @router.delete("/sessions/{session_id}")
     @needs(*ANY)
+    @audited("session.end")
     async def end(session_id: str, response: Response, caller: Caller) -> dict[str, Any]:
-        row = page_sessions.find(db, session_id)
-        if row is None or (caller.viewer is not None and keys.owner_of(db, row.key_id) != caller.viewer):
+        row = known(session_id)
+        if caller.viewer not in (None, keys.owner_of(db, row.key_id)):
             raise _unknown(session_id)
-        # At once, however many were begun: the next beginning waits for it.
         page_sessions.end(db, row.id)
-        record(context, caller, "session.end", row.id)
         context.spending.publish_keys()
         if row.id == caller.session:
             response.headers[COOKIE] = f"{row.id}=; Max-Age=0"
@@ -127,10 +125,8 @@ def _begin(
 ) -> dict[str, Any]:
     """A new login of this key, as the API shows it, with the page's half of the token; the other half is in a header of
     the response. secure: the cookie travels by TLS alone."""
-    now_s, agent = time.time(), request.headers.get("user-agent", "")[:_AGENT_CHARACTERS]
-    row, (cookie, page) = page_sessions.create(
-        context.db, key_id, agent=agent, now_s=now_s, until_s=now_s + IDLE_S, most=MOST_OF_A_KEY
-    )
+    now_s, agent = time.time(), request.headers.get("user-agent", "")[:200]
+    row, cookie, page = page_sessions.create(context.db, key_id, agent=agent, now_s=now_s, until_s=now_s + IDLE_S)
     context.spending.publish_keys()
     response.headers[COOKIE] = f"{row.id}={cookie}; Max-Age={LONGEST_S:.0f}{'; Secure' if secure else ''}"
     return view(context, row) | {"page": page}
@@ -156,7 +152,7 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
 
 
 def _unknown(session_id: str) -> NotFound:
-    return NotFound(f"No login of the page with the id {shown(session_id)}.", param="id", code="session_not_found")
+    return NotFound(f"No login of the page with the id {shown(session_id)}.", "id", "session_not_found")
 
 
 # --- by a provider
@@ -181,7 +177,7 @@ def _oidc_routes(context: ControllerContext) -> APIRouter:
     def provider() -> _Client:
         if not settings.issuer:
             raise NotFound("This box has no login provider.", code="no_login_provider")
-        return _client_of(settings)
+        return _Client.of(settings)
 
     @router.get("")
     async def about() -> dict[str, Any]:
@@ -210,14 +206,15 @@ def _oidc_routes(context: ControllerContext) -> APIRouter:
             who = replace(caller, key_id=key_id or GATEWAY)
             record(context, who, "session.create", key_id, outcome=outcome, provider=settings.issuer, **detail)
 
+        subject = hashlib.sha256(f"{settings.issuer}\n{claims['sub']}".encode("utf-8", "surrogatepass")).hexdigest()
         try:
-            key = key_of(context, settings, claims)
+            key = _key_of(context, settings, claims, subject)
         except ApiError as error:
-            audit("", "refused", subject=_subject_of(settings, claims)[:SHOWN_CHARACTERS], why=error.message)
+            audit("", "refused", subject=subject[:_SHOWN_CHARACTERS], why=error.message)
             raise
-        shown = _begin(context, key.id, request, response, secure=body.secure)
+        made = _begin(context, key.id, request, response, secure=body.secure)
         audit(key.id, "done", key=key.name, scopes=key.scopes)
-        return shown
+        return made
 
     return router
 
@@ -231,43 +228,41 @@ def refused(why: str) -> ApiError:
 
 
 def unavailable(why: str) -> ApiError:
-    return ApiError(
-        502, f"The login provider cannot be asked now: {why}. Please retry.", kind="server_error", code="provider_away"
-    )
+    message = f"The login provider cannot be asked now: {why}. Please retry."
+    return ApiError(502, message, code="provider_away", kind="server_error")
 
 
 class _Client(StarletteOAuth2App):  # type: ignore[misc]
     """Authlib's, with checks that the provider's own document cannot loosen. Endpoints and keys are fetched when they
     are first needed, keys again when a token names one that is not known."""
 
+    @classmethod
+    def of(cls, settings: OidcSettings) -> _Client:
+        path = settings.client_secret_path
+        return cls(
+            None,
+            settings.issuer,
+            client_id=settings.client_id,
+            client_secret=Path(path).read_text().strip() if path is not None else None,
+            server_metadata_url=f"{settings.issuer.rstrip('/')}/.well-known/openid-configuration",
+            client_kwargs={
+                "scope": " ".join(settings.scopes),
+                "code_challenge_method": "S256",
+                "timeout": ANSWER_S,
+                "verify": ssl.create_default_context(cafile=settings.ca_path) if settings.ca_path else True,
+                "transport": TRANSPORT,
+            },
+        )
+
     async def load_server_metadata(self) -> dict[str, Any]:
         found: dict[str, Any] = await super().load_server_metadata()
-        issuer = self.name
-        if found.get("issuer") != issuer:
+        if found.get("issuer") != self.name:
             self.server_metadata = {}
-            raise unavailable(f"it calls itself {found.get('issuer')!r}, the settings {issuer!r}")
+            raise unavailable(f"it calls itself {found.get('issuer')!r}, the settings {self.name!r}")
         found["id_token_signing_alg_values_supported"] = ALGORITHMS
         if "client_secret_post" in found.get("token_endpoint_auth_methods_supported", ()) and self.client_secret:
             found["token_endpoint_auth_method"] = "client_secret_post"
         return found
-
-
-def _client_of(settings: OidcSettings) -> _Client:
-    path = settings.client_secret_path
-    return _Client(
-        None,
-        settings.issuer,
-        client_id=settings.client_id,
-        client_secret=Path(path).read_text().strip() if path is not None else None,
-        server_metadata_url=f"{settings.issuer.rstrip('/')}/.well-known/openid-configuration",
-        client_kwargs={
-            "scope": " ".join(settings.scopes),
-            "code_challenge_method": "S256",
-            "timeout": ANSWER_S,
-            "verify": ssl.create_default_context(cafile=settings.ca_path) if settings.ca_path else True,
-            "transport": TRANSPORT,
-        },
-    )
 
 
 async def _claims(
@@ -299,10 +294,8 @@ def _refusals() -> Iterator[None]:
         yield
     except OAuthError as error:
         raise refused(f"the provider does not take this code ({error.error})") from error
-    except httpx2.HTTPStatusError as error:
-        raise unavailable(f"{error.request.url.path} answered {error.response.status_code}") from error
     except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
-        raise unavailable(type(error).__name__) from error
+        raise unavailable(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
     except (JoseError, ValueError, TypeError, KeyError) as error:
         raise refused(f"its token is not good ({type(error).__name__})") from error
 
@@ -310,40 +303,28 @@ def _refusals() -> Iterator[None]:
 # --- the person's key
 
 
-def key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[str, Any]) -> KeyRow:
-    """The live key of who these claims are of, with the scopes of their groups. Raises ApiError 403 for whose key was
-    revoked, and for a person in no group that may do anything, or in none any more: their earlier logins end, and what
-    they have asked for goes on without a scope."""
-    db, subject, claim = context.db, _subject_of(settings, claims), claims.get(settings.groups_claim)
+def _key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[str, Any], subject: str) -> KeyRow:
+    """The live key of who these claims are of, with the scopes of their groups. subject: SHA-256 of who it is there, in
+    hex. Raises ApiError 403 for whose key was revoked, and for a person in no group that may do anything, or in none
+    any more: their earlier logins end, and what they have asked for goes on without a scope."""
+    db, claim = context.db, claims.get(settings.groups_claim)
     groups = [claim] if isinstance(claim, str) else claim if isinstance(claim, list) else []
     granted = {scope for group in groups if isinstance(group, str) for scope in settings.groups.get(group, ())}
     scopes = [scope for scope in keys.SCOPES if scope in granted]
-    if not scopes:
-        row = keys.of_subject(db, subject)
-        if row is not None and page_sessions.end_of_key(db, row.id) + len(row.scopes):
-            keys.update(db, row.id, scopes=[])
-            context.spending.publish_keys()
-        raise refused("none of your groups may do anything on this box")
     with db.transaction():
         row = keys.of_subject(db, subject)
-        if row is None:
-            name = _name(settings, claims, subject)
-            row, _ = keys.create(db, name, scopes, name, subject=subject)
-        elif row.revoked_s is not None:
+        if row is None and scopes:
+            claim = next((claims[one] for one in (settings.name_claim, "email", "sub") if claims.get(one)), "")
+            name = re.sub(r"[^A-Za-z0-9._@-]+", "-", str(claim))[:48].strip("-._@") or "person"
+            name = f"{name}-{subject[:_SHOWN_CHARACTERS]}"
+            return keys.create(db, name, scopes, name, subject=subject)[0]
+        if row is not None and scopes and row.revoked_s is not None:
             raise refused("your access to this box was revoked")
-        elif row.scopes != scopes:
+        if row is not None and row.scopes != scopes:
             keys.update(db, row.id, scopes=scopes)
-    return keys.find(db, row.id) or row
-
-
-def _subject_of(settings: OidcSettings, claims: Mapping[str, Any]) -> str:
-    """SHA-256 of who it is there, in hex."""
-    return hashlib.sha256(f"{settings.issuer}\n{claims['sub']}".encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _name(settings: OidcSettings, claims: Mapping[str, Any], subject: str) -> str:
-    claim = next((claims[name] for name in (settings.name_claim, "email", "sub") if claims.get(name)), "")
-    name = _NOT_IN_NAMES.sub("-", str(claim))[:_NAME_CHARACTERS].strip("-._@") or "person"
-    found = f"{name}-{subject[:SHOWN_CHARACTERS]}"
-    assert re.match(OWNER_PATTERN, found), "made of what names may have"
-    return found
+        if row is not None and not scopes:
+            page_sessions.end_of_key(db, row.id)
+    if not scopes or row is None:
+        context.spending.publish_keys()
+        raise refused("none of your groups may do anything on this box")
+    return replace(row, scopes=scopes)

@@ -8,6 +8,7 @@ on disk. Names contain ":" and may contain "/": clients send them percent-encode
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -18,19 +19,21 @@ from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name, m
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed
-from appliance.controller.http.paging import RECENT, list_object
+from appliance.controller.http.resource import RECENT, list_object
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.models.imported import adapter_base, register
 from appliance.models.library import Report
-from appliance.store.database import Database, Part
+from appliance.store.database import Part
 from appliance.store.ids import new_id
 from appliance.store.objects import models
 from appliance.store.records import operations
 from appliance.store.rows import OperationRow, TaskRow, columns
 
 OPERATIONS = "operations"
+PROGRESS_EVERY_S = 0.5
+"""Progress is written to the store at most this often, but for a new message."""
 TIERS = "tiers"
 """Target of the operation that verifies all copies."""
 
@@ -46,6 +49,7 @@ class Import(StrictBody):
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
+    """Add the routes to the admin router; before those of models, whose names may contain slashes."""
     db = context.db
 
     def begin(
@@ -56,7 +60,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         with db.transaction():
             for twin in operations.list_all(db, "state = 'running' AND kind = ? AND target = ?", kind, target):
                 text = f"{kind} of {shown(target)} is already running as operation {twin.id}."
-                raise Conflict(text, param=None, code="operation_running")
+                raise Conflict(text, code="operation_running")
             progress = {"done": 0, "total": None, "unit": "", "message": "starting"}
             row = OperationRow(new_id("op_"), kind, target, "running", time.time(), progress=progress)
             operations.insert(db, row)
@@ -69,8 +73,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         for field, text in (("source", body.source), ("origin", body.origin or "")):
             if not text.isprintable():
                 raise InvalidValue(f"The {field} contains control characters.", field)
-        if body.name is not None:
-            _check_new_name(db, body.name)
+        if (name := body.name) is not None:
+            if not is_model_name(name):
+                raise InvalidValue(f"Invalid model name {shown(name)}: expected {MODEL_NAME_RULE}.", "name")
+            if name.startswith("ft:"):
+                raise InvalidValue("Names that begin with 'ft:' belong to fine-tuned models.", "name")
+            if models.find(db, name) is not None or made_by_jobs(db, name):
+                remedy = "delete it first or choose another name"
+                raise Conflict(f"The model {shown(name)} exists, or a job makes it; {remedy}.", "name", "model_exists")
         context.quotas.disk.check()  # only the import itself finds out how much more it needs
         given = {**columns(body, "source origin name revision"), "adapter": await _adapter(context, body)}
         return begin(caller, "model.import", body.name or body.source, body.model_dump(), **given)
@@ -89,9 +99,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/operations/{operation_id}")
     def operation(operation_id: str) -> dict[str, Any]:
-        row = operations.find(db, operation_id)
-        if row is None:
-            raise NotFound(f"No operation {shown(operation_id)}.", param="id", code="operation_not_found")
+        if (row := operations.find(db, operation_id)) is None:
+            raise NotFound(f"No operation {shown(operation_id)}.", "id", "operation_not_found")
         return {"operation": view(row)}
 
 
@@ -99,32 +108,19 @@ def view(row: OperationRow) -> dict[str, Any]:
     return columns(row, "id kind target state progress error result created_s ended_s")
 
 
-def _check_new_name(db: Database, name: str) -> None:
-    if not is_model_name(name):
-        raise InvalidValue(f"Invalid model name {shown(name)}: expected {MODEL_NAME_RULE}.", "name")
-    if name.startswith("ft:"):
-        raise InvalidValue("Names that begin with 'ft:' belong to fine-tuned models.", "name")
-    if models.find(db, name) is not None or made_by_jobs(db, name):
-        raise Conflict(
-            f"The model {shown(name)} exists, or a job makes it; delete it first or choose another name.",
-            param="name",
-            code="model_exists",
-        )
-
-
 async def _adapter(context: ControllerContext, body: Import) -> dict[str, Any] | None:
     """The arguments of `ModelLibrary.import_adapter`; None for a whole model. Raises BadRequest, Conflict."""
     try:
-        found = await context.model_ops.find_adapter(body.source, name=body.name, revision=body.revision)
+        ops = context.model_ops
+        found = await ops.run(ops.library.find_adapter, body.source, name=body.name, revision=body.revision)
     except OperationFailed as error:
-        raise BadRequest(str(error), param="source", code=error.code) from error
+        raise BadRequest(str(error), "source", error.code) from error
     if found is not None:
         name, trained_on, revision = found
         return {"name": name, "revision": revision, **adapter_base(context, name, trained_on, body.base)}
     if body.base is not None:
-        raise InvalidValue(
-            f"A base belongs to an adapter (adapter_config.json), and {shown(body.source)} is not one.", "base"
-        )
+        why = f"A base belongs to an adapter (adapter_config.json), and {shown(body.source)} is not one."
+        raise InvalidValue(why, "base")
     return None
 
 
@@ -140,13 +136,13 @@ def kind(context: ControllerContext) -> Kind:
         progress, write_s = row.progress, 0.0
 
         def report(done: float, total: float | None, unit: str, message: str) -> None:
-            """Called from any thread. Writes a new message at once, other changes every `progress_every_s`."""
+            """Called from any thread."""
             nonlocal progress, write_s
             is_new = message != progress["message"]
             progress = {"done": done, "total": total, "unit": unit, "message": message}
             if is_new or time.monotonic() >= write_s:
                 operations.update(db, task.id, progress=progress)
-                write_s = time.monotonic() + context.config.progress_every_s
+                write_s = time.monotonic() + PROGRESS_EVERY_S
 
         try:
             result = await _result(context, row, task, report)
@@ -172,8 +168,10 @@ async def _result(context: ControllerContext, row: OperationRow, task: TaskRow, 
         return await ops.verify(models.list_versions(context.db, row.target), report)
     source, adapter, origin = given["source"], given["adapter"], given["origin"]
     if adapter is not None:
-        made, origin = await ops.import_adapter(source, report=report, **adapter), None
+        adapter_of, origin = {**adapter, "base_path": Path(adapter["base_path"])}, None
+        made = await ops.run(ops.library.import_adapter, source, report=report, **adapter_of)
     else:
-        made = await ops.import_model(source, name=given["name"], revision=given["revision"], report=report)
+        names = {"name": given["name"], "revision": given["revision"]}
+        made = await ops.run(ops.library.import_model, source, report=report, **names)
     caller = caller_of(context.db, task.key_id)
     return await register(context, made, caller, source=origin or made.source, adapter=adapter)

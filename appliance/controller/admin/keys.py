@@ -3,25 +3,28 @@ shown once; revoking reaches the gateways at once. One that expires is revoked b
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
+from appliance.controller.access.model_access import caller_of
 from appliance.controller.access.naming import CallableName, OwnerName, model_of
-from appliance.controller.admin.owners.key_ends import drop_first_key, end_key
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.paging import list_object, part
-from appliance.controller.http.routers import needs
+from appliance.controller.http.resource import list_object, part
+from appliance.controller.http.routers import audited, needs
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.config import OwnerBounds, Scope
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, ANY, FINE_TUNING, INFERENCE, READ, Caller
 from appliance.controller.jobs.requests import Priority
-from appliance.controller.jobs.wanted import pause_jobs_without_model
+from appliance.controller.jobs.wanted import pause_jobs_of, pause_jobs_without_model
+from appliance.paths import BoxPaths
 from appliance.store.database import Part
 from appliance.store.errors import DuplicateRow
 from appliance.store.objects import models
@@ -29,8 +32,7 @@ from appliance.store.records import keys, usage
 from appliance.store.rows import KeyRow, columns
 from runtime.moments import minute
 
-DEFAULT_SCOPES = (INFERENCE, FINE_TUNING)
-
+log = logging.getLogger("appliance.controller")
 
 # `model share --with all` means everyone, and usage has what commands on the box itself spent.
 RESERVED_OWNERS = ("all", usage.BOX_ITSELF)
@@ -38,8 +40,6 @@ EXPIRED_EVERY_S = 2.0
 """Gateways refuse an expired key by their own clock; this is how long what it had begun goes on."""
 Limit = Annotated[int, Field(ge=1, le=10**15)]
 Amount = Annotated[int, Field(ge=0, le=10**15)]
-
-
 Bound = Literal[tuple(OwnerBounds.model_fields)]  # type: ignore[valid-type]
 
 
@@ -65,8 +65,8 @@ class KeyLimits(StrictBody):
         given = self.model_dump(exclude_unset=True, include=KeyLimits.model_fields.keys())
         if self.bounds is not None:
             given["bounds"] = {name: bound for name, bound in self.bounds.items() if bound is not None} or None
-        if given.get("max_priority", 0) is None:
-            given["max_priority"] = 0
+        if "max_priority" in given:
+            given["max_priority"] = given["max_priority"] or 0
         return given
 
 
@@ -87,9 +87,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     def me(caller: Caller) -> dict[str, Any]:
         """The key that asks, as `/keys` shows it. For the box itself: `id` and `owner` null, its scopes."""
         row = keys.find(db, caller.key_id) if caller.key_id is not None else None
-        if row is None:
-            return {"id": None, "name": "box", "owner": None, "scopes": sorted(caller.scopes)}
-        return key_view(row)
+        return key_view(row) if row else {"id": None, "name": "box", "owner": None, "scopes": sorted(caller.scopes)}
 
     @router.get("/keys")
     @needs(ADMIN)
@@ -104,25 +102,19 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return list_object(keys.page(db, **part), view)
 
     @router.post("/keys")
+    @audited("key.create")
     async def create(body: KeyCreate, caller: Caller) -> dict[str, Any]:
         # A key for certain models is for using them; who may also train says so.
-        scopes: Sequence[str] = body.scopes or (DEFAULT_SCOPES if body.models is None else [INFERENCE])
+        scopes: Sequence[str] = body.scopes or [INFERENCE, *([FINE_TUNING] if body.models is None else [])]
         if (owner := body.owner or body.name) in RESERVED_OWNERS:
-            raise InvalidValue(
-                f"The owner name {owner!r} is reserved; choose another name.", "owner" if body.owner else "name"
-            )
+            param = "owner" if body.owner else "name"
+            raise InvalidValue(f"The owner name {owner!r} is reserved; choose another name.", param)
         _check(context, body)
-        limits = body.columns()
         try:
-            with db.transaction():
-                row, key = keys.create(db, body.name, list(dict.fromkeys(scopes)), body.owner, **limits)
-                record(context, caller, "key.create", row.id, name=row.name, scopes=row.scopes, owner=owner, **limits)
+            row, key = keys.create(db, body.name, list(dict.fromkeys(scopes)), body.owner, **body.columns())
         except DuplicateRow as error:
-            raise Conflict(
-                f"A key named {shown(body.name)} exists; revoke it first or choose another name.",
-                param="name",
-                code="key_exists",
-            ) from error
+            message = f"A key named {shown(body.name)} exists; revoke it first or choose another name."
+            raise Conflict(message, "name", "key_exists") from error
         context.spending.publish_keys()
         return key_view(row) | {"key": key}
 
@@ -131,14 +123,12 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         row = _live(context, id_or_name)
         _check(context, body, known=row.models or ())
         if row.subject and body.expires_s is not None:
-            raise InvalidValue(
-                f"{row.name} comes by the login provider, whose groups say who may still come: that key has no end.",
-                "expires_s",
-            )
+            why = "whose groups say who may still come: that key has no end"
+            raise InvalidValue(f"{row.name} comes by the login provider, {why}.", "expires_s")
         limits = body.columns()
         with db.transaction():
             keys.update(db, row.id, **limits)
-            # Jobs that have a model which it may not use any more; the row tells what was asked if there are none.
+            # Jobs that have a model which it may not use any more.
             paused = {"jobs": ids} if (ids := pause_jobs_without_model(db)) else {}
             record(context, caller, "key.limit", row.id, name=row.name, **limits, **paused)
         context.spending.publish_keys()
@@ -153,39 +143,37 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         await request.body()  # gateways cut off what still arrives by the old one, and nobody would see the new one
         row = _live(context, id_or_name)
         if row.subject:
-            raise BadRequest(
-                f"{row.name} comes by the login provider, and nobody holds that key; make one of the same owner.",
-                param="id",
-                code="key_of_a_login",
-            )
+            message = f"{row.name} comes by the login provider, and nobody holds that key; make one of the same owner."
+            raise BadRequest(message, "id", "key_of_a_login")
         with db.transaction():
             renewed, key = keys.renew(db, row.id)
             record(context, caller, "key.rotate", row.id, name=row.name)
         context.spending.publish_keys()
-        return key_view(renewed) | {"key": key, "first_key_file_removed": drop_first_key(context, row)}
+        return key_view(renewed) | {"key": key, "first_key_file_removed": _drop_first_key(context, row)}
 
     @router.delete("/keys/{id_or_name}")
     async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
         """Stops the key's work: fails its background responses, batches, runs of evals and operations, pauses its jobs.
         Revoking it again has no further effect, and says so."""
-        before = keys.find(db, id_or_name)
-        if before is None:
-            raise NotFound(f"No key with the id or name {shown(id_or_name)}.", param="id", code="key_not_found")
-        stopped = end_key(context, before.id, caller, "key.revoke")
+        if (before := keys.find(db, id_or_name)) is None:
+            raise NotFound(f"No key with the id or name {shown(id_or_name)}.", "id", "key_not_found")
+        stopped = end_key(context, before.id)
+        detail = {kind: ids for kind, ids in stopped.items() if ids}
+        record(context, caller, "key.revoke", before.id, name=before.name, **detail)
         context.spending.publish_keys()
         context.scheduler.nudge(f"{before.id} was revoked")
-        row = keys.find(db, before.id) or before
-        return (
-            key_view(row)
-            | {"stopped": stopped, "already_revoked": before.revoked_s is not None}
-            | {"admin_keys": sum(ADMIN in one.scopes for one in keys.list_live(db))}
-        )
+        return {
+            **key_view(keys.find(db, before.id) or before),
+            "stopped": stopped,
+            "already_revoked": before.revoked_s is not None,
+            "admin_keys": sum(ADMIN in one.scopes for one in keys.list_live(db)),
+        }
 
     @router.get("/usage")
     @needs(READ, INFERENCE, FINE_TUNING)
     def report(
         caller: Caller,
-        by: Literal["key", "owner", "model", "version", "hour"] = "key",
+        by: usage.By = "key",
         since_s: Annotated[float, Query(ge=0, le=1e11, description="Unix time; its hour counts whole")] = 0.0,
     ) -> dict[str, Any]:
         """Requests and tokens of inference, and device-hours of training: up to date to within a second. `by=hour`
@@ -193,8 +181,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
         A key that is neither an admin's nor of scope `read` sees what its owner's keys spent."""
         now_s = time.time()
-        owner = None if caller.may(READ) else caller.owner
-        rows = usage.report(db, by, since_s, now_s, owner)
+        rows = usage.report(db, by, since_s, now_s, None if caller.may(READ) else caller.owner)
         return {"object": "list", "by": by, "since_s": since_s, "until_s": now_s, "data": rows}
 
 
@@ -207,7 +194,7 @@ def _live(context: ControllerContext, id_or_name: str) -> KeyRow:
     """Raises NotFound."""
     row = keys.find(context.db, id_or_name)
     if row is None or row.revoked_s is not None:
-        raise NotFound(f"No live key with the id or name {shown(id_or_name)}.", param="id", code="key_not_found")
+        raise NotFound(f"No live key with the id or name {shown(id_or_name)}.", "id", "key_not_found")
     return row
 
 
@@ -215,14 +202,52 @@ def _check(context: ControllerContext, body: KeyLimits, known: Collection[str] =
     """known: models on the key already, which may have gone since. Raises BadRequest."""
     for name in body.models or ():
         if name not in known and models.find(context.db, model_of(context.db, name)) is None:
-            raise BadRequest(
-                f"The model {shown(name)} does not exist on this box; `appliance model list` shows those that do.",
-                param="models",
-                code="model_not_found",
-            )
+            message = f"The model {shown(name)} does not exist on this box; `appliance model list` shows those that do."
+            raise BadRequest(message, "models", "model_not_found")
     if body.expires_s is not None and body.expires_s <= time.time():
-        raise InvalidValue(
-            f"expires_s is {body.expires_s:.0f}, {minute(body.expires_s)}, which is past; "
-            "a key that shall end now is revoked instead.",
-            "expires_s",
-        )
+        past = f"expires_s is {body.expires_s:.0f}, {minute(body.expires_s)}, which is past"
+        raise InvalidValue(f"{past}; a key that shall end now is revoked instead.", "expires_s")
+
+
+# --- what ends with a key, however it ends: its logins and its tasks; its jobs are paused
+
+
+def end_key(context: ControllerContext, key_id: str) -> dict[str, list[str]]:
+    """Revoke a key. The caller publishes the keys afterwards, once for all that end together. Returns the ids of what
+    was stopped, by kind: nothing for a key that was revoked before. Raises RowNotFound."""
+    stopped: dict[str, list[str]] = {"jobs": [], "batches": [], "responses": []}  # and of other kinds
+    with context.db.transaction():
+        is_fresh = not keys.is_revoked(context.db, key_id)
+        row = keys.revoke(context.db, key_id)
+        if is_fresh:
+            stopped |= {"jobs": pause_jobs_of(context.db, row.id), **context.tasks.of_key(row.id)}
+    context.tasks.end_key(row.id)
+    _drop_first_key(context, row)
+    return stopped
+
+
+async def end_expired(context: ControllerContext) -> None:
+    """Revoke the keys whose time is over. The gateways refuse them by themselves from then on, so the table of all
+    keys is written once for all of them: a course's three hundred end in the same second."""
+    ended = keys.list_ending(context.db, time.time())
+    for row in ended:
+        stopped = {kind: ids for kind, ids in end_key(context, row.id).items() if ids}
+        record(context, caller_of(context.db, None), "key.expire", row.id, name=row.name, **stopped)
+    if ended:
+        context.spending.publish_keys()
+        context.scheduler.nudge(f"{len(ended)} keys have expired")
+
+
+def _drop_first_key(context: ControllerContext, row: KeyRow) -> str | None:
+    """Remove the file with the box's first key if it has the secret that this key had: whoever set the box up from it
+    later got 401. Returns its path; None if it has another or is gone."""
+    path = BoxPaths.of(Path(context.box["data_dir"])).first_key
+    try:
+        if keys.fingerprint(path.read_text(errors="replace").strip()) != row.sha256:
+            return None
+        path.unlink()
+    except OSError as error:
+        if path.exists():
+            log.warning("%s, which may have a key that has ended, stays: %s", path, error)
+        return None
+    return str(path)

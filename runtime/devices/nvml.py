@@ -1,0 +1,424 @@
+"""Finds and watches NVIDIA GPUs, and sets their power limits, through NVML.
+
+An Xid is the driver's number for an error of a GPU. Source of their meaning: NVIDIA's catalogue of Xid errors
+(docs.nvidia.com/deploy/xid-errors), its column "immediate action", as of October 2025.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pynvml
+
+from runtime.devices.kind import DevicesRefused, Found, PowerControl, PowerLimits, PowerRefused, Reading
+
+LEAST_DRIVER = 580  # of CUDA 13, which the lock's torch and vLLM are built for; images/install.sh asks for it too
+LEAST_CAPABILITY = (8, 0)  # of bfloat16 and FlashAttention, in engines and in ranks (vllm/platforms/cuda.py)
+NO_ANSWER = "does not answer"
+_WATCHED = pynvml.nvmlEventTypeXidCriticalError
+CONTROL = Path("/dev/nvidiactl")
+NO_DRIVER = (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded, pynvml.NVMLError_NoPermission)
+_NOT_REPORTED = (
+    pynvml.NVMLError_NotSupported,
+    pynvml.NVMLError_NoPermission,
+    pynvml.NVMLError_InvalidArgument,
+    pynvml.NVMLError_FunctionNotFound,  # a newer driver no longer has it, or an older one not yet
+)
+_THROTTLES = (
+    (pynvml.nvmlClocksThrottleReasonSwThermalSlowdown | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown, "heat"),
+    (pynvml.nvmlClocksThrottleReasonHwSlowdown, "hardware"),
+    (pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown, "power_brake"),
+    (pynvml.nvmlClocksThrottleReasonSwPowerCap, "power_cap"),
+)
+_EXCLUSIVE = {
+    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive process",
+    pynvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
+}
+# "Restart the application": a program caused them, or, as with a contained memory error (94), only a program suffers.
+# Its rank or engine ends, and that death is counted (scheduler.devices.health).
+_OF_THE_APPLICATION = frozenset(
+    {8, 11, 13, 25, 31, 32, *range(39, 42), 60, *range(68, 73), *range(75, 78), 80, *range(82, 87), 88, 89, 94}
+    | {*range(96, 106), *range(126, 136), 139}
+)
+# "Ignore" and "observe", such as a memory row that was replaced (63) and a high rate of corrected errors (92). 45 is
+# the end of a channel after another Xid, which is reported by itself; 154: the advice of another one has changed.
+_TO_OBSERVE = frozenset(
+    {14, 37, 38, 43, 44, 45, 63, 66, 67, 92, 93, 106, 107, 121, 137, 141, 152, 153, 154, 157, 160, 161}
+)
+_RESET = frozenset({46, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158})
+_RESTART_THE_MACHINE = frozenset({79})
+_ON_CPU = (
+    "To run on logical CPU devices meanwhile, install the CPU build (APPLIANCE_BUILD=cpu) and set [box] devices to a "
+    "number, such as 8."
+)
+
+
+@contextmanager
+def session() -> Iterator[None]:
+    """NVML is open inside; the driver resets no GPU that somebody has open. Raises NVMLError."""
+    pynvml.nvmlInit()
+    try:
+        yield
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def probe() -> tuple[Found, ...]:
+    """See DeviceKind.probe. Reads NUMA node and NVLink peers if the driver reports them (NVML API reference,
+    nvmlDeviceGetP2PStatus). Leaves out GPUs that neither engines nor ranks compute on, such as a small one for a
+    screen."""
+    try:
+        with session():
+            _check_driver()
+            handles = dict(enumerate(_handles()))
+            old = {index: words for index, handle in handles.items() if (words := _too_old(handle))}
+            peers = {index: handle for index, handle in handles.items() if index not in old}
+            found = [_found(index, peers) for index in peers]
+    except NO_DRIVER:
+        return ()
+    except pynvml.NVMLError as error:
+        raise DevicesRefused(_broken(error)) from error
+    if old and not found:
+        raise DevicesRefused(f"the NVIDIA GPUs of this machine are too old: {next(iter(old.values()))}. {_ON_CPU}")
+    if found and not CONTROL.exists():  # by which every process that computes decides, before it imports anything
+        raise DevicesRefused(
+            f"NVML names {len(found)} NVIDIA GPUs ({found[0].name}), and there is no {CONTROL}, as under WSL2, on "
+            f"which the box does not run. {_ON_CPU}"
+        )
+    # One whose memory is not known is taken for one like the others: plans are made for devices that are alike.
+    alike_bytes = min((one.memory_bytes for one in found if one.memory_bytes), default=0)
+    if found and not alike_bytes:
+        raise DevicesRefused(
+            f"the driver names {len(found)} NVIDIA GPUs and none of them can be used (the first {found[0].unfit}); "
+            f"`nvidia-smi` and `dmesg | grep -i xid` say more. {_ON_CPU}"
+        )
+    return tuple(one if one.memory_bytes else replace(one, memory_bytes=alike_bytes) for one in found)
+
+
+def foreign() -> dict[int, str]:
+    """See DeviceKind.foreign."""
+    try:
+        with session():
+            processes = {index: _processes(handle) for index, handle in enumerate(_handles())}
+    except pynvml.NVMLError:
+        return {}
+    return {index: words for index, words in processes.items() if words}
+
+
+def _broken(error: pynvml.NVMLError) -> str:
+    if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
+        return (
+            "the NVIDIA driver in the kernel and its library libnvidia-ml are of different versions, as after an "
+            f"update without a reboot: reboot, or reload the kernel module (`rmmod nvidia_uvm nvidia && modprobe "
+            f"nvidia`). {_ON_CPU}"
+        )
+    return f"NVML, the NVIDIA driver's library, does not start ({error}); `nvidia-smi` says more. {_ON_CPU}"
+
+
+def close() -> None:
+    """Close every GPU that this process opened through NVML, by whichever handle on the library."""
+    try:
+        pynvml.nvmlInit()  # without it pynvml says that nothing is open
+    except pynvml.NVMLError:
+        return
+    while True:
+        try:
+            pynvml.nvmlShutdown()
+        except pynvml.NVMLError:  # NVML counts its users; this was the last one
+            return
+
+
+def _check_driver() -> None:
+    version = pynvml.nvmlSystemGetDriverVersion()
+    major = version.partition(".")[0]
+    if major.isdigit() and int(major) < LEAST_DRIVER:
+        raise DevicesRefused(
+            f"NVIDIA driver {version} is too old: the CUDA 13 libraries of this build need {LEAST_DRIVER} or newer, "
+            f"and every engine and rank would end at its start. Update the driver (Debian, Ubuntu: `apt-get install "
+            f"nvidia-driver-{LEAST_DRIVER}`). {_ON_CPU}"
+        )
+
+
+def _handles() -> Iterator[Any]:
+    """Of each GPU its handle, or the error of one that does not answer."""
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        try:
+            yield pynvml.nvmlDeviceGetHandleByIndex(index)
+        except pynvml.NVMLError as error:
+            yield error
+
+
+def _answering(handle: Any) -> Any:
+    """Raises the NVMLError of a GPU that does not answer."""
+    if isinstance(handle, pynvml.NVMLError):
+        raise handle
+    return handle
+
+
+def _too_old(handle: Any) -> str:
+    """Why engines and ranks do not compute on this GPU, whatever is set; "" if they do, or if it does not answer."""
+    try:
+        capability = pynvml.nvmlDeviceGetCudaComputeCapability(_answering(handle))
+        name = pynvml.nvmlDeviceGetName(handle)
+    except pynvml.NVMLError:
+        return ""
+    if capability >= LEAST_CAPABILITY:
+        return ""
+    least, its = (".".join(map(str, one)) for one in (LEAST_CAPABILITY, capability))
+    return (
+        f"{name} is of compute capability {its}, and the box computes in bfloat16 and with FlashAttention, which begin "
+        f"with {least} (Ampere)"
+    )
+
+
+def _found(index: int, handles: Mapping[int, Any]) -> Found:
+    try:
+        handle = _answering(handles[index])
+        reason = unfit(handle)
+        # The driver tells the memory of a GPU that is cut by MIG to root alone (NVML API, nvmlDeviceGetMemoryInfo).
+        memory_bytes = _ask(lambda: _usable_bytes(handle)) if reason else _usable_bytes(handle)
+        return Found(
+            index=index,
+            name=pynvml.nvmlDeviceGetName(handle),
+            memory_bytes=memory_bytes or 0,
+            numa_node=numa_node(handle),
+            linked=frozenset(n for n, other in handles.items() if n != index and _linked(handle, other)),
+            uuid=_ask(lambda: pynvml.nvmlDeviceGetUUID(handle)) or "",
+            unfit=reason,
+        )
+    except pynvml.NVMLError as error:
+        return Found(index, "NVIDIA GPU", 0, unfit=f"{NO_ANSWER} ({error})")
+
+
+def _usable_bytes(handle: Any) -> int:
+    """Memory that CUDA hands out. Driver and firmware keep some hundreds of MB of NVML's total, which nvidia-smi shows
+    (NVML API, nvmlMemory_v2_t)."""
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)
+    except pynvml.NVMLError_NotSupported:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    return int(memory.total) - int(memory.reserved)
+
+
+def unfit(handle: Any) -> str:
+    """Why a GPU that answers must not be used; "" if it may be."""
+    mig = _ask(lambda: pynvml.nvmlDeviceGetMigMode(handle))
+    if mig and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
+        return "is cut by MIG, which the box does not use; `nvidia-smi -i N -mig 0` makes it whole"
+    mode = _ask(lambda: pynvml.nvmlDeviceGetComputeMode(handle))
+    if mode in _EXCLUSIVE:
+        return (
+            f"is in compute mode {_EXCLUSIVE[mode]}, in which an engine cannot sleep next to another; "
+            "`nvidia-smi -i N -c DEFAULT` changes that"
+        )
+    return ""
+
+
+def _processes(handle: Any) -> str:
+    try:
+        found = pynvml.nvmlDeviceGetComputeRunningProcesses(_answering(handle))
+        used_bytes = pynvml.nvmlDeviceGetMemoryInfo(handle).used
+    except pynvml.NVMLError:
+        return ""
+    if not found:
+        return ""
+    shown = ", ".join(str(process.pid) for process in found[:4]) + (", …" if len(found) > 4 else "")
+    return (
+        f"is used by {len(found)} other process{'es' * (len(found) > 1)} (pid {shown}), {used_bytes / 1e9:.1f} GB of "
+        "its memory are taken: engines and ranks there will not find what was planned for them"
+    )
+
+
+def numa_node(handle: Any) -> int | None:
+    bus = pynvml.nvmlDeviceGetPciInfo(handle).busId.lower()[-12:]  # its domain has 8 digits, that of sysfs 4
+    try:
+        number = int(Path(f"/sys/bus/pci/devices/{bus}/numa_node").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return number if number >= 0 else None
+
+
+def _linked(handle: Any, other: Any) -> bool:
+    """Whether NVLink joins two GPUs, directly or through an NVSwitch. (With a switch, the remote address of a link
+    names the switch and no GPU.)"""
+    try:
+        status = pynvml.nvmlDeviceGetP2PStatus(handle, _answering(other), pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    except pynvml.NVMLError:
+        return False
+    return status == pynvml.NVML_P2P_STATUS_OK
+
+
+def _ask(question: Callable[[], Any]) -> Any:
+    """None if this kind of GPU does not report it."""
+    try:
+        return question()
+    except _NOT_REPORTED:
+        return None
+
+
+def fault_of(xid: int) -> str:
+    """The fault of the GPU that this Xid reports, with what to do, to follow "the GPU"; "" if nothing is."""
+    if xid in _OF_THE_APPLICATION or xid in _TO_OBSERVE:
+        return ""
+    if xid in _RESET:
+        return f"reported Xid {xid} and needs a reset (`nvidia-smi --gpu-reset`)"
+    if xid in _RESTART_THE_MACHINE:
+        return f"reported Xid {xid}: it has left the bus, the machine needs a restart"
+    return f"reported Xid {xid}; NVIDIA's catalogue of Xid errors says what to do"
+
+
+class Watch:
+    """Reads on demand. The driver collects Xids (`xids`) from the first `read` on, of each GPU that answers then.
+
+    A GPU whose handle was asked for stays open until NVML is closed, and the driver resets no GPU that a process has
+    open, not even for monitoring (nvidia-smi, --gpu-reset). So letting one go means to close NVML and open it again.
+    """
+
+    def __init__(self, devices: Mapping[int, str]):
+        self._devices = dict(devices)
+        self._watched: tuple[int, ...] = ()  # indices of the GPUs whose Xids the driver collects in `_events`
+        self._events: Any = None
+        self._xids: dict[int, Counter[int]] = {index: Counter() for index in self._devices}
+
+    def read(self, let_go: Collection[str]) -> tuple[Reading, ...]:
+        """One reading of each GPU except those to release, which are given by id."""
+        kept = tuple(index for index, device_id in self._devices.items() if device_id not in let_go)
+        faults = {} if self._events is None else self._new_faults()
+        if self._events is None or kept != self._watched:
+            self._open(kept)
+        return tuple(self._reading(index, faults.get(index, ())) for index in kept)
+
+    def _open(self, indices: tuple[int, ...]) -> None:
+        if self._events is not None:
+            events, self._events = self._events, None
+            pynvml.nvmlEventSetFree(events)
+            close()
+        pynvml.nvmlInit()
+        events = pynvml.nvmlEventSetCreate()
+        for index in indices:
+            with suppress(pynvml.NVMLError):  # not reported by this GPU, or it is lost: its reading says so
+                pynvml.nvmlDeviceRegisterEvents(pynvml.nvmlDeviceGetHandleByIndex(index), _WATCHED, events)
+        self._watched, self._events = indices, events
+
+    def _new_faults(self) -> dict[int, tuple[str, ...]]:
+        found: dict[int, tuple[str, ...]] = {}
+        while True:
+            try:
+                event = pynvml.nvmlEventSetWait_v2(self._events, 0)
+            except pynvml.NVMLError:  # usually the timeout: there is no other event
+                return found
+            try:
+                index = pynvml.nvmlDeviceGetIndex(event.device)
+            except pynvml.NVMLError:  # the GPU fell off the bus with this Xid: its reading says that it is lost
+                continue
+            xid = int(event.eventData)
+            self._xids[index][xid] += 1
+            if fault := fault_of(xid):
+                found[index] = (*found.get(index, ()), fault)
+
+    def _reading(self, index: int, faults: tuple[str, ...]) -> Reading:
+        device_id, now_s = self._devices[index], time.time()
+        try:
+            found = _answered(pynvml.nvmlDeviceGetHandleByIndex(index))
+        except pynvml.NVMLError as error:
+            found = {"lost": str(error)}
+        faults += found.pop("faults", ())
+        return Reading(device_id, now_s, faults, driver_errors=tuple(self._xids[index].items()), **found)
+
+
+def _answered(handle: Any) -> dict[str, Any]:
+    """The fields of a Reading. Raises NVMLError if the GPU is lost."""
+    remap_failed = (_ask(lambda: pynvml.nvmlDeviceGetRemappedRows(handle)) or (0, 0, 0, 0))[3]
+    kind, since = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+    return {
+        "faults": ("could not remap a row of its memory",) if remap_failed else (),
+        "ecc_uncorrected": _ask(lambda: pynvml.nvmlDeviceGetTotalEccErrors(handle, kind, since)),
+        "temperature_c": (heat := _heat(handle)),
+        "slowdown_c": _slowdown(handle, heat),
+        "unfit": unfit(handle),
+        "uuid": _ask(lambda: pynvml.nvmlDeviceGetUUID(handle)) or "",
+        **_meters(handle),
+    }
+
+
+def _heat(handle: Any) -> int | None:
+    """The temperature in °C. Drivers of CUDA 14 only answer the second call (nvidia-ml-py, about the first)."""
+    heat = _ask(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))
+    return _ask(lambda: pynvml.nvmlDeviceGetTemperatureV(handle, pynvml.NVML_TEMPERATURE_GPU)) if heat is None else heat
+
+
+def _slowdown(handle: Any, heat: int | None) -> int | None:
+    """The temperature in °C at which the GPU slows down. From Ada and Hopper on, a GPU may only tell how far it is from
+    its limit, and how far beyond the limit it slows down (NVML API, nvmlDeviceGetTemperatureThreshold; "T.Limit" in
+    nvidia-smi)."""
+    threshold: int | None = _ask(
+        lambda: pynvml.nvmlDeviceGetTemperatureThreshold(handle, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
+    )
+    if threshold or heat is None:
+        return threshold
+    margin = _ask(lambda: pynvml.nvmlDeviceGetMarginTemperature(handle))
+    fields = _ask(lambda: pynvml.nvmlDeviceGetFieldValues(handle, [pynvml.NVML_FI_DEV_TEMPERATURE_SLOWDOWN_TLIMIT]))
+    if margin is None or not fields or fields[0].nvmlReturn != pynvml.NVML_SUCCESS:
+        return None
+    return heat + margin - int(fields[0].value.siVal)
+
+
+def _meters(handle: Any) -> dict[str, Any]:
+    """Meters of the GPU, in base units. A value that NVML does not tell, for whatever reason, is None: a
+    meter that fails does not make a GPU count as lost."""
+
+    def ask(question: Callable[..., Any], *more: Any) -> Any:
+        try:
+            return question(handle, *more)
+        except pynvml.NVMLError:
+            return None
+
+    def scaled(value: Any, by: float) -> float | None:
+        return None if value is None else value * by
+
+    busy, memory = ask(pynvml.nvmlDeviceGetUtilizationRates), ask(pynvml.nvmlDeviceGetMemoryInfo)
+    reasons = ask(pynvml.nvmlDeviceGetCurrentClocksEventReasons) or 0
+    return {
+        "power_w": scaled(ask(pynvml.nvmlDeviceGetPowerUsage), 1e-3),
+        "power_limit_w": scaled(ask(pynvml.nvmlDeviceGetEnforcedPowerLimit), 1e-3),
+        "energy_j": scaled(ask(pynvml.nvmlDeviceGetTotalEnergyConsumption), 1e-3),
+        "busy": None if busy is None else busy.gpu * 1e-2,
+        "memory_used_bytes": None if memory is None else int(memory.used),
+        "clock_hz": scaled(ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM), 1e6),
+        "throttled": tuple(word for bits, word in _THROTTLES if reasons & bits),
+    }
+
+
+class NvmlPower(PowerControl):
+    """Controls the power of all GPUs of this machine, by UUID. NVML is open during a call alone."""
+
+    def limits(self) -> dict[str, PowerLimits]:
+        found = {}
+        with _refusals(), session():
+            for handle in _handles():
+                try:
+                    default = pynvml.nvmlDeviceGetPowerManagementDefaultLimit(_answering(handle))
+                    limit = pynvml.nvmlDeviceGetPowerManagementLimit(handle)
+                    found[pynvml.nvmlDeviceGetUUID(handle)] = PowerLimits(limit / 1000, default / 1000)
+                except pynvml.NVMLError:  # lost, or of a kind whose limit cannot be set: it is left out
+                    continue
+        return found
+
+    def set_limit(self, uuid: str, limit_w: float) -> None:
+        with _refusals(), session():
+            pynvml.nvmlDeviceSetPowerManagementLimit(pynvml.nvmlDeviceGetHandleByUUID(uuid), round(limit_w * 1000))
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises PowerRefused for what NVML refuses."""
+    try:
+        yield
+    except pynvml.NVMLError as error:
+        raise PowerRefused(f"the driver says: {error}") from error
