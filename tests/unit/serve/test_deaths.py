@@ -72,7 +72,7 @@ def core_with_workers(*bodies):
 
 
 def test_executor_ends_the_core_with_a_worker_that_died():
-    waits, crashes = (lambda: time.sleep(5)), (lambda: os.kill(os.getpid(), signal.SIGILL))
+    waits, crashes = (lambda: time.sleep(0.5)), (lambda: os.kill(os.getpid(), signal.SIGILL))
     core = ended(lambda: core_with_workers(waits, crashes))
     assert core.exitcode == deaths.OUT_OF_STEP
-    assert str(deaths.cause(core)) == "its worker VllmWorker-1 was ended by SIGILL"
+    assert str(deaths.cause(core)).startswith("its worker VllmWorker-1 was ended by SIGILL")
