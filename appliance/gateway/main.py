@@ -98,7 +98,8 @@ class Gateway:
             for _ in range(_ACCEPTED_AT_ONCE - 1):
                 self._servers.append(await loop.create_server(connection, sock=listener.dup(), **tls))
         if private is not None:
-            self._servers.append(await loop.create_unix_server(partial(connection, private=True), sock=private))
+            connection = partial(connection, private=True)
+            self._servers.append(await loop.create_unix_server(connection, sock=private, backlog=2048))
         state.background.keep("copies", self.controller.send_copies)
         state.background.keep_every("sweep", self.sweep, config.sweep_s)
         return server.sockets[0].getsockname()[1]

@@ -75,6 +75,9 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
 
 def parsed_body(body: bytes, json_depth: int) -> dict[str, Any]:
     """Parse a body that must be an object with a `model` name. Raises HttpError 400."""
+    opened = body.count(b"[") + body.count(b"{")  # texts have some too
+    if opened > 16 * _MOST_NESTED:  # the whole box would wait for seconds while they are parsed
+        raise errors.bad_request("The request body has too many lists and objects.", code="too_many_values")
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -85,7 +88,7 @@ def parsed_body(body: bytes, json_depth: int) -> dict[str, Any]:
     model = data.get("model")
     if not isinstance(model, str) or not model:
         raise errors.bad_request("You must provide a model parameter: a non-empty string.", param="model")
-    if body.count(b"[") + body.count(b"{") > json_depth:  # texts have some too
+    if opened > json_depth:
         check_depth(data, json_depth)
     return data
 
