@@ -164,7 +164,7 @@ class Gateway:
             if ticket is None:
                 continue
             try:  # its key may not call the model any more, or it is gone, or its engines do not start
-                state.callable_model(ticket.model, exchange.caller)
+                state.callable_model(ticket.model, exchange.caller, exchange.connection.private)
                 if state.next_try_s(ticket.model) is not None:
                     raise state.not_ready(ticket.model, "its engines do not start")
             except HttpError as error:
