@@ -96,7 +96,8 @@ class State:
         leaves half of the memory to people."""
         most = self.limits.buffered_body_bytes // (2 if exchange.use.batch else 1)
         if self.buffered_bytes + nbytes > most:
-            raise errors.unavailable("The server is busy with other large requests. Please retry.", "overloaded", 2)
+            text = "The server is busy with other large requests. Please retry."
+            raise errors.unavailable(text, errors.OVERLOADED, 2)
         owner = exchange.use.owner
         if owner.body_bytes + nbytes > self.limits.owner_body_bytes:
             raise self.spending.too_many_at_once("bytes of request bodies", self.limits.owner_body_bytes)
