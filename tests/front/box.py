@@ -254,7 +254,7 @@ def running_front(
         assert b'"event":"listening"' in front.gateway.stdout.readline(), (folder / "gateway.err").read_text()
         bus = front._bus
         assert bus is not None
-        front.wait(lambda: len(front.call(bus.connected)) == 1)
+        front.wait(lambda: front.call(lambda: bus._report is not None))
         front.serve()
         yield front
         assert front.gateway.poll() is None, "the gateway ended by itself"
