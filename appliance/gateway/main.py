@@ -161,6 +161,8 @@ class Gateway:
                 state.metrics.events["revoked_in_flight"] += 1
                 exchange.end(refusal)
             choice, ticket = exchange.choice, exchange.ticket
+            if ticket is not None and ticket.place.done() and ticket.place.exception() is None:
+                choice = ticket.place.result()  # that its coroutine has not got yet
             if choice is not None and choice.work.batch and not state.router.is_open(choice):
                 exchange.end(errors.batch_gives_way())  # its replica drains; whoever sent it sends it again
             if ticket is None:
