@@ -380,7 +380,7 @@ ROWS: list[tuple[str, str, Send, int, str | None, str | None, str]] = [
     ),
     ("18", "overlapping offsets", weights(header(OVERLAP)), 202, None, "integrity_error", "overlap"),
     ("19", "auto_map", imported(remote_code), 202, None, "remote_code_refused", "auto_map"),
-    ("19", "LoRA adapter as a model", imported(adapter), 202, None, "not_a_checkpoint", "config.json"),
+    ("19", "LoRA adapter without a base", imported(adapter), 400, "base", "base_not_found", "not on this box"),
     ("20", "upload that stops", slow_upload, 408, None, "request_timeout", "too slowly"),
     ("+", "suffix=<<>>", job(suffix="<<>>"), 400, "suffix", "invalid_value", "with a letter"),
     ("+", "page elsewhere, no key", without_key, 401, None, "missing_api_key", "API key"),
