@@ -48,6 +48,8 @@ log = logging.getLogger("appliance.gateway")
 _ACCEPTED_AT_ONCE = 8
 """Clients accepted per turn of the loop, which takes one from each socket that listens (libuv 1.45 and later): of 512
 that came at once a quarter had an answer within two seconds."""
+_BACKLOG = 2048
+"""Clients that the kernel keeps until they are accepted; one beyond that would try again after a second."""
 _LAST_WORDS_S = 1.0
 """For the errors of what is ended as the gateway stops."""
 LINE_BYTES = 64 * 1024 * 1024
@@ -84,21 +86,22 @@ class Gateway:
         own: Any = {"log_config": None, "access_log": False, "timeout_keep_alive": config.limits.keepalive_s}
         served = Config(app, lifespan="off", ws="none", server_header=False, proxy_headers=False, **own)
         served.load()
-        tls: dict[str, Any] = {}
+        options: dict[str, Any] = {"backlog": _BACKLOG}
         if config.tls_cert_path is not None and config.tls_key_path is not None:
             # Imported here: the certificate code adds 0.1 s to a start, and most gateways need none.
             from appliance.gateway.server.certificates import Certificate
 
             state.certificate = Certificate(config.tls_cert_path, config.tls_key_path)
-            tls = {"ssl": state.certificate.context, "ssl_handshake_timeout": config.limits.head_timeout_s}
+            options |= {"ssl": state.certificate.context, "ssl_handshake_timeout": config.limits.head_timeout_s}
         connection = partial(Connection, served, state.server, state)
-        server = await loop.create_server(connection, host, port, backlog=2048, **tls)
+        server = await loop.create_server(connection, host, port, **options)
         self._servers.append(server)
         for listener in server.sockets:
             for _ in range(_ACCEPTED_AT_ONCE - 1):
-                self._servers.append(await loop.create_server(connection, sock=listener.dup(), **tls))
+                self._servers.append(await loop.create_server(connection, sock=listener.dup(), **options))
         if private is not None:
-            self._servers.append(await loop.create_unix_server(partial(connection, private=True), sock=private))
+            connection = partial(connection, private=True)
+            self._servers.append(await loop.create_unix_server(connection, sock=private, backlog=_BACKLOG))
         state.background.keep("copies", self.controller.send_copies)
         state.background.keep_every("sweep", self.sweep, config.sweep_s)
         return server.sockets[0].getsockname()[1]
@@ -158,12 +161,14 @@ class Gateway:
                 state.metrics.events["revoked_in_flight"] += 1
                 exchange.end(refusal)
             choice, ticket = exchange.choice, exchange.ticket
+            if ticket is not None and ticket.place.done() and ticket.place.exception() is None:
+                choice = ticket.place.result()  # that its coroutine has not got yet
             if choice is not None and choice.work.batch and not state.router.is_open(choice):
                 exchange.end(errors.batch_gives_way())  # its replica drains; whoever sent it sends it again
             if ticket is None:
                 continue
             try:  # its key may not call the model any more, or it is gone, or its engines do not start
-                state.callable_model(ticket.model, exchange.caller)
+                state.callable_model(ticket.model, exchange.caller, exchange.connection.private)
                 if state.next_try_s(ticket.model) is not None:
                     raise state.not_ready(ticket.model, "its engines do not start")
             except HttpError as error:

@@ -259,7 +259,7 @@ ROWS: list[tuple[str, Send, int, str | None, str | None]] = [
     ("header of 2^63 bytes", weights(header({}, length=1 << 63)), 202, None, "integrity_error"),
     ("overlapping offsets", weights(header(OVERLAP)), 202, None, "integrity_error"),
     ("auto_map", imported(remote_code), 202, None, "remote_code_refused"),
-    ("LoRA adapter as a model", imported(adapter), 202, None, "not_a_checkpoint"),
+    ("LoRA adapter without a base", imported(adapter), 400, "base", "base_not_found"),
     ("upload that stops", slow_upload, 408, None, "request_timeout"),
     ("page elsewhere, no key", without_key, 401, None, "missing_api_key"),
     ("form post with a key", form_post, 400, None, "invalid_body"),

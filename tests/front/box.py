@@ -47,8 +47,8 @@ class ImportingOps(SimulatedModelOps):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         library = ModelLibrary(folder, hub_settings=HubSettings(allowed=False))
-        self.run = LibraryOps(library, None, None, None, self.let_go).run  # type: ignore[arg-type, method-assign]
-        self.import_model = library.import_model  # type: ignore[method-assign]
+        real = LibraryOps(library, None, None, None, self.let_go)  # type: ignore[arg-type]
+        self.library, self.run = real.library, real.run  # type: ignore[assignment, method-assign]
 
 
 class Front:

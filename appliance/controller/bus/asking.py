@@ -21,7 +21,7 @@ import orjson
 
 from appliance.controller.interfaces.errors import error_object
 from appliance.controller.interfaces.records import EngineAnswer
-from appliance.gateway.core.errors import ENGINE_FAILED
+from appliance.gateway.core.errors import ENGINE_FAILED, OVERLOADED
 from appliance.gateway.core.table import OPEN
 from appliance.store.database import Database
 from appliance.store.ids import new_id
@@ -117,12 +117,13 @@ class Asking:
             if retry_s is None:
                 return answer
             self._refusals[key_id, model] = answer.error
-            # The longer the more requests of the key wait, or all would come again at once for one that may go.
             self._refused[key_id] += 1
             try:
-                longest_s = max(MOST_RETRY_S, retry_s)
-                wait_s = retry_s * self._refused[key_id] * random.uniform(0.5, 1.5)  # noqa: S311
-                await asyncio.sleep(min(wait_s, longest_s) if answer.status == 429 else retry_s)
+                if answer.status == 429 or answer.code == OVERLOADED:
+                    # The longer the more requests of the key wait, or all would come again at once for one that may go.
+                    spread_s = retry_s * self._refused[key_id] * random.uniform(0.5, 1.5)  # noqa: S311
+                    retry_s = min(spread_s, max(MOST_RETRY_S, retry_s))
+                await asyncio.sleep(retry_s)
             finally:
                 self._refused[key_id] -= 1
 

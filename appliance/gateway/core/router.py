@@ -12,13 +12,11 @@ from __future__ import annotations
 import zlib
 from asyncio import Future
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 from appliance.gateway.core.table import OPEN, Model, Replica
-
-T = TypeVar("T", bound=Hashable)
 
 # A prompt token that stands before a first token weighs as much as this many tokens in all.
 PENDING_TO_TOTAL: Final = 16
@@ -188,49 +186,61 @@ class Ticket:
     place: Future[Choice]
 
 
-class FairQueue(Generic[T]):
-    """Items of several owners in the order of start-time fair queuing (Goyal, Vin and Cheng, SIGCOMM 1996).
+class FairQueue:
+    """Requests that wait for the same engines, in the order of start-time fair queuing (Goyal, Vin and Cheng, SIGCOMM
+    1996).
 
-    An owner's next item starts where the owner's last one ended, in weight that was taken, but never before the item
-    that was taken last. So an owner with one item is next, however many another owner has, and an owner that was away
-    has saved nothing up. Invariant: no owner's queue is empty; `_starts` has those owners, and those that would start
-    after `_now`."""
+    An owner's next request starts where the owner's last one ended, in tokens that were taken, but never before the
+    request that was taken last. So an owner with one request is next, however many another owner has, and an owner that
+    was away has saved nothing up. Invariant: no owner without tickets is in `_tickets`; `_starts` has those that are,
+    and those that would start after `_now`."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, dict[T, int]] = {}  # weights by owner and item, the oldest item first
+        self._tickets: dict[str, dict[Ticket, None]] = {}  # by owner, the oldest first
+        self._names = Counter[tuple[str, ...]]()  # of all tickets
         self._starts: dict[str, int] = {}
         self._now = 0
 
-    def add(self, owner: str, item: T, weight: int) -> None:
-        """weight: such as the tokens of a request."""
-        if owner not in self._queues:
-            self._queues[owner] = {}
+    def add(self, ticket: Ticket) -> None:
+        owner = ticket.work.owner
+        if owner not in self._tickets:
+            self._tickets[owner] = {}
             self._starts[owner] = max(self._starts.get(owner, 0), self._now)
-        self._queues[owner][item] = weight
+        self._tickets[owner][ticket] = None
+        self._names[ticket.names] += 1
 
-    def take(self, owner: str, item: T) -> None:
-        """Remove an item because it is served now, which counts for its owner. Raises KeyError."""
+    def take(self, ticket: Ticket) -> None:
+        """Remove a request because it is served now, which counts for its owner. Raises KeyError."""
+        owner = ticket.work.owner
         self._now = max(self._now, self._starts[owner])
-        self._starts[owner] += self._queues[owner][item]
-        self.discard(owner, item)
+        self._starts[owner] += ticket.work.tokens
+        self.discard(ticket)
 
-    def discard(self, owner: str, item: T) -> bool:
-        """Remove an item; False if it is not there."""
-        if item not in self._queues.get(owner, ()):
+    def discard(self, ticket: Ticket) -> bool:
+        """Remove a request; False if it is not there."""
+        owner = ticket.work.owner
+        if ticket not in self._tickets.get(owner, ()):
             return False
-        del self._queues[owner][item]
-        if not self._queues[owner]:
-            del self._queues[owner]
-            self._starts = {one: at for one, at in self._starts.items() if one in self._queues or at > self._now}
+        del self._tickets[owner][ticket]
+        self._names -= Counter((ticket.names,))  # without those of which none is left
+        if not self._tickets[owner]:
+            del self._tickets[owner]
+            self._starts = {one: at for one, at in self._starts.items() if one in self._tickets or at > self._now}
         return True
 
-    def __iter__(self) -> Iterator[T]:
-        """The owner that starts first with all of its items, the oldest first, then the next owner."""
-        for owner in sorted(self._queues, key=self._starts.__getitem__):
-            yield from self._queues[owner]
+    def next(self, full: Set[tuple[str, ...]] = frozenset()) -> Ticket | None:
+        """The next request for a place, of those whose names are not full; it stays here."""
+        if self._names.keys() <= full:
+            return None  # without a scan of all, which may be thousands
+        return next(ticket for ticket in self if ticket.names not in full)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        """The owner that starts first with all of its requests, the oldest first, then the next owner."""
+        for owner in sorted(self._tickets, key=self._starts.__getitem__):
+            yield from self._tickets[owner]
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return sum(map(len, self._tickets.values()))
 
 
 class Holds:
@@ -239,7 +249,7 @@ class Holds:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.queues: defaultdict[tuple[str, bool], FairQueue[Ticket]] = defaultdict(FairQueue)
+        self.queues: defaultdict[tuple[str, bool], FairQueue] = defaultdict(FairQueue)
 
     def count(self, batch: bool = False) -> int:
         """How many wait."""
@@ -249,12 +259,12 @@ class Holds:
         """Queue a request; False if too many wait already."""
         if self.count(ticket.work.batch) >= self.most:
             return False
-        self.queues[ticket.queue].add(ticket.work.owner, ticket, ticket.work.tokens)
+        self.queues[ticket.queue].add(ticket)
         return True
 
     def take(self, ticket: Ticket, choice: Choice) -> None:
         """Give a queued request its place."""
-        self.queues[ticket.queue].take(ticket.work.owner, ticket)
+        self.queues[ticket.queue].take(ticket)
         self.remove(ticket)
         ticket.place.set_result(choice)
 
@@ -265,14 +275,10 @@ class Holds:
 
     def remove(self, ticket: Ticket) -> bool:
         """Remove a request that waits no longer; False if it is not queued."""
-        found = self.queues[ticket.queue].discard(ticket.work.owner, ticket)
+        queued = self.queues[ticket.queue].discard(ticket)
         if not self.queues[ticket.queue]:
             del self.queues[ticket.queue]
-        return found
-
-    def next(self, queue: tuple[str, bool], full: Collection[tuple[str, ...]] = ()) -> Ticket | None:
-        """The request of this queue that is next for a place; it stays there. full: names without a place."""
-        return next((ticket for ticket in self.queues.get(queue, ()) if ticket.names not in full), None)
+        return queued
 
     def models(self) -> Counter[str]:
         """People's requests that wait, by model."""

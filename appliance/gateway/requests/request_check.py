@@ -75,6 +75,9 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
 
 def parsed_body(body: bytes, json_depth: int) -> dict[str, Any]:
     """Parse a body that must be an object with a `model` name. Raises HttpError 400."""
+    opened = body.count(b"[") + body.count(b"{")  # texts have some too
+    if opened > 16 * _MOST_NESTED:  # the whole box would wait for seconds while they are parsed
+        raise errors.bad_request("The request body has too many lists and objects.", code="too_many_values")
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -85,7 +88,7 @@ def parsed_body(body: bytes, json_depth: int) -> dict[str, Any]:
     model = data.get("model")
     if not isinstance(model, str) or not model:
         raise errors.bad_request("You must provide a model parameter: a non-empty string.", param="model")
-    if body.count(b"[") + body.count(b"{") > json_depth:  # texts have some too
+    if opened > json_depth:
         check_depth(data, json_depth)
     return data
 
@@ -197,9 +200,9 @@ def check_depth(root: Any, most: int, param: str | None = None) -> None:
 
 def check_structure(data: dict[str, Any], json_depth: int) -> None:
     """Raises HttpError 400 for structured output that engines do not enforce, or that is too large."""
-    schemas = [(place, schema) for place, schema in _answer_forms(data, json_depth) if schema is not None]
-    for place, schema in schemas:
-        if path := next(unenforced(schema), ""):
+    forms = list(_answer_forms(data, json_depth))
+    for place, form in forms:
+        if path := next(unenforced(form), ""):
             raise errors.bad_request(
                 f"`{place}.{path}`: this server does not enforce the keyword `{path.rpartition('.')[2]}` here. "
                 "Take it out, and check answers yourself.",
@@ -208,8 +211,7 @@ def check_structure(data: dict[str, Any], json_depth: int) -> None:
             )
     # Tools that are to be held to their schema, wherever they are; one whose call is demanded is strict (normalize.py).
     tools = ((name, path, tool) for name in ("tools", "messages") for path, tool in nodes(data.get(name)))
-    strict = [(f"{name}[{path.partition('.')[0]}]", tool) for name, path, tool in tools if tool.get("strict")]
-    forms = [*schemas, *strict]
+    forms += [(f"{name}[{path.partition('.')[0]}]", tool) for name, path, tool in tools if tool.get("strict")]
     for unit, measure, most in _MOST:
         sizes = [measure(form) for _, form in forms]
         if sum(sizes) > most:
@@ -221,10 +223,9 @@ def check_structure(data: dict[str, Any], json_depth: int) -> None:
             )
 
 
-def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, Any]]:
-    """The forms of answers and their places in the request, wherever a schema may be; None where it is not."""
-    outputs = "structured_outputs"
-    for place in ("response_format", "text.format", "output_config.format", outputs):
+def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The forms of answers and their places in the request. Raises HttpError 400."""
+    for place in ("response_format", "text.format", "output_config.format", "structured_outputs"):
         field, _, inner = place.partition(".")
         form = data.get(field, {}).get(inner) if inner else data.get(field)
         if not isinstance(form, dict):  # of which an engine says what it expects
@@ -237,19 +238,13 @@ def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, 
                     param=place,
                     code="unsupported_parameter",
                 )
-        named = form.get("json_schema")
-        yield f"{place}.json_schema.schema", named.get("schema") if isinstance(named, dict) else None
-        yield f"{place}.schema", form.get("schema")
-        for name, keyword in (("regex", "const"), ("choice", "enum")):
-            yield f"{place}.{name}", {keyword: form[name]} if name in form else None
-    schema = data.get(outputs, {}).get("json")
-    if isinstance(schema, str):
-        try:
-            schema = orjson.loads(schema)
-        except orjson.JSONDecodeError as error:
-            raise errors.bad_request(f"`{outputs}.json` is not JSON: {error}", param=f"{outputs}.json") from None
-        check_depth([schema], json_depth, f"{outputs}.json")
-    yield f"{outputs}.json", schema
+        if isinstance(schema := form.get("json"), str):
+            try:
+                form = {**form, "json": orjson.loads(schema)}
+            except orjson.JSONDecodeError as error:
+                raise errors.bad_request(f"`{place}.json` is not JSON: {error}", param=f"{place}.json") from None
+            check_depth([form["json"]], json_depth, f"{place}.json")
+        yield place, form
 
 
 # -- images and sounds

@@ -147,9 +147,8 @@ class App:
             await self._controller.relay(exchange, await self._body(exchange, LOGIN_BODY_BYTES))
         elif kind is Kind.METRICS:
             theirs = await self._controller.metrics(exchange)
-            up = b"# HELP appliance_controller_up Whether the controller answered this scrape.\n"
-            up += b"# TYPE appliance_controller_up gauge\nappliance_controller_up %d\n" % bool(theirs)
-            await exchange.whole(200, CONTENT_TYPE_PLAIN_0_0_4.encode(), await metrics_text(state) + up + theirs)
+            own = await metrics_text(state, bool(theirs))
+            await exchange.whole(200, CONTENT_TYPE_PLAIN_0_0_4.encode(), own + theirs)
         elif kind is Kind.PAGE:
             file = site().get(exchange.path, TO_THE_PAGE)
             await exchange.whole(303 if file is TO_THE_PAGE else 200, file.content_type, file.body, file.headers)
@@ -284,16 +283,17 @@ def check_head(exchange: Exchange, limits: Limits) -> None:
 # -- Prometheus
 
 
-async def metrics_text(state: State) -> bytes:
+async def metrics_text(state: State, controller_up: bool) -> bytes:
     """Series of this gateway."""
-    current = list(gauges(state))
+    text = "Whether the controller answered this scrape."
+    current = [*gauges(state), GaugeMetricFamily("appliance_controller_up", text, int(controller_up))]
     collected: Any = SimpleNamespace(collect=lambda: [*state.metrics.registry.collect(), *current])
     return await asyncio.to_thread(generate_latest, collected)  # it may take 0.3 s
 
 
 def gauges(state: State) -> Iterator[Metric]:
     """Series made of the current state."""
-    certificate, named = state.certificate, "appliance_gateway_{}".format
+    named = "appliance_gateway_{}".format
     events = CounterMetricFamily(named("events"), "Things that happened to requests.", labels=("event",))
     for event, count in sorted(state.metrics.events.items()):
         events.add_metric((event,), count)
@@ -301,9 +301,9 @@ def gauges(state: State) -> Iterator[Metric]:
     yield GaugeMetricFamily(named("start_time_seconds"), "Unix time of the start.", state.started_s)
     yield GaugeMetricFamily(named("connections"), "Open client connections.", len(state.connections))
     yield GaugeMetricFamily(named("buffered_body_bytes"), "Request bodies in memory.", state.buffered_bytes)
-    if certificate is not None:
+    if state.certificate is not None:
         text = "Unix time at which the endpoint's certificate expires."
-        yield GaugeMetricFamily("appliance_tls_expiry_seconds", text, certificate.expires_s)
+        yield GaugeMetricFamily("appliance_tls_expiry_seconds", text, state.certificate.expires_s)
     held = dict.fromkeys((model for model, _, _ in state.metrics.series), 0) | state.holds.models()
     loads = {name: load.inflight for name, load in state.router.loads.items()}
     failing = dict.fromkeys(state.background.names(), 1)

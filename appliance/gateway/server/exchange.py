@@ -128,11 +128,8 @@ class Exchange:
 
     def __init__(self, limits: Limits, scope: Any, receive: Any, send: Any) -> None:
         self.connection: Connection = scope["connection"]
-        self.method, self.target, self.headers = (
-            scope["method"].encode(),
-            plain_target(scope["target"]),
-            scope["fields"],
-        )
+        self.method, self.headers = scope["method"].encode(), scope["fields"]
+        self.target = plain_target(scope["target"])
         self.path = self.target.partition(b"?")[0]
         length = self.headers.get(b"content-length")
         self.content_length = None if length is None else int(length)
@@ -226,22 +223,9 @@ class Exchange:
         self.finished = True
 
     async def whole(self, status: int, content_type: bytes, body: bytes, headers: Pairs = ()) -> None:
-        typed, running = [(b"content-type", content_type), *headers], self.connection.running
-        if self._send != running.send:  # Starlette adds its CORS headers to what passes through it
-            await self.begin(status, [*typed, (b"content-length", b"%d" % len(body))])
-            await self.write(body)
-        else:  # in one write: uvicorn writes head and body apart, each a system call
-            await self._drained()
-            if not running.disconnected:  # then its cycle takes only an empty last piece of the body
-                running.response_started, running.waiting_for_100_continue, running.chunked_encoding = (
-                    True,
-                    False,
-                    False,
-                )
-                data = response_bytes(status, self._headers(typed), body, head_only=self.head_only)
-                self.connection.transport.write(data)
-            self.head_sent, self.status, self.sent_bytes = True, status, len(body)
-            await self._drained()  # the end waits for a client that reads slowly
+        await self.begin(status, [(b"content-type", content_type), *headers, (b"content-length", b"%d" % len(body))])
+        await self.write(body)
+        await self._drained()  # the end waits for a client that reads slowly
         if not self.body_complete:
             await self._linger()
         await self.finish()
@@ -451,8 +435,10 @@ class Connection(HttpToolsProtocol):
             return
         self.state.metrics.requests("unknown", error.status).inc()
         headers = [(b"content-type", b"application/json"), (b"x-request-id", self.state.new_request_id())]
-        headers += [*_error_headers(error), (b"connection", b"close")]
-        self.transport.write(response_bytes(error.status, headers, error.body()))
+        body = error.body()
+        headers += [*_error_headers(error), (b"connection", b"close"), (b"content-length", b"%d" % len(body))]
+        lines = [b"%b: %b\r\n" % pair for pair in headers]
+        self.transport.write(b"".join((STATUS_LINE[error.status], *lines, b"\r\n", body)))
         # Closed with unread bytes, the connection is reset, which can destroy the answer on its way.
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -493,13 +479,6 @@ def _shaped(error: HttpError, exchange: Exchange) -> tuple[int, bytes]:
     kind = _ANTHROPIC_TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     body = {"type": "error", "error": {"type": kind, "message": error.message}}
     return status, orjson.dumps({**body, "request_id": exchange.request_id.decode()})
-
-
-def response_bytes(status: int, headers: Pairs, body: bytes, *, head_only: bool = False) -> bytes:
-    """A whole response; head_only: without its body."""
-    lines = b"".join([b"%b: %b\r\n" % pair for pair in headers])
-    head = b"%b%bcontent-length: %d\r\n\r\n" % (STATUS_LINE[status], lines, len(body))
-    return head if head_only else head + body
 
 
 def error_event(error: HttpError, exchange: Exchange, sent: int) -> bytes:

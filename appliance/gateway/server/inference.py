@@ -144,8 +144,8 @@ class Inference:
             raise state.unknown_model(self.model, exchange.caller)  # it was removed while this waited
         host, names, choice = model.host or self.model, self._names(), None
         # Those who wait go first; otherwise a stream of new requests could starve them.
-        ahead = state.holds.queues and any(state.holds.next((host, batch)) for batch in {False, work.batch})
-        if not work.sequences or not ahead:
+        is_first = state.holds.queues.keys().isdisjoint({(host, False), (host, work.batch)})
+        if not work.sequences or is_first:
             choice = state.router.choose(names, work, time.monotonic(), self.failures)
         if choice is None and self.continues and exchange.routed_model != self.model:
             raise errors.engine_failed()  # the canary is gone in mid-stream, and no other version continues it
@@ -178,7 +178,7 @@ class Inference:
             raise state.not_ready(self.model, "its engines do not start")
         place: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
         ticket = Ticket(self.model, queue, names, self.checked, self.failures, place)
-        is_first = state.holds.next(queue) is None
+        is_first = queue not in state.holds.queues
         if not state.holds.add(ticket):
             raise state.not_ready(self.model, "too many requests are waiting")
         exchange.routed_model, exchange.ticket = self.model, ticket

@@ -48,33 +48,29 @@ class Metrics:
         self.events = Counter[str]()
         self.loads: defaultdict[str, ModelLoad] = defaultdict(ModelLoad)
         self.series = set[tuple[str, str, str]]()
-        self.registry, self._by_series = prometheus.CollectorRegistry(), list[tuple[Any, Any]]()
+        self.registry, self._by_series = prometheus.CollectorRegistry(), list[Any]()
         own: Any = {"namespace": "appliance_gateway", "registry": self.registry}
 
-        def by_series(metric: Any) -> Any:
-            self._by_series.append((metric, labels := cache(metric.labels)))
-            return labels
+        def by_series(kind: type[Any], name: str, text: str, *labels: str, **more: Any) -> Any:
+            self._by_series.append(kind(name, text, (*_LABELS, *labels), **own, **more))
+            return self._by_series[-1].labels
 
-        def counter(name: str, text: str, *labels: str) -> Any:
-            return by_series(prometheus.Counter(name, text, (*_LABELS, *labels), **own))
-
-        def times(name: str, text: str, buckets: tuple[float, ...]) -> Any:
-            return by_series(prometheus.Histogram(name, text, _LABELS, buckets=buckets, **own))
-
-        requests = prometheus.Counter("requests", "Requests answered, by route and status.", ("route", "status"), **own)
-        self.requests = cache(requests.labels)
+        text = "Requests answered, by route and status."
+        self.requests = prometheus.Counter("requests", text, ("route", "status"), **own).labels
         text = "From complete request to its sending upstream, unheld."
         self.added = prometheus.Histogram("added_seconds", text, buckets=_ADDED, **own)
         text = "Inference requests ended, by model, version, key class and status."
-        self.model_requests = counter("model_requests", text, "status")
+        self.model_requests = by_series(prometheus.Counter, "model_requests", text, "status")
         text = "Tokens of prompts (input) and answers (output), as engines counted them."
-        self.tokens = counter("tokens", text, "direction")
-        self.cached = counter("cached_tokens", "Tokens of prompts in an engine's cache of prefixes.")
+        self.tokens = by_series(prometheus.Counter, "tokens", text, "direction")
+        text = "Tokens of prompts in an engine's cache of prefixes."
+        self.cached = by_series(prometheus.Counter, "cached_tokens", text)
         text = "From complete request to the first body byte."
-        self.first_byte = times("time_to_first_byte_seconds", text, _SECONDS)
-        self.request = times("request_seconds", "From complete request to the end of its answer.", _LONG)
+        self.first_byte = by_series(prometheus.Histogram, "time_to_first_byte_seconds", text, buckets=_SECONDS)
+        text = "From complete request to the end of its answer."
+        self.request = by_series(prometheus.Histogram, "request_seconds", text, buckets=_LONG)
         text = "Streams: mean time from one token to the next."
-        self.token = times("time_per_output_token_seconds", text, _SECONDS)
+        self.token = by_series(prometheus.Histogram, "time_per_output_token_seconds", text, buckets=_SECONDS)
 
     def finished(self, exchange: Exchange, now_s: float, inferred: Checked | None) -> None:
         """Count a finished response, whichever side ended it. inferred: the request, if it was for an engine."""
@@ -104,9 +100,8 @@ class Metrics:
         if key not in self.series:
             if len(self.series) >= MOST_SERIES:
                 self.series.clear()
-                for metric, labels in self._by_series:
+                for metric in self._by_series:
                     metric.clear()
-                    labels.cache_clear()
             self.series.add(key)
         return key
 

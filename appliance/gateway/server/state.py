@@ -12,7 +12,6 @@ import ssl
 import time
 from collections.abc import Callable
 from functools import lru_cache, partial
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
@@ -97,7 +96,8 @@ class State:
         leaves half of the memory to people."""
         most = self.limits.buffered_body_bytes // (2 if exchange.use.batch else 1)
         if self.buffered_bytes + nbytes > most:
-            raise errors.unavailable("The server is busy with other large requests. Please retry.", "overloaded", 2)
+            text = "The server is busy with other large requests. Please retry."
+            raise errors.unavailable(text, errors.OVERLOADED, 2)
         owner = exchange.use.owner
         if owner.body_bytes + nbytes > self.limits.owner_body_bytes:
             raise self.spending.too_many_at_once("bytes of request bodies", self.limits.owner_body_bytes)
@@ -160,9 +160,9 @@ class State:
     def place_held(self) -> None:
         """Give waiting requests the places that replicas have for them."""
         now_s = time.monotonic()
-        for queue in sorted(self.holds.queues, key=itemgetter(1)):  # class batch last
+        for _, queue in sorted(self.holds.queues.items(), key=lambda item: item[0][1]):  # class batch last
             full: set[tuple[str, ...]] = set()
-            while (ticket := self.holds.next(queue, full)) is not None:
+            while (ticket := queue.next(full)) is not None:
                 choice = self.router.choose(ticket.names, ticket.work, now_s, ticket.avoided)
                 if choice is None:
                     full.add(ticket.names)

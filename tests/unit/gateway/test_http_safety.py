@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 
 import pytest
 
@@ -173,6 +175,13 @@ async def test_refused_head_of_a_client_that_stays_is_not_refused_again(start_bo
     assert (await wire.response()).status == 400
     await asyncio.sleep(0.3)  # several sweeps later
     assert await wire.eof() == b"" and box.state.background.names() == []
+
+
+async def test_many_clients_connect_while_the_gateway_is_busy(box: Box) -> None:
+    """With no turn of the loop in between; one that the kernel does not keep would time out."""
+    with contextlib.ExitStack() as clients:
+        for _ in range(400):
+            clients.enter_context(socket.create_connection(("127.0.0.1", box.port), timeout=0.5))
 
 
 async def test_connections_are_bounded(start_box: Start) -> None:

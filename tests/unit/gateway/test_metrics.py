@@ -68,7 +68,7 @@ async def test_traceparent_reaches_the_engine_only_if_well_formed(box: Box) -> N
         assert "traceparent" not in box.engines["e0"].requests[-1].headers
 
 
-def test_series_beyond_the_bound_replace_the_oldest() -> None:
+def test_series_beyond_the_bound_begin_again() -> None:
     metrics = Metrics()
     for version in range(3 * MOST_SERIES):
         named = SimpleNamespace(model="m", model_version=f"v{version}", caller=NOBODY)

@@ -107,9 +107,10 @@ def test_check_depth_is_bounded_in_the_body_and_in_a_schema_as_text(depth: int) 
             assert refusal(CHAT, **more).code == "invalid_json"
 
 
-def test_check_many_arrays_are_refused_unparsed() -> None:
+@pytest.mark.parametrize(("count", "end"), [(1 << 17, b"1]}"), (1 << 21, b"not JSON")])
+def test_check_many_arrays_are_refused_and_very_many_unparsed(count: int, end: bytes) -> None:
     with pytest.raises(HttpError) as caught:
-        check_body(CHAT, b'{"model":"m","messages":[' + b"[]," * (1 << 17) + b"1]}", LIMITS)
+        check_body(CHAT, b'{"model":"m","messages":[' + b"[]," * count + end, LIMITS)
     assert caught.value.code == "too_many_values"
 
 
