@@ -93,7 +93,8 @@ class Tiers:
         self.disk = Tier("disk", on_disk, disk.versions, disk.snapshots)
         self.all = [self.disk]
         if remote.url is not None:
-            self.all.append(Tier("remote", RemoteTier(objects_at(remote)), remote.versions, remote.snapshots))
+            copies = RemoteTier(objects_at(remote), int8_moments=remote.moments == "int8")
+            self.all.append(Tier("remote", copies, remote.versions, remote.snapshots))
 
     def nudge(self) -> None:
         """Wake the flow: something new is there, or something has to go. Call it on the loop's thread."""

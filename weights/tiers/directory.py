@@ -81,7 +81,11 @@ class DirectoryTier(Tier):
         return chunks_of(path, Manifest.read(path), file)
 
     def _write(
-        self, manifest: Manifest, chunks: Callable[[str], Iterable[bytes]], sealed: Callable[[], Manifest]
+        self,
+        manifest: Manifest,
+        layout: Layout,
+        chunks: Callable[[str], Iterable[bytes]],
+        sealed: Callable[[], Manifest],
     ) -> None:
         target = self.path(name := manifest.name)
         with tier_errors(target):

@@ -3,28 +3,35 @@
     copies/<kind>s/<model>/<version>               the manifest; written last, so a version with a record is complete
     parts/<kind>s/<model>/<version>/<file>.<n>     the n-th part of a file of the version
 
-One process writes a place; any may read it.
+With moments in 8 bits a part has blocks (weights.tiers.moments). One process writes a place; any may read it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from weights.format.errors import IntegrityError, ObjectDamaged, TierUnavailable, VersionNotFound
+from weights.format.layout import Layout
 from weights.format.manifest import Manifest
 from weights.format.names import Name
-from weights.format.source import CHUNK_BYTES
+from weights.format.source import CHUNK_BYTES, hashed
+from weights.tiers import moments
 from weights.tiers.objects import Objects
 from weights.tiers.tier import Tier
 
 OWNER_KEY = "owner"
+MOMENTS = "moments_in_8_bits"
+"""Of a manifest's meta: where the files of a snapshot have them (weights.tiers.moments.Range)."""
 log = logging.getLogger(__name__)
 
 
 class RemoteTier(Tier):
-    def __init__(self, objects: Objects) -> None:
-        self.where, self._objects = objects.where, objects
+    """`int8_moments`: Adam's moments of snapshots are stored in 8 bits."""
+
+    def __init__(self, objects: Objects, *, int8_moments: bool = False) -> None:
+        self.where, self._objects, self._int8_moments = objects.where, objects, int8_moments
         self._records: dict[Name, Manifest] | None = None
 
     def claim(self, owner: str, first: bool) -> None:
@@ -81,18 +88,39 @@ class RemoteTier(Tier):
         return self.manifests()[name]
 
     def _chunks(self, name: Name, file: str) -> Iterator[bytes]:
-        for number in range(-(-self._manifest(name).files[file].nbytes // CHUNK_BYTES)):
-            yield self._objects.get(_part_key(name, file, number))
+        manifest = self._manifest(name)
+        ranges, nbytes = manifest.meta.get(MOMENTS, {}).get(file), manifest.files[file].nbytes
+        for number, start in enumerate(range(0, nbytes, CHUNK_BYTES)):
+            data = self._objects.get(_part_key(name, file, number))
+            yield moments.decode(data, ranges, start, min(CHUNK_BYTES, nbytes - start)) if ranges else data
 
     def _write(
-        self, manifest: Manifest, chunks: Callable[[str], Iterable[bytes]], sealed: Callable[[], Manifest]
+        self,
+        manifest: Manifest,
+        layout: Layout,
+        chunks: Callable[[str], Iterable[bytes]],
+        sealed: Callable[[], Manifest],
     ) -> None:
-        name = manifest.name
+        name, checksums = manifest.name, dict[str, str]()
+        ranges = moments.ranges_of(layout) if self._int8_moments and name.kind == "snapshot" else {}
         for file in manifest.files:
-            for number, chunk in enumerate(chunks(file)):
-                self._objects.put(_part_key(name, file, number), chunk)
-        self._objects.put(f"copies/{name.key}", sealed().to_bytes())
-        self.manifests()[name] = sealed()
+            stored = self._store(name, file, chunks(file), ranges.get(file, []))
+            if file in ranges:  # its checksum is of the bytes that come back
+                stored = hashed(stored, None, checksums, path=self.where, file=file)
+            for _ in stored:
+                pass
+        meta = {key: value for key, value in manifest.meta.items() if key != MOMENTS}
+        manifest = replace(sealed(), meta=meta | ({MOMENTS: ranges} if ranges else {})).with_checksums(checksums)
+        self._objects.put(f"copies/{name.key}", manifest.to_bytes())
+        self.manifests()[name] = manifest
+
+    def _store(self, name: Name, file: str, chunks: Iterable[bytes], ranges: list[moments.Range]) -> Iterator[bytes]:
+        """Writes the parts of a file; yields the bytes that come back."""
+        for number, chunk in enumerate(chunks):
+            start = number * CHUNK_BYTES
+            data = moments.encode(chunk, ranges, start) if ranges else chunk
+            self._objects.put(_part_key(name, file, number), data)
+            yield moments.decode(data, ranges, start, len(chunk)) if ranges else chunk
 
 
 def _part_key(name: Name, file: str, number: int) -> str:

@@ -45,7 +45,11 @@ class Tier(ABC):
 
     @abstractmethod
     def _write(
-        self, manifest: Manifest, chunks: Callable[[str], Iterable[bytes]], sealed: Callable[[], Manifest]
+        self,
+        manifest: Manifest,
+        layout: Layout,
+        chunks: Callable[[str], Iterable[bytes]],
+        sealed: Callable[[], Manifest],
     ) -> None:
         """Stores the files, each from its `chunks`; then `sealed` returns the manifest with which they become visible,
         in place of what is here under its name. Raises TierFull."""
@@ -59,8 +63,8 @@ class Tier(ABC):
 
         Raises TierFull, and IntegrityError if its bytes differ from its manifest; nothing becomes visible then.
         """
-        manifest, found = Manifest.read(source), dict[str, str]()
-        manifest.check_layout(Layout.read(source), path=source)
+        manifest, layout, found = Manifest.read(source), Layout.read(source), dict[str, str]()
+        manifest.check_layout(layout, path=source)
 
         def chunks(file: str) -> Iterator[bytes]:
             read, expected = chunks_of(source, manifest, file), manifest.files[file].checksum
@@ -68,7 +72,7 @@ class Tier(ABC):
                 yield chunk
                 moved(len(chunk))
 
-        self._write(manifest, chunks, lambda: manifest.with_checksums(found))
+        self._write(manifest, layout, chunks, lambda: manifest.with_checksums(found))
 
     def restore(self, store: WeightStore, name: Name) -> StoredVersion:
         """Restores `name` into `store`, evictable, and checks every byte before it becomes visible. Raises
