@@ -80,8 +80,8 @@ class WeightStore:
     file system's. `pool_bytes` bounds the pool of freed segments (default: only by the budget). The root is
     made if it is absent. Raises StoreError if it is a symlink, belongs to another user or is open to others.
 
-    Methods with an underscore, but `_staged` and `_discard`, are called under the store's mutex: then a lock probe
-    never looks like a lease to another process, and no space is allocated twice.
+    `_full` and the methods from `_make_room` on are called under the store's mutex: then a lock probe never looks like
+    a lease to another process, and no space is allocated twice.
     """
 
     def __init__(self, root: Path | str, *, budget_bytes: int | None, pool_bytes: int | None = None) -> None:
@@ -403,7 +403,7 @@ class WeightStore:
         """Removes everything unlocked in staging."""
         for path in list(self.staging.iterdir()):
             if path.is_symlink() or not path.is_dir():
-                path.unlink()
+                path.unlink(missing_ok=True)  # a draft that was committed meanwhile
             else:
                 self.pool.take_unheld(path, keep=False)
 

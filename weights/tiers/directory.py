@@ -18,7 +18,7 @@ from weights.format.manifest import Manifest
 from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE, Name, encode_name
 from weights.format.source import aux_files_of, chunks_of, read_whole
 from weights.memory.lease import StoredVersion
-from weights.memory.store import WeightStore
+from weights.memory.store import WeightStore, directories
 from weights.tiers.objects import tier_errors
 from weights.tiers.tier import Tier
 
@@ -44,7 +44,8 @@ class DirectoryTier(Tier):
 
     def manifests(self) -> dict[Name, Manifest]:
         found = {}
-        for folder in (path for root in (self._models, self._snapshots) for path in root.glob("*/*/")):
+        families = (family for root in (self._models, self._snapshots) for family in directories(root))
+        for folder in (folder for family in families for folder in directories(family)):
             with suppress(IntegrityError):
                 manifest = Manifest.read(folder)
                 if self.path(name := manifest.name) == folder:  # not one that is being copied or removed
