@@ -100,8 +100,8 @@ def _accept_loop(listener: socket.socket) -> tuple[BlockingChannel, dict[str, An
             message = channel.receive()
             if "ended" in message:
                 _reap()
-                asked = message["ended"]
-                channel.send({"status": _ended.get(asked), "living": asked in _living})
+                pid = message["ended"]
+                channel.send({"status": _ended.get(pid), "living": pid in _living})
             elif pid := os.fork():
                 _living.add(pid)
             else:

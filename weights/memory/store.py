@@ -135,16 +135,16 @@ class WeightStore:
         checksum is known before it becomes visible. `source`: where the bytes are from. Raises IntegrityError,
         StoreFull, VersionExists."""
         free_path(self.root, manifest.name)
-        found: dict[str, str] = {}
+        checksums: dict[str, str] = {}
         segments = {file: record.nbytes for file, record in manifest.files.items() if record.header}
         with self._staged(segments, manifest.nbytes) as (path, lock), closing(lock):
             for file, record in manifest.files.items():
                 if file not in segments:
                     segment.create(path / file, 0)
                 with open(path / file, "r+b") as out:
-                    for chunk in hashed(chunks(file), record.checksum, found, path=source, file=file):
+                    for chunk in hashed(chunks(file), record.checksum, checksums, path=source, file=file):
                         out.write(chunk)
-            manifest = replace(manifest.with_checksums(found), created_s=time.time())
+            manifest = replace(manifest.with_checksums(checksums), created_s=time.time())
             manifest.check_layout(Layout.read(path), path=source)
             return publish(self.root, path, manifest, pinned=pinned)
 
@@ -217,13 +217,13 @@ class WeightStore:
     def list(self, kind: str, model: str | None = None) -> list[StoredVersion]:
         """All readable versions of `kind`, or those of one model, oldest first. Damaged ones are reported by `sweep`,
         not here."""
-        found = []
+        versions = []
         for path in self._committed(kind, model):
             try:
-                found.append(StoredVersion.read(path))
+                versions.append(StoredVersion.read(path))
             except IntegrityError:
                 continue
-        return sorted(found, key=lambda stored: stored.manifest.created_s)
+        return sorted(versions, key=lambda stored: stored.manifest.created_s)
 
     def lease(self, stored: StoredVersion) -> Lease:
         """Takes a lease on `stored`; see `weights.memory.lease.take_lease`."""

@@ -43,14 +43,14 @@ class DirectoryTier(Tier):
         return str(self.path(name))
 
     def manifests(self) -> dict[Name, Manifest]:
-        found = {}
+        manifests = {}
         families = (family for root in (self._models, self._snapshots) for family in directories(root))
         for folder in (folder for family in families for folder in directories(family)):
             with suppress(IntegrityError):
                 manifest = Manifest.read(folder)
                 if self.path(name := manifest.name) == folder:  # not one that is being copied or removed
-                    found[name] = manifest
-        return found
+                    manifests[name] = manifest
+        return manifests
 
     def remove(self, name: Name) -> bool:
         path = self.path(name)
@@ -109,11 +109,11 @@ class DirectoryTier(Tier):
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
 
-    def _staged(self, path: Path, what: str) -> Path:
+    def _staged(self, path: Path, purpose: str) -> Path:
         # The model library's sweep reads the process id from the name.
         staging = path.parent.parent / STAGING
         staging.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return staging / f"{what}-{os.getpid()}-{uuid.uuid4().hex}"
+        return staging / f"{purpose}-{os.getpid()}-{uuid.uuid4().hex}"
 
 
 def verify(directory: Path) -> Manifest:

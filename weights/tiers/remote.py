@@ -41,22 +41,22 @@ class RemoteTier(Tier):
         remove each other's objects.
         """
         try:
-            found = self._objects.get(OWNER_KEY).decode(errors="replace")
+            holder = self._objects.get(OWNER_KEY).decode(errors="replace")
         except ObjectDamaged:
             if not first:
                 raise TierUnavailable(f"{self.where} is empty, and this box wrote to it; is it mounted?") from None
             self._objects.put(OWNER_KEY, owner.encode())
-            found = owner
-        if found != owner:
+            holder = owner
+        if holder != owner:
             raise TierUnavailable(
-                f"{self.where} belongs to box {found[:40]!r}, this is {owner!r}; give each box a place of its own, or "
+                f"{self.where} belongs to box {holder[:40]!r}, this is {owner!r}; give each box a place of its own, or "
                 f"delete {OWNER_KEY} there to take it over"
             )
 
     def manifests(self) -> dict[Name, Manifest]:
-        """What the place had when it was first read, and what this process has put and removed since."""
+        """Every version with a readable manifest. The place is read once: this process alone writes it."""
         if self._records is None:
-            known = {}
+            records = {}
             for key in list(self._objects.list("copies/")):
                 try:
                     manifest = Manifest.from_bytes(self._objects.get(key), path=f"{self.where}/{key}")
@@ -64,8 +64,8 @@ class RemoteTier(Tier):
                     log.error("the remote tier has a damaged record: %s", error)
                     continue
                 if key == f"copies/{manifest.name.key}":
-                    known[manifest.name] = manifest
-            self._records = known
+                    records[manifest.name] = manifest
+            self._records = records
         return self._records
 
     def remove(self, name: Name) -> bool:

@@ -63,16 +63,16 @@ class Tier(ABC):
 
         Raises TierFull, and IntegrityError if its bytes differ from its manifest; nothing becomes visible then.
         """
-        manifest, layout, found = Manifest.read(source), Layout.read(source), dict[str, str]()
+        manifest, layout, checksums = Manifest.read(source), Layout.read(source), dict[str, str]()
         manifest.check_layout(layout, path=source)
 
         def chunks(file: str) -> Iterator[bytes]:
             read, expected = chunks_of(source, manifest, file), manifest.files[file].checksum
-            for chunk in hashed(read, expected, found, path=source, file=file):
+            for chunk in hashed(read, expected, checksums, path=source, file=file):
                 yield chunk
                 moved(len(chunk))
 
-        self._write(manifest, layout, chunks, lambda: manifest.with_checksums(found))
+        self._write(manifest, layout, chunks, lambda: manifest.with_checksums(checksums))
 
     def restore(self, store: WeightStore, name: Name) -> StoredVersion:
         """Restores `name` into `store`, evictable, and checks every byte before it becomes visible. Raises
