@@ -110,11 +110,11 @@ class Child:
         return event
 
     def log_end(self) -> str:
-        """The last lines of what it wrote into its log."""
+        """The last lines that it wrote into its log."""
         return tail(self.log_path, self._log_begin)
 
     async def closed(self) -> None:
-        """Returns when the child is dead."""
+        """Wait until the child is dead."""
         await self._gone.wait()
 
     def kill(self) -> None:
@@ -131,12 +131,12 @@ class Child:
                 await asyncio.sleep(0.002)
 
     async def how_it_ended(self) -> str:
-        """Completes "the process …", for one that `kill_and_wait` has seen the end of; "ended" if nobody knows more."""
+        """Words that complete "the process …", once `kill_and_wait` has returned; "ended" if the status is unknown."""
         status = await self._status()
         return "ended" if status is None else how_it_ended(status)
 
     async def _status(self) -> int | None:
-        """The exit status as subprocess has it, from its parent; None if that died: another one knows nothing of it."""
+        """The exit status (as in subprocess) that its warm parent knows; None if that parent was replaced."""
         try:
             async with asyncio.timeout(ENDED_TIMEOUT_S):
                 while True:
