@@ -18,6 +18,8 @@ from weights.format.names import MANIFEST_FILE
 AUX_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm")
 MAX_AUX_BYTES = 256 << 20
 CHUNK_BYTES = 32 << 20
+Chunks = Callable[[str], Iterable[bytes]]
+"""Returns the bytes of the file of this name in a version."""
 
 
 def aux_files_of(directory: Path) -> dict[str, bytes]:
@@ -66,7 +68,7 @@ def hashed(
         raise IntegrityError(f"expected {expected}, the bytes give {checksums[file]}", path=path, file=file)
 
 
-def read_whole(manifest: Manifest, chunks: Callable[[str], Iterable[bytes]], *, source: object) -> Manifest:
+def read_whole(manifest: Manifest, chunks: Chunks, *, source: object) -> Manifest:
     """`manifest` with every checksum, after reading the `chunks` of each file and comparing them. Raises
     IntegrityError, which names `source`."""
     checksums: dict[str, str] = {}

@@ -15,7 +15,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,9 +32,8 @@ from weights.format.names import (
     Name,
     check_aux_name,
     encode_name,
-    version_path,
 )
-from weights.format.source import hashed
+from weights.format.source import Chunks, hashed
 from weights.memory import segment
 from weights.memory.draft import Draft, free_path, publish
 from weights.memory.lease import Lease, StoredVersion, take_lease
@@ -128,9 +127,7 @@ class WeightStore:
             write_file(path / DRAFT_FILE, json.dumps(name).encode())
             return Draft(self.root, name, path, layout, lock, owner=True)
 
-    def receive(
-        self, manifest: Manifest, chunks: Callable[[str], Iterable[bytes]], *, source: object, pinned: bool = False
-    ) -> StoredVersion:
+    def receive(self, manifest: Manifest, chunks: Chunks, *, source: object, pinned: bool = False) -> StoredVersion:
         """The version of a manifest, created now, from the `chunks` of each of its files. Checks every byte whose
         checksum is known before it becomes visible. `source`: where the bytes are from. Raises IntegrityError,
         StoreFull, VersionExists."""
@@ -206,7 +203,7 @@ class WeightStore:
 
     def find(self, kind: str, model: str, version: str) -> StoredVersion | None:
         """The committed version of this name, or None. Raises IntegrityError if it is damaged."""
-        path = version_path(self.root, kind, model, version)
+        path = self.root / Name(kind, model, version).key
         try:
             return StoredVersion.read(path) if path.exists() else None
         except IntegrityError:
@@ -248,7 +245,7 @@ class WeightStore:
 
     def discard(self, kind: str, model: str, version: str) -> None:
         """Removes the version of this name, even if unreadable. Idempotent. Raises VersionLeased."""
-        self._discard(version_path(self.root, kind, model, version))
+        self._discard(self.root / Name(kind, model, version).key)
 
     def _discard(self, path: Path) -> bool:
         with self.mutex():
@@ -274,7 +271,7 @@ class WeightStore:
         for path in (path for kind in KINDS for path in self._committed(kind)):
             try:
                 stored = StoredVersion.read(path)
-                if version_path(self.root, *stored.manifest.name) != path:
+                if self.root / stored.manifest.name.key != path:
                     raise IntegrityError(f"its manifest names {stored.manifest.name}", path=path)
                 stored.manifest.check_layout(Layout.read(path), path=path)
             except IntegrityError as error:

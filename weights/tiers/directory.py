@@ -16,7 +16,7 @@ from weights.format.files import replace_file, sync
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
 from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE, Name, encode_name
-from weights.format.source import aux_files_of, chunks_of, read_whole
+from weights.format.source import Chunks, aux_files_of, chunks_of, read_whole
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore, directories
 from weights.tiers.objects import tier_errors
@@ -81,13 +81,7 @@ class DirectoryTier(Tier):
         path = self.path(name)
         return chunks_of(path, Manifest.read(path), file)
 
-    def _write(
-        self,
-        manifest: Manifest,
-        layout: Layout,
-        chunks: Callable[[str], Iterable[bytes]],
-        sealed: Callable[[], Manifest],
-    ) -> None:
+    def _write(self, manifest: Manifest, layout: Layout, chunks: Chunks, sealed: Callable[[], Manifest]) -> None:
         target = self.path(name := manifest.name)
         with tier_errors(target):
             partial = self._staged(target, "copy")

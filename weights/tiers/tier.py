@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
 from weights.format.names import Name
-from weights.format.source import chunks_of, hashed, read_whole
+from weights.format.source import Chunks, chunks_of, hashed, read_whole
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
 
@@ -44,13 +44,7 @@ class Tier(ABC):
         """The bytes of a file. Raises IntegrityError."""
 
     @abstractmethod
-    def _write(
-        self,
-        manifest: Manifest,
-        layout: Layout,
-        chunks: Callable[[str], Iterable[bytes]],
-        sealed: Callable[[], Manifest],
-    ) -> None:
+    def _write(self, manifest: Manifest, layout: Layout, chunks: Chunks, sealed: Callable[[], Manifest]) -> None:
         """Stores the files, each from its `chunks`; then `sealed` returns the manifest with which they become visible,
         in place of what is here under its name. Raises TierFull."""
 
