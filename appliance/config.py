@@ -115,7 +115,6 @@ class BoxSettings(_Section):
 class GatewaySettings(_Section):
     """The endpoint and its bounds."""
 
-    workers: int = Field(1, ge=1, description="gateway processes sharing the port")
     access_log: bool = Field(True, description="a line per request in logs/access.log")
     tls_cert_path: str | None = Field(None, description="PEM file; with tls_key_path the endpoint speaks TLS")
     tls_key_path: str | None = Field(None, description="PEM file, readable by the box alone")

@@ -1,7 +1,7 @@
 """Runs the gateway process: `python -m appliance.gateway.main --config FILE`.
 
-One worker has listeners, the controller's table, a few things done by the clock, and the bus: JSON lines over the
-controller's Unix socket, tables in, load reports out. While the controller is unreachable the last table stays in
+It has listeners, the controller's table, a few things done by the clock, and the bus: JSON lines over the controller's
+Unix socket, tables in, load reports out. While the controller is unreachable the last table stays in
 force. After each connection the controller sends a whole table; the report that follows names the generation that is
 applied. Usage is sent again on each connection until the controller counted it."""
 
@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import dataclasses
 import logging
-import os
 import resource
 import signal
 import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,18 +30,17 @@ from uvicorn import Config
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.errors import ConfigInvalid, HttpError
-from appliance.gateway.core.load import ModelLoad
 from appliance.gateway.core.routes import ROTATION, SESSIONS
 from appliance.gateway.core.table import Table, read_table
-from appliance.gateway.server.app import App, write_snapshot
+from appliance.gateway.server.app import App
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import Connection, Exchange
+from appliance.gateway.server.metrics import ModelLoad
 from appliance.gateway.server.state import State
 from appliance.ui.site import site
 from runtime.logs import configure_logging, timestamp
-from runtime.network.sockets import check_free, private_socket
+from runtime.network.sockets import private_socket
 from runtime.processes import garbage
-from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
 
 log = logging.getLogger("appliance.gateway")
@@ -54,7 +50,6 @@ _ACCEPTED_AT_ONCE = 8
 that came at once a quarter had an answer within two seconds."""
 _LAST_WORDS_S = 1.0
 """For the errors of what is ended as the gateway stops."""
-SNAPSHOT_EVERY_S = 5.0
 LINE_BYTES = 64 * 1024 * 1024
 RECONNECT_S = 0.2
 HEARTBEAT_S = 5.0
@@ -76,9 +71,7 @@ class Gateway:
 
     # -- life
 
-    async def listen(
-        self, host: str, port: int, *, reuse_port: bool = False, private: socket.socket | None = None
-    ) -> int:
+    async def listen(self, host: str, port: int, private: socket.socket | None = None) -> int:
         """Accept clients on host:port (0: any port) and return the port.
 
         private: a listening socket of mode 0600, whose requests name a key by its id (`App`)."""
@@ -99,7 +92,7 @@ class Gateway:
             state.certificate = Certificate(config.tls_cert_path, config.tls_key_path)
             tls = {"ssl": state.certificate.context, "ssl_handshake_timeout": config.limits.head_timeout_s}
         connection = partial(Connection, served, state.server, state)
-        server = await loop.create_server(connection, host, port, reuse_port=reuse_port, backlog=2048, **tls)
+        server = await loop.create_server(connection, host, port, backlog=2048, **tls)
         self._servers.append(server)
         for listener in server.sockets:
             for _ in range(_ACCEPTED_AT_ONCE - 1):
@@ -108,8 +101,6 @@ class Gateway:
             self._servers.append(await loop.create_unix_server(partial(connection, private=True), sock=private))
         state.background.keep("copies", self.controller.send_copies)
         state.background.keep_every("sweep", self.sweep, config.sweep_s)
-        if config.workers > 1:
-            state.background.keep_every("metrics", partial(write_snapshot, state), SNAPSHOT_EVERY_S)
         return server.sockets[0].getsockname()[1]
 
     async def stop(self, deadline_s: float) -> None:
@@ -130,7 +121,7 @@ class Gateway:
         await state.background.stop()
         if lost := self.controller.copies:
             log.warning("%d answered responses are not stored: the controller is away", lost)
-        await state.engines.keep(())
+        await state.engines.close()
         if state.access_log is not None:
             state.write_access_log()
             state.access_log.close()
@@ -197,15 +188,12 @@ class Gateway:
         return None
 
     async def sweep(self) -> None:
-        """Write the access log; look at paused replicas, late heads, sockets that are gone, and the certificate."""
+        """Write the access log; look at paused replicas, late heads and the certificate."""
         state, now_s = self.state, time.monotonic()
         state.write_access_log()
         state.place_held()
         for connection in list(state.connections):
             connection.end_if_late(now_s)
-        wanted = {replica.socket for model in state.router.models.values() for replica in model.replicas}
-        busy = {exchange.choice.replica.socket for exchange in state.exchanges if exchange.choice is not None}
-        await state.engines.keep({self.config.controller_socket} | wanted | busy)
         if state.certificate is not None:
             state.certificate.reload_changed()
 
@@ -315,7 +303,7 @@ def load_report(state: State) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the gateway until SIGTERM or SIGINT. Returns the exit status: 0 stopped as asked, 1 failed, 2 bad settings.
 
-    Each worker prints one line {"event": "listening", "host", "port", …} on stdout once it accepts connections."""
+    It prints one line {"event": "listening", "host", "port", …} on stdout once it accepts connections."""
     parser = argparse.ArgumentParser(prog="python -m appliance.gateway.main", description=__doc__)
     parser.add_argument("--config", required=True, type=Path, help="a resolved GatewayConfig, JSON")
     arguments = parser.parse_args(argv)
@@ -329,15 +317,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each client may need a connection to an engine
         private = None
         if config.private_socket is not None:
-            # For all workers: those that the kernel does not wake find it empty.
             Path(config.private_socket).unlink(missing_ok=True)
             private = private_socket(config.private_socket)
-            private.listen(2048)
-            private.setblocking(False)
-        if config.workers == 1:
-            return _run(config, private)
-        check_free(config.host, config.port)
-        return keep_workers(config.workers, partial(_run, config, private, Siblings(config.workers)))
+        uvloop.run(_serve(config, private))
+        return 0
     except ConfigInvalid as error:
         log.error("%s", error)
         return 2
@@ -346,90 +329,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _run(config: GatewayConfig, private: socket.socket | None, siblings: Siblings | None = None, index: int = 0) -> int:
-    """One worker. siblings: it is the one of this number of several."""
-    if siblings is not None:
-        log_path = None if config.log_path is None else f"{config.log_path}.{index}"
-        config = dataclasses.replace(config, name=f"{config.name}-{index}", log_path=log_path)
-    uvloop.run(_serve(config, private, siblings, index))
-    return 0
-
-
-async def _serve(config: GatewayConfig, private: socket.socket | None, siblings: Siblings | None, index: int) -> None:
+async def _serve(config: GatewayConfig, private: socket.socket | None) -> None:
     """From first listen to last response."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     gateway = Gateway(config)
-    spending = gateway.state.spending
-    if siblings is not None:
-        spending.report_spent = partial(siblings.send, index)
-        siblings.listen(index, spending.spent_elsewhere)
     gateway.state.background.keep("bus", gateway.run_bus)
     garbage.settle()
-    port = await gateway.listen(config.host, config.port, reuse_port=siblings is not None, private=private)
+    port = await gateway.listen(config.host, config.port, private)
     line = {"time": timestamp(time.time()), "level": "info", "process": "gateway", "event": "listening"}
-    # One write: workers share this pipe, and `print` may write a line and its end separately.
-    os.write(1, orjson.dumps({**line, "host": config.host, "port": port}, option=orjson.OPT_APPEND_NEWLINE))
+    print(orjson.dumps({**line, "host": config.host, "port": port}).decode(), flush=True)
     await stop.wait()
     log.info("stopping: %d connections", len(gateway.state.connections))
     await gateway.stop(config.shutdown_s)
-
-
-# -- several workers, processes on one port
-
-
-def keep_workers(count: int, work: Callable[[int], int]) -> int:
-    """Fork workers and wait for all of them. SIGTERM, SIGINT or the end of one of them ends them all.
-
-    work: what the worker of this number does, in its own process; returns its exit status. Returns 0 if they ended as
-    asked."""
-    parent, pids, codes = os.getpid(), set[int](), list[int]()
-    for index in range(count):
-        pid = os.fork()
-        if not pid:
-            die_with_parent(parent)
-            os._exit(work(index))
-        pids.add(pid)
-
-    def stop(*_: object) -> None:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    while pids:
-        pid, status = os.wait()
-        pids.discard(pid)
-        codes.append(os.waitstatus_to_exitcode(status))
-        if codes[-1]:
-            log.error("a worker has ended with status %d, ending the others", codes[-1])
-        stop()
-    return int(any(codes))
-
-
-class Siblings:
-    """Datagrams by which each worker reports to all others what keys spend there. Create before the workers are forked.
-    A datagram is lost, and costs its key nothing, where a reader is too far behind."""
-
-    def __init__(self, count: int) -> None:
-        self._pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(count)]
-        for end in (end for pair in self._pairs for end in pair):
-            end.setblocking(False)
-
-    def send(self, own: int, key: str, batch: bool, requests: int, tokens: int) -> None:
-        """Report what a key has spent. own: the number of the reporting worker."""
-        message = orjson.dumps((key, batch, requests, tokens))
-        for index, (_, sender) in enumerate(self._pairs):
-            if index != own:
-                with contextlib.suppress(OSError):
-                    sender.send(message)
-
-    def listen(self, own: int, receive: Callable[[str, bool, int, int], None]) -> None:
-        """Call `receive` on the running loop with each report of another worker. own: the number of this one."""
-        reader = self._pairs[own][0]
-        asyncio.get_running_loop().add_reader(reader, lambda: receive(*orjson.loads(reader.recv(1024))))
 
 
 if __name__ == "__main__":

@@ -1,33 +1,50 @@
-"""What makers publish of devices, by the name that the driver gives them."""
+"""Rates and power of devices by the name that the driver gives: their makers' figures, and measured rates of links."""
 
 from __future__ import annotations
 
-# FLOP/s of dense bfloat16 products that add up in float32, of the form with the most (SXM). A name is the words that a
-# driver's name has, in any order, joined by dashes. The first row that fits counts: a narrower name stands before the
-# wider one.
-PEAK_FLOPS = {
-    "a10": 125e12,
-    "a100": 312e12,
-    "a800": 312e12,
-    "b200": 2250e12,
-    "h20": 148e12,
-    "h100": 989e12,
-    "h800": 989e12,
-    "h200": 989e12,
-    "l20": 119.5e12,
-    "l4": 121e12,
-    "l40s": 362e12,
-    "rtx-3090": 71e12,
-    "rtx-4090": 165.2e12,
-    "rtx-4090d": 147.1e12,
-    "rtx-5090": 209.5e12,
+from typing import NamedTuple
+
+
+class Accelerator(NamedTuple):
+    """peak_flops: FLOP/s of dense bfloat16 products that add up in float32. memory_rate, link_rate, host_rate: bytes
+    per second of its memory, of collectives with others of one machine, and of copies from the host. board_w: watts.
+    product_share: of `peak_flops` that large matrix products reach, where the power limit allows it."""
+
+    peak_flops: float
+    memory_rate: float
+    link_rate: float
+    host_rate: float
+    board_w: int
+    product_share: float
+
+
+# All of the form with the most (SXM). A name is the words that a driver's name has, in any order, joined by dashes. The
+# first row that fits counts: a narrower name stands before the wider one. link_rate: bus bandwidth of NCCL over NVLink
+# (least values of Azure's node checks, reduce-scatter without NVLS); PCIe 4 and 5 with peer access 20 and 40 GB/s;
+# GeForce has none, so that every byte passes the host twice. host_rate: pinned copies, 55 GB/s of PCIe 5, 25 of PCIe 4.
+ACCELERATORS = {
+    "a10": Accelerator(125e12, 0.6e12, 20e9, 25e9, 150, 0.8),
+    "a100": Accelerator(312e12, 2.0e12, 230e9, 25e9, 400, 0.78),
+    "a800": Accelerator(312e12, 2.0e12, 160e9, 25e9, 400, 0.78),
+    "b200": Accelerator(2250e12, 8.0e12, 700e9, 55e9, 1000, 0.6),
+    "h20": Accelerator(148e12, 4.0e12, 360e9, 55e9, 400, 0.85),
+    "h100": Accelerator(989e12, 3.35e12, 360e9, 55e9, 700, 0.62),
+    "h800": Accelerator(989e12, 3.35e12, 160e9, 55e9, 700, 0.62),
+    "h200": Accelerator(989e12, 4.8e12, 360e9, 55e9, 700, 0.62),
+    "l20": Accelerator(119.5e12, 0.86e12, 20e9, 25e9, 275, 0.85),
+    "l4": Accelerator(121e12, 0.3e12, 20e9, 25e9, 72, 0.5),
+    "l40s": Accelerator(362e12, 0.86e12, 20e9, 25e9, 350, 0.6),
+    "rtx-3090": Accelerator(71e12, 0.94e12, 10e9, 25e9, 350, 0.9),
+    "rtx-4090": Accelerator(165.2e12, 1.0e12, 10e9, 25e9, 450, 0.9),
+    "rtx-4090d": Accelerator(147.1e12, 1.0e12, 10e9, 25e9, 425, 0.9),
+    "rtx-5090": Accelerator(209.5e12, 1.79e12, 20e9, 55e9, 575, 0.9),
 }
 _OTHER_FORMS = frozenset(("d", "laptop", "max", "mig", "nvl", "pcie"))
 
 
-def peak_flops(name: str) -> float | None:
+def accelerator(name: str) -> Accelerator | None:
     """name: as a driver gives it ("NVIDIA A100-SXM4-80GB"). None for a form that the table does not have."""
     words = frozenset(name.lower().replace("-", " ").split())
     if words & _OTHER_FORMS:
         return None
-    return next((flops for key, flops in PEAK_FLOPS.items() if words.issuperset(key.split("-"))), None)
+    return next((row for key, row in ACCELERATORS.items() if words.issuperset(key.split("-"))), None)

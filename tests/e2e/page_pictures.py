@@ -96,7 +96,7 @@ def main() -> int:
     from playwright.sync_api import sync_playwright
 
     folder = Path(sys.argv[1])
-    with sync_playwright() as driver, running_front(imports=False, workers=1) as front:
+    with sync_playwright() as driver, running_front(imports=False) as front:
         browser = launch(driver)
         print("\n".join(str(folder / name) for name in take(browser, front, folder)))
         browser.close()

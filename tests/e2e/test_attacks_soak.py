@@ -512,7 +512,7 @@ def test_quotas(attacked, tally):
     for _ in range(60):
         with attacked.front.http(limited) as http:
             good += tally.saw(http.post(CHAT, content=chat_body()).status_code) == 200
-    if good > 24:  # two workers, each with its burst at worst
+    if good > 14:
         tally.got_through(f"{good} of 60 requests of a key for 10 a minute were answered")
 
 

@@ -1,6 +1,6 @@
 """Clients that misbehave by the hundred, and two thousand that wait: what it costs the gateway, in printed counts.
 
-The real gateway process with two workers, a canned engine. Run with `make soak`, or
+The real gateway process, a canned engine. Run with `make soak`, or
 `pytest -m soak -s tests/e2e/test_gateway_soak.py`.
 """
 
@@ -37,11 +37,10 @@ def front() -> Iterator[Front]:
 
 
 class Before:
-    """Resources of the idle workers, to be compared with later."""
+    """Resources of the idle gateway, to be compared with later."""
 
     def __init__(self, front: Front) -> None:
         self.front = front
-        self.pids = [worker.pid for worker in front.workers()]
         self.descriptors, self.rss_bytes = front.descriptors(), front.rss_bytes()
 
     async def settles(self, what: str, *, growth_bytes: int) -> None:
@@ -51,7 +50,7 @@ class Before:
         def idle() -> bool:
             seen.update(front.series("connections", "inflight", "held", "buffered_body_bytes"))
             seen.update(more_descriptors=front.descriptors() - self.descriptors, streaming=front.counts.streaming)
-            # The question itself is one connection, and the one before may still be counted in a worker's snapshot.
+            # The question itself is one connection.
             return (
                 seen["connections"] <= 4
                 and seen["more_descriptors"] <= 4
@@ -65,7 +64,6 @@ class Before:
         grown = front.rss_bytes() - self.rss_bytes
         print(f"\n{what}; afterwards {front.descriptors() - self.descriptors:+d} descriptors, {grown / MIB:+.1f} MiB")
         assert grown < growth_bytes
-        assert [worker.pid for worker in front.workers()] == self.pids, "a worker was replaced"
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -128,9 +128,6 @@ class Table:
     def version(self, replica_id):
         return self.versions[replica_id] if replica_id in self.sockets else ""
 
-    def is_open(self, replica_id):
-        return replica_id in self.sockets
-
     def avoid(self, replica_id, avoided):
         pass  # no gateway chooses between replicas here
 

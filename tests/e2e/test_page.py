@@ -41,7 +41,7 @@ Visit = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[Front]:
-    with running_front(imports=False, workers=1) as running:
+    with running_front(imports=False) as running:
         yield running
 
 
@@ -217,7 +217,7 @@ def test_a_person_logs_in_by_a_provider_with_the_scopes_of_their_group(
     secret.write_text("between us\n")
     settings = {"issuer": provider, "client_id": "box", "name": "our directory"}
     settings |= {"groups": {"ml": ["inference", "fine_tuning"]}, "client_secret_path": str(secret)}
-    with running_front(imports=False, workers=1, controller={"oidc": settings}, port=port) as front:
+    with running_front(imports=False, controller={"oidc": settings}, port=port) as front:
         page = browser.new_context(locale="en-US").new_page()
         page.set_default_timeout(WAIT_MS)
         page.goto(f"{front.url}/ui#/jobs")
@@ -581,7 +581,7 @@ def faults_of(page: Any, axe: str) -> list[str]:
 
 def test_the_first_model_of_a_box_is_added_on_the_page(visit: Visit) -> None:
     """On an empty box the form of a job had nothing to choose, and no page said what to do."""
-    with running_front(imports=False, workers=1) as front:
+    with running_front(imports=False) as front:
         context = front.context
         assert context is not None
         front.call(lambda: models.delete(context.db, MODEL))
@@ -599,7 +599,7 @@ def test_the_first_model_of_a_box_is_added_on_the_page(visit: Visit) -> None:
 
 def test_a_long_list_is_searched_and_shows_older_rows_on_demand(visit: Visit) -> None:
     """Beyond the first hundred nobody saw a job on the page, and nobody was told."""
-    with running_front(imports=False, workers=1) as front:
+    with running_front(imports=False) as front:
         context = front.context
         assert context is not None
         front.call(lambda: page_rows.insert_jobs(context.db, 150))

@@ -131,22 +131,24 @@ class Front:
             pause.wait(0.05)
         raise TimeoutError("what the test waits for did not come")
 
-    def workers(self) -> list[psutil.Process]:
+    @property
+    def process(self) -> psutil.Process:
+        """The gateway's."""
         assert self.gateway is not None
-        return psutil.Process(self.gateway.pid).children()
+        return psutil.Process(self.gateway.pid)
 
     def rss_bytes(self) -> int:
-        return sum(worker.memory_info().rss for worker in self.workers())
-
-    def peak_bytes(self) -> int:
-        """Most that any one worker has ever had resident."""
-        return max(_status_kib(worker.pid, "VmHWM") for worker in self.workers()) * 1024
+        return self.process.memory_info().rss
 
     def descriptors(self) -> int:
-        return sum(worker.num_fds() for worker in self.workers())
+        return self.process.num_fds()
+
+    def peak_bytes(self) -> int:
+        """Most that the gateway has ever had resident."""
+        return _status_kib(self.process.pid, "VmHWM") * 1024
 
     def series(self, *names: str) -> dict[str, float]:
-        """Sums of series of the gateway over their labels, of all workers together."""
+        """Sums of series of the gateway over their labels."""
         asking = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         try:
             asking.request("GET", "/metrics", headers={"Authorization": f"Bearer {self.key}"})
@@ -168,7 +170,6 @@ def free_port() -> int:
 @contextlib.contextmanager
 def running_front(
     *,
-    workers: int = 2,
     controller: dict[str, Any] | None = None,
     imports: bool = True,
     port: int | None = None,
@@ -237,7 +238,6 @@ def running_front(
             "token_path": str(folder / "token"),
             "bus_socket": str(folder / "bus.sock"),
             "port": port,
-            "workers": workers,
             "log_path": str(folder / "access.log"),
             "shutdown_s": 1,
             **gateway,
@@ -251,11 +251,10 @@ def running_front(
                 stderr=errors,
             )
         assert front.gateway.stdout is not None
-        for _ in range(workers):
-            assert b'"event":"listening"' in front.gateway.stdout.readline(), (folder / "gateway.err").read_text()
+        assert b'"event":"listening"' in front.gateway.stdout.readline(), (folder / "gateway.err").read_text()
         bus = front._bus
         assert bus is not None
-        front.wait(lambda: len(front.call(bus.connected)) == workers)
+        front.wait(lambda: front.call(lambda: bus._report is not None))
         front.serve()
         yield front
         assert front.gateway.poll() is None, "the gateway ended by itself"

@@ -1,13 +1,12 @@
 """Whatever the examples are: what is called a duplicate is one, nothing is lost, and doing it again changes nothing."""
 
-import json
 import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.train.data_checks.made import chat, repeats, write
-from train.data_checks.personal_data import masked
+from train.data_checks.personal_data import personal_data
 from train.data_checks.repeats import LIKE, grams, words_of
 
 WORDS = [f"word{n}" for n in range(40)]
@@ -69,5 +68,4 @@ def test_of_many_that_are_alike_nearly_all_are_found(tmp_path):
 def test_words_and_masks_take_any_text(text):
     words = words_of(text)
     assert min(1, len(words)) <= len(grams(words, 5)) <= max(1, len(words) - 4)
-    changed, matches = masked(text)
-    assert json.dumps(changed) is not None and (matches or changed == text)
+    assert all(match.value in text for match in personal_data(text))

@@ -8,18 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from train.data import messages, preferences
 from train.data.check import MAX_REASON_CHARACTERS
-from train.data.formats import MARKS, SHAPES, BadRecord, Shape, left_out, shape_of
+from train.data.formats import MARKS, SHAPES, Shape, convert
 from train.data.lines import parse
-from train.methods.methods import METHODS, convert
-from train.shapes import messages, preferences
-from train.shapes.preferences import OUTPUTS, SIDES
+from train.data.preferences import OUTPUTS, SIDES
+from train.data.records import BadRecord
+from train.methods.methods import METHODS
 
-EXTRAS = (
-    "id source label kto_tag images image_url audio_path score category text prompt_id metadata weight train rejected "
-    "rejected_response chat_template_kwargs completions responses data thinking system_message documents split tool"
+NAMES = (
+    "messages conversations conversation prompt question query instruction input context completion response output "
+    "answer answers history system system_prompt tools functions parallel_tool_calls reasoning_content thinking text "
+    "chosen rejected preferred_output non_preferred_output id source label kto_tag images image_url audio_path score "
+    "category prompt_id metadata weight train rejected_response chat_template_kwargs completions responses data "
+    "system_message documents split tool"
 ).split()
-NAMES = sorted({key for shape in SHAPES for key in shape.keys}.union(EXTRAS))
 PLACES = range(len(SHAPES))
 MARK = re.compile(r"mark\w+?end")
 
@@ -54,20 +57,6 @@ def value_of(key: str, shape: Shape):
     return f"mark_shared_end, then {mark}" if key in SIDES else mark
 
 
-def unaccounted(record: dict) -> set[str]:
-    """Marks of a record that are neither converted nor refused nor reported, on the way that a line of a file goes."""
-    record = parse(json.dumps(record).encode())
-    try:
-        shape = shape_of(record)
-        made = json.dumps(convert(record, shape))
-    except BadRecord as bad:
-        assert any(key in str(bad)[:MAX_REASON_CHARACTERS] for key in (*record, "prompt")), f"names no key: {bad}"
-        return set()
-    left = left_out(record, shape)
-    read = {key: value for key, value in record.items() if key not in left}
-    return set(MARK.findall(json.dumps(read))) - set(MARK.findall(made)) - {f"mark_{name[6:]}_end" for name in left}
-
-
 def row_of(shape: Shape, keys: Iterable[str]) -> dict:
     return {key: value_of(key, shape) for key in (*keys, *MARKS[: int(shape.marked)])}
 
@@ -75,29 +64,25 @@ def row_of(shape: Shape, keys: Iterable[str]) -> dict:
 @pytest.mark.parametrize("place", PLACES)
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_every_key_of_a_row_is_used_refused_or_reported(place, data):
+def test_convert_any_key_of_a_row_is_used_refused_or_reported(place, data):
     shape = SHAPES[place]
     needed = [data.draw(st.sampled_from(group)) for group in shape.needs]
     further = data.draw(st.lists(st.sampled_from(NAMES), max_size=4, unique=True))
-    assert unaccounted(row_of(shape, [*needed, *shape.has, *further])) == set()
+    record = parse(json.dumps(row_of(shape, [*needed, *shape.has, *further])).encode())
+    try:
+        made = convert(record)
+    except BadRecord as bad:
+        assert any(key in str(bad)[:MAX_REASON_CHARACTERS] for key in (*record, "prompt")), f"names no key: {bad}"
+        return
+    read = json.dumps({key: value for key, value in record.items() if key not in made.left_out})
+    reported = {f"mark_{name[6:]}_end" for name in made.left_out}
+    assert set(MARK.findall(read)) - set(MARK.findall(json.dumps(made.record))) <= reported
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_every_key_that_a_shape_reads_is_used(place):
-    """One at a time, so that no refusal of another hides it: a key of the table that no converter uses fails here."""
-    shape = SHAPES[place]
-    for key in sorted(shape.keys - {"parallel_tool_calls"}):
-        needed = [key if key in group else group[0] for group in shape.needs]
-        record = row_of(shape, [*needed, *shape.has, key])
-        try:
-            made = json.dumps(convert(record, shape_of(record)))
-        except BadRecord as bad:  # another name of what the shape needs
-            assert repr(key) in str(bad), bad
-            continue
-        assert set(MARK.findall(json.dumps(record[key]))) - {"mark_temperature_end"} <= set(MARK.findall(made)), key
-
-
-TURN_KEYS = sorted(set().union(*messages.TURN_READS.values(), messages.TURN_REFUSES))
+TURN_KEYS = sorted(
+    {*messages.WEIGHT, *messages.CALLS, *messages.TURN_REFUSES, "name", "refusal", "tool_call_id", "reasoning"}
+    | {"reasoning_content", "thinking", "role", "from", "content", "value"}
+)
 VALUES = {
     **{key: 0 for key in messages.WEIGHT},
     "tool_calls": [
@@ -111,22 +96,21 @@ VALUES = {
 @pytest.mark.parametrize("place", ["messages", "conversations", "conversation"])
 @given(
     role=st.sampled_from(["system", "user", "assistant", "tool", "function_call"]),
-    keys=st.lists(st.sampled_from([*TURN_KEYS, *EXTRAS]), max_size=3, unique=True),
+    keys=st.lists(st.sampled_from([*TURN_KEYS, *NAMES]), max_size=3, unique=True),
     answered=st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
-def test_every_key_of_a_turn_is_used_refused_or_reported(place, role, keys, answered):
+def test_convert_any_key_of_a_turn_is_used_refused_or_reported(place, role, keys, answered):
     keys = [key for key in keys if key not in ("role", "from", "content", "value")]
     text = '{"name": "f", "arguments": {}}' if role == "function_call" else "hello"
     turn = {"role": role, "content": text, **{key: VALUES.get(key, f"mark{key}end") for key in keys}}
     before = turns(("user", "a"), *([("assistant", "b")] if answered else []))
-    record = {place: [*before, turn, *turns(("user", "c"), ("assistant", "d"))]}
     try:
-        made = convert(record, shape_of(record))
+        made = convert({place: [*before, turn, *turns(("user", "c"), ("assistant", "d"))]})
     except BadRecord as bad:
         assert any(key in str(bad) for key in keys), str(bad)
         return
-    text, left = json.dumps(made), left_out(record, shape_of(record))
+    text = json.dumps(made.record)
     for key in keys:
         if key in messages.WEIGHT:
             used = '"weight": 0' in text or role in ("system", "user", "tool")
@@ -134,7 +118,7 @@ def test_every_key_of_a_turn_is_used_refused_or_reported(place, role, keys, answ
             used = all(part in text for part in ("markcall", "markargument"))
         else:
             used = f"mark{key}end" in text
-        assert used or f"{place}[].{key}" in left, key
+        assert used or f"{place}[].{key}" in made.left_out, key
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=lambda method: method.name)
@@ -153,20 +137,17 @@ ANY_VALUE = st.recursive(
 
 
 @pytest.mark.parametrize("place", PLACES)
-@given(data=st.data(), method=st.sampled_from(list(METHODS.values())))
+@given(data=st.data())
 @settings(max_examples=300, deadline=None)
-def test_any_row_is_converted_or_refused_in_words(place, data, method):
+def test_convert_any_row_gives_an_example_or_a_reason(place, data):
     shape = SHAPES[place]
     record = row_of(shape, [*(group[0] for group in shape.needs), *shape.has])
-    record |= data.draw(st.dictionaries(st.sampled_from(sorted(shape.keys)), ANY_VALUE, max_size=2))
+    record |= data.draw(st.dictionaries(st.sampled_from(NAMES), ANY_VALUE, max_size=2))
     for key in ("messages", "conversations"):
         if isinstance(record.get(key), list) and record[key] and isinstance(record[key][0], dict):
             changed = data.draw(st.dictionaries(st.sampled_from(TURN_KEYS), ANY_VALUE, max_size=2))
             record[key] = [{**record[key][0], **changed}, *record[key][1:]]
     try:
-        record = parse(json.dumps(record).encode())
-        if method.refuses(shape_of(record)) is None:
-            method.convert(record, shape_of(record))
-        left_out(record, shape_of(record))
+        convert(parse(json.dumps(record).encode()))
     except BadRecord as bad:
         assert str(bad)

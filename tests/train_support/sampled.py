@@ -56,7 +56,7 @@ class Model:
         model, ids = self._loaded(plan, step), torch.tensor([prompt.tokens] * n)
         made: list[Answer] = [([], []) for _ in range(n)]
         cache = DynamicCache(config=model.config)
-        for _ in range(plan.made.room):
+        for _ in range(plan.counts.room):
             log_probs = model(input_ids=ids, past_key_values=cache).logits[:, -1].float().log_softmax(-1)
             chosen = torch.tensor([self.draw.choice(len(row), p=row) for row in log_probs.double().softmax(-1).numpy()])
             for (tokens, numbers), token, row in zip(made, chosen.tolist(), log_probs, strict=True):

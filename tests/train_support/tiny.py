@@ -17,9 +17,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from train.methods.dpo import METHOD as DPO
-from train.methods.kto import METHOD as KTO
-from train.methods.reinforcement import METHOD as REINFORCEMENT
+from train.data.formats import convert
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -126,7 +124,7 @@ def write_pair_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
         prompt = f"how many are {a} and {b}{' please' * draw.randrange(4)}"
         rejected = f"{a} and {b} are {wrong}" + "!" * draw.randrange(4)
         record = {"prompt": prompt, "chosen": f"{a} and {b} are {a + b}", "rejected": rejected}
-        return DPO.convert(record, "preference")
+        return convert(record).record
 
     return _write(path, n_examples, seed, record_of)
 
@@ -137,7 +135,7 @@ def write_marked_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
     def record_of(_: random.Random, number: int, a: int, b: int) -> Any:
         good = number % 4 != 0
         record = {"prompt": f"how many are {a} and {b}", "completion": f"{a + b + (not good)}", "label": good}
-        return KTO.convert(record, "unpaired")
+        return convert(record).record
 
     return _write(path, n_examples, seed, record_of)
 
@@ -148,7 +146,7 @@ def write_prompt_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
     def record_of(draw: random.Random, _: int, a: int, b: int) -> Any:
         question = f"how many are {a} and {b}{' please' * draw.randrange(4)}"
         record = {"messages": [{"role": "user", "content": question}], "answer": str(a + b)}
-        return REINFORCEMENT.convert(record, "prompt")
+        return convert(record).record
 
     return _write(path, n_examples, seed, record_of)
 

@@ -162,7 +162,7 @@ def test_the_gateway_takes_what_the_box_hands_it(tmp_path):
     config = load_config(None, {"data_dir": str(tmp_path)}, {})
     added = {"host": "127.0.0.1", "port": 1, "controller_socket": "/c", "bus_socket": "/b"}
     built = GatewayConfig.from_mapping(config.gateway.model_dump() | added)
-    assert (built.workers, built.limits, built.holds) == (1, config.gateway.limits, config.gateway.holds)
+    assert (built.limits, built.holds) == (config.gateway.limits, config.gateway.holds)
     assert built.shutdown_s == config.gateway.shutdown_s and built.access_log == config.gateway.access_log
 
 

@@ -94,16 +94,15 @@ def compare(path: Path, arch: str) -> dict[str, Any]:
 
     logging.disable_progress_bar()
     model, unchecked = _built(path, arch)
-    stored = {placed.spec.name: placed.spec for placed in Layout.read(path)}
     if model is None:
-        names = _without_wrappers_everywhere(stored)
-        return {"unchecked": unchecked, "renamed": names, "rows": 0}
+        return {"unchecked": unchecked, "renamed": {}, "rows": 0}
+    stored = {placed.spec.name: placed.spec for placed in Layout.read(path)}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     rows = embedding.weight.shape[0] if embedding is not None else 0
     quantised = _is_quantised(path)
     if quantised and any(spec.dtype not in _FLOATS for spec in stored.values()):
         unchecked = "they are quantised, by names and shapes of their format"
-        return {"unchecked": unchecked, "renamed": _without_wrappers_everywhere(stored), "rows": rows}
+        return {"unchecked": unchecked, "renamed": {}, "rows": rows}
     is_whole = not arch.endswith("Model")
     names = _names(model, stored, is_whole=is_whole)
     shapes = {names.get(name, name): spec.shape for name, spec in stored.items()}
@@ -209,15 +208,6 @@ def _without_wrappers(name: str) -> str:
         before = name
         name = _WRAPPERS.sub("", name).removeprefix(".").removeprefix(_PEFT)
     return name
-
-
-def _without_wrappers_everywhere(stored: Iterable[str]) -> dict[str, str]:
-    """Of an architecture that nobody here knows: only what begins every name."""
-    names = list(stored)
-    for start in ("module.", "_orig_mod.", _PEFT):
-        if names and all(name.startswith(start) for name in names):
-            return {name: name.removeprefix(start) for name in names}
-    return {}
 
 
 def _loaded(model: Any, tensors: Mapping[str, Any], *, is_whole: bool) -> dict[str, Any]:

@@ -86,9 +86,9 @@ def quantise(source: Path, target: Path, form: str) -> float:
 @torch.no_grad()
 def merge(base: Path, adapter: Path, target: Path) -> None:
     """Write `base` with a LoRA adapter added to its weights, computed in float32, into the new directory `target`."""
-    dtype = AutoModelForCausalLM.from_pretrained(base, dtype="auto").dtype
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().to(dtype).save_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    dtype = model.dtype
+    PeftModel.from_pretrained(model.float(), str(adapter)).merge_and_unload().to(dtype).save_pretrained(target)
     _copy_others(base, target)
 
 

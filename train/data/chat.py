@@ -18,13 +18,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from train.data import turns
-from train.data.formats import BadRecord
+from train.data.records import BadRecord
 from train.data.turns import Render, Row, TurnForm
 from train.plan.errors import UnsupportedModel
 from weights.format.tool_template import with_tools
 
 Tokens = tuple[np.ndarray, np.ndarray]
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 def vocabulary_of(model: str | Path) -> int | None:
@@ -32,14 +32,14 @@ def vocabulary_of(model: str | Path) -> int | None:
     config.json does not say."""
     try:
         config = json.loads((Path(model) / "config.json").read_bytes())
-        found = config.get("text_config", config).get("vocab_size")
+        size = config.get("text_config", config).get("vocab_size")
     except (OSError, ValueError, AttributeError):
         return None
-    return found if isinstance(found, int) and found > 0 else None
+    return size if isinstance(size, int) and size > 0 else None
 
 
 class ChatEncoder:
-    """Encodes chat examples (as `formats.to_chat` makes them) for one tokenizer, and for a model that has embeddings
+    """Encodes chat examples (as `formats.convert` makes them) for one tokenizer, and for a model that has embeddings
     for the first `vocabulary` of its tokens; None: for all."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None):
@@ -57,11 +57,10 @@ class ChatEncoder:
         """Rows of (token ids (n,) int32, trained (n,) bool), one for all trained turns or one for each where the
         template needs it (train.data.turns). Raises BadRecord if the template refuses the example or loses something of
         it, or the model does not know a token of it: on a GPU the rank would fail in words about some kernel."""
-        found = self.rows(example)
-        tokens = [self._tokens(row) for row in found]
-        if any(one is None for one in tokens):  # an engine's prompt would end within a token of the row
-            tokens = [self._tokens(row) for row in self.rows(example, apart=True)]
-        return [one for one in tokens if one is not None]
+        rows = [self._tokens(row) for row in self.rows(example)]
+        if any(tokens is None for tokens in rows):  # an engine's prompt would end within a token of the row
+            rows = [self._tokens(row) for row in self.rows(example, apart=True)]
+        return [tokens for tokens in rows if tokens is not None]
 
     def encode_whole(self, example: dict[str, Any]) -> Tokens:
         """The example as one row. Raises BadRecord also where the template needs one for each turn."""
@@ -91,13 +90,13 @@ class ChatEncoder:
     def rows(self, example: dict[str, Any], *, apart: bool = False) -> list[Row]:
         """The rendered rows of an example. Raises BadRecord."""
         tools = example.get("tools")
-        found = self._in_first_form(
+        rows = self._in_first_form(
             example, lambda render, messages: turns.rows(render, messages, tools, self.form, self._stops, apart=apart)
         )
-        prompt = found[0].text[: found[0].spans[0][0]]
+        prompt = rows[0].text[: rows[0].spans[0][0]]
         if tools and not any(tool["function"]["name"] in prompt for tool in tools):
             self.n_without_tools += 1
-        return found
+        return rows
 
     @cached_property
     def form(self) -> TurnForm:
@@ -152,19 +151,18 @@ class ChatEncoder:
         """Tokens of their own, at any of which an engine can end an answer."""
         return [token for token in self.tokenizer.get_added_vocab() if token.strip()]
 
-    def _in_first_form(self, example: dict[str, Any], made: Callable[[Render, list[dict[str, Any]]], Made]) -> Made:
-        """What `made` makes of the example's messages, each call's arguments parsed, in the first form of a message in
-        which nothing is lost: templates differ in how they take calls. Raises BadRecord."""
+    def _in_first_form(self, example: dict[str, Any], make: Callable[[Render, list[dict[str, Any]]], Result]) -> Result:
+        """The result of `make` for the example's messages, with parsed arguments of calls, in the first form of a
+        message in which nothing is lost: templates differ in how they take calls. Raises BadRecord."""
         messages = [self._without_end(index, _parsed(one)) for index, one in enumerate(example["messages"])]
         forms = self._forms if any(message.get("tool_calls") for message in messages) else self._forms[:1]
-        first: BadRecord | None = None
+        refusals = []
         for form in forms:
             try:
-                return made(partial(self._render, form), messages)
+                return make(partial(self._render, form), messages)
             except BadRecord as bad:
-                first = first or bad
-        assert first is not None
-        raise first
+                refusals.append(bad)
+        raise refusals[0]
 
     def _without_end(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
         """The message less an end of turn after a trained answer's text, which the template writes. Raises BadRecord

@@ -14,9 +14,9 @@ from typing import Any
 
 import orjson
 
-from train.data.formats import TEXT, left_out, shape_of, to_chat
-from train.data.lines import MAX_EXAMPLE_BYTES, Example, examples, parse
-from train.shapes.records import BadFile, BadRecord, Record
+from train.data.formats import TEXT, Example, convert, shape_of
+from train.data.lines import MAX_EXAMPLE_BYTES, Line, examples, parse
+from train.data.records import BadFile, BadRecord, Record
 
 MAX_LISTED_ERRORS = 100
 # The check stops after this many bad examples, which bounds its time even for a billion of them.
@@ -33,7 +33,6 @@ _SHAPE_EXAMPLES = 100  # the first ones, by which the shape of a file is known
 _BYTES_PER_TOKEN = 3.5  # English text under a common byte-pair vocabulary; only an estimate is made from it
 _TOKENS_PER_MESSAGE = 5  # role and delimiters of a chat template
 
-Convert = Callable[[Record, str], Record]
 Count = Callable[[Record], list[list[int]]]
 Refuses = Callable[[str], str | None]
 """`Method.refuses`."""
@@ -72,45 +71,43 @@ class DataReport:
 
 @dataclass(slots=True)
 class Read:
-    """One example of a file: its line, its record, and the record as the method converts it; or why it cannot be used.
-    shape: of the file."""
+    """One example of a file: its line, and what it is, or why it cannot be used. shape: of the file."""
 
     line: int
-    record: Any = None
     shape: str = ""
-    converted: Record | None = None
+    example: Example | None = None
     bad: BadRecord | None = None
 
 
 def read_examples(
-    path: str | Path, convert: Convert, refuses: Refuses | None = None, max_example_bytes: int = MAX_EXAMPLE_BYTES
+    path: str | Path, refuses: Refuses | None = None, max_example_bytes: int = MAX_EXAMPLE_BYTES
 ) -> Iterator[Read]:
     """Every example of a file. The shape of most of the first is that of all, of those that the method takes if
     `refuses` says which; a record of another shape is unusable, and so is a file of which it takes none. Raises
     OSError."""
     with open(path, "rb") as file:
-        first = islice(examples(file, max_example_bytes), _SHAPE_EXAMPLES)
-        shape = _usual_shape(first, refuses)
+        shape = _usual_shape(islice(examples(file, max_example_bytes), _SHAPE_EXAMPLES), refuses)
         for line, raw in examples(file, max_example_bytes):
             read = Read(line)
             try:
                 if isinstance(raw, BadRecord):
                     raise raw
-                read.record = parse(raw)
-                own = shape_of(read.record)
+                record = parse(raw)
+                own = shape_of(record)
                 read.shape = shape = shape or own
                 if refuses and (refusal := refuses(shape)):
                     raise BadFile(refusal)
-                if own != shape and (shape, own) != ("chat", "prompt"):  # whose conversion says what is missing
-                    why = (refuses(own) if refuses else None) or f"has the shape {own!r}"
+                if own != shape:
+                    ends = " (its last message is from the user)" if own == "prompt" else ""
+                    why = (refuses(own) if refuses else None) or f"has the shape {own!r}{ends}"
                     raise BadRecord(f"{why}; most of the file's first examples are {shape!r}")
-                read.converted = convert(read.record, shape)
+                read.example = convert(record)
             except BadRecord as bad:
                 read.bad = bad
             yield read
 
 
-def _usual_shape(first: Iterable[Example], refuses: Refuses | None) -> str | None:
+def _usual_shape(first: Iterable[Line], refuses: Refuses | None) -> str | None:
     seen: Counter[str] = Counter()
     for example in first:
         with suppress(BadRecord):
@@ -124,17 +121,17 @@ def check_training_file(
     *,
     chat_path: str | Path | None = None,
     max_example_bytes: int = MAX_EXAMPLE_BYTES,
-    convert: Convert = to_chat,
     count: Count | None = None,
     counted: int = COUNTED_EXAMPLES,
     refuses: Refuses | None = None,
+    look: Callable[[Read, list[list[int]]], None] = lambda read, rows: None,
 ) -> DataReport:
     """Read the whole file and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
 
-    `convert` (train.methods: a method's, or that of all) makes what is written of a record; `refuses`: as
-    `read_examples` has it. `count` gives the tokens of each sequence of each row of a converted record, for `counted`
-    records, BadRecord if the model's chat template or the method refuses it; without it they are estimated. The
-    chat file exists afterwards only if the report is `ok`. Raises OSError if the file is unreadable.
+    `refuses`: as `read_examples` has it. `count` gives the tokens of each sequence of each row of a converted record,
+    for `counted` records, BadRecord if the model's chat template or the method refuses it; without it they are
+    estimated. The chat file exists afterwards only if the report is `ok`. `look` gets each example with its tokens, or
+    none of a bad one. Raises OSError if the file is unreadable.
     """
     report, tokens, partial = DataReport(), _Tokens(count, counted), Path(f"{chat_path}.partial")
     with ExitStack() as stack:
@@ -143,16 +140,20 @@ def check_training_file(
             stack.callback(partial.unlink, missing_ok=True)
             number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             output = stack.enter_context(os.fdopen(number, "wb"))
-        for read in read_examples(path, convert, refuses, max_example_bytes):
+        for read in read_examples(path, refuses, max_example_bytes):
             report.shape = read.shape or report.shape
             try:
                 if read.bad is not None:
                     raise read.bad
-                assert read.converted is not None
-                _add(report, read, tokens.of(read.converted))
+                assert read.example is not None
+                rows = tokens.of(read.example.record)
+                _add(report, read.example, rows)
+                look(read, rows)
                 if output:
-                    output.write(orjson.dumps(read.converted) + b"\n")
+                    output.write(orjson.dumps(read.example.record) + b"\n")
             except BadRecord as bad:
+                read.bad = bad
+                look(read, [])
                 report.add_error(read.line, str(bad))
                 if isinstance(bad, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
                     break
@@ -170,16 +171,16 @@ class _Tokens:
         self._count, self._most = count, most
         self._counted = self._rows = self._tokens = self._estimated = 0
 
-    def of(self, made: Record) -> list[list[int]]:
+    def of(self, record: Record) -> list[list[int]]:
         """The tokens of each sequence of each row of a converted record. Raises BadRecord."""
-        estimates = [estimate_tokens(chat) for chat in made.get("sequences", (made,))]
+        estimates = [_estimate_tokens(chat) for chat in record.get("sequences", (record,))]
         if self._count is None:
             return [estimates]
         if self._counted == self._most:
             of_each = max(1, round(self._rows / self._counted))
             scale = self._tokens / max(1, self._estimated * of_each)
             return [[int(estimate * scale) for estimate in estimates]] * of_each
-        rows = self._count(made)
+        rows = self._count(record)
         self._counted += 1
         self._rows += len(rows)
         self._tokens += sum(map(sum, rows))
@@ -187,8 +188,11 @@ class _Tokens:
         return rows
 
 
-def _add(report: DataReport, read: Read, rows: list[list[int]]) -> None:
-    count_left_out(report.left_out, read.record, read.shape)
+def _add(report: DataReport, example: Example, rows: list[list[int]]) -> None:
+    for name in example.left_out:
+        short = name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "…"
+        key = short if short in report.left_out or len(report.left_out) < MAX_LEFT_OUT else "others"
+        report.left_out[key] = report.left_out.get(key, 0) + 1
     report.n_examples += 1
     report.n_rows += len(rows)
     report.n_tokens_estimate += sum(map(sum, rows))
@@ -196,15 +200,7 @@ def _add(report: DataReport, read: Read, rows: list[list[int]]) -> None:
     report.longest_example_tokens = max(report.longest_example_tokens, *map(max, rows))
 
 
-def count_left_out(counts: dict[str, int], record: Record, shape: str) -> None:
-    """Adds the keys of a record that are not read; those beyond MAX_LEFT_OUT are counted together."""
-    for name in left_out(record, shape):
-        short = name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "…"
-        key = short if short in counts or len(counts) < MAX_LEFT_OUT else "others"
-        counts[key] = counts.get(key, 0) + 1
-
-
-def estimate_tokens(chat: dict[str, Any]) -> int:
+def _estimate_tokens(chat: dict[str, Any]) -> int:
     """The tokens of a converted chat or document, estimated from its bytes."""
     if "text" in chat:
         return int(len(chat["text"].encode()) / _BYTES_PER_TOKEN) + 1

@@ -1,6 +1,6 @@
 """Cuts a data file into its examples and parses each.
 
-A hostile file costs no more than a good one: lines are read with a limit, each is parsed alone (train.shapes.records),
+A hostile file costs no more than a good one: lines are read with a limit, each is parsed alone (train.data.records),
 and the size of a JSON array, which is parsed whole, is bounded.
 """
 
@@ -12,8 +12,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
-from train.shapes.foreign_files import MARK, foreign_file
-from train.shapes.records import BadFile, BadRecord, loads
+from train.data.foreign_files import MARK, foreign_file
+from train.data.records import BadFile, BadRecord, loads
 
 MAX_EXAMPLE_BYTES, MAX_ARRAY_BYTES = 16 * 2**20, 256 * 2**20
 
@@ -21,7 +21,7 @@ _OF_A_TURN = ({"role", "from"}, {"content", "value", "tool_calls", "function_cal
 _TURNS = ("messages", "conversations", "conversation")
 
 
-class Example(NamedTuple):
+class Line(NamedTuple):
     """One example of a file: the number of its line, or of the element of an array, and its bytes; or why they cannot
     be read."""
 
@@ -46,7 +46,7 @@ def _is_turn(value: Any) -> bool:
     return isinstance(value, dict) and all(not names.isdisjoint(value) for names in _OF_A_TURN)
 
 
-def examples(file: BinaryIO, limit: int = MAX_EXAMPLE_BYTES) -> Iterator[Example]:
+def examples(file: BinaryIO, limit: int = MAX_EXAMPLE_BYTES) -> Iterator[Line]:
     """Those of JSONL or of a JSON array; a BadRecord in place of what is too big, a BadFile in place of a file that is
     none of them."""
     try:
@@ -55,11 +55,11 @@ def examples(file: BinaryIO, limit: int = MAX_EXAMPLE_BYTES) -> Iterator[Example
             raise BadFile(f"the file is {foreign[0]}; expected one JSON object on each line: {foreign[1]}")
         array = _array(file, limit)
     except BadRecord as bad:
-        yield Example(1, BadFile(str(bad)))
+        yield Line(1, BadFile(str(bad)))
         return
     for number, element in enumerate(array or (), 1):
         raw = orjson.dumps(element)
-        yield Example(number, raw if len(raw) <= limit else _too_long(len(raw), limit))
+        yield Line(number, raw if len(raw) <= limit else _too_long(len(raw), limit))
     if array is None:
         file.seek(0)
         yield from _lines(file, limit)
@@ -113,7 +113,7 @@ def _too_long(size: int, limit: int) -> BadRecord:
     return BadRecord(f"is {size} bytes long; the limit for one example is {limit}")
 
 
-def _lines(file: BinaryIO, limit: int) -> Iterator[Example]:
+def _lines(file: BinaryIO, limit: int) -> Iterator[Line]:
     number = 0
     while raw := file.readline(limit + 1):
         number += 1
@@ -123,9 +123,7 @@ def _lines(file: BinaryIO, limit: int) -> Iterator[Example]:
                 size += len(rest)
                 if rest.endswith(b"\n"):
                     break
-            yield Example(number, _too_long(size, limit))
+            yield Line(number, _too_long(size, limit))
             continue
-        while raw.startswith(MARK):
-            raw = raw[len(MARK) :]
-        if raw.strip():
-            yield Example(number, raw)
+        if raw := _bare(raw):
+            yield Line(number, raw)

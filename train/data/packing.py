@@ -16,9 +16,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from train.plan.auto import ROW_MULTIPLE
 from train.plan.best_fit import best_fit, in_order
-
-UNPACKED_MULTIPLE = 32  # rows are padded to a multiple, because kernels are compiled for every new shape
 
 
 def plan_packs(lengths: np.ndarray, capacity: int, *, packing: bool = True, as_given: bool = False) -> list[np.ndarray]:
@@ -106,6 +105,11 @@ class Row:
     (sequences,) float32, what the starting model says of each (train.trainer.reference); None where it is not known.
     weight: 1, or 0 where the row only fills a step, so that every rank computes equally many. marks: of each sequence,
     the loss mask of its first token: no loss reads it, so that it may carry a label of the example (train.methods.kto).
+
+    Of answers that the model itself has sampled: advantages: (n,) float32, how much better than expected each label is.
+    sampled: (n,) float32, its log-probability when it was sampled. allowed: a function that returns (n, words) int32, a
+    bit for each token of the vocabulary that could have been sampled in its place; None if all could. It is called for
+    the row that is learnt from, and its result is not kept: 20 KB for each token.
     """
 
     input_ids: np.ndarray
@@ -118,15 +122,6 @@ class Row:
     reference: np.ndarray | None = None
     weight: float = 1.0
     marks: tuple[bool, ...] = ()
-
-
-@dataclass(frozen=True)
-class RolloutRow(Row):
-    """A row of answers that the model itself has sampled. advantages: (n,) float32, how much better than expected each
-    label is. sampled: (n,) float32, its log-probability when it was sampled. allowed: a function that returns (n,
-    words) int32, a bit for each token of the vocabulary that could have been sampled in its place; None if all could.
-    It is called for the row that is learnt from, and its result is not kept: 20 KB for each token."""
-
     advantages: np.ndarray | None = None
     sampled: np.ndarray | None = None
     allowed: Callable[[], np.ndarray] | None = None
@@ -152,7 +147,7 @@ def part_of(row: Row, index: int, parts: int) -> Row:
 def build_row(packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, pad_id: int, *, packing: bool) -> Row:
     """Lay out packs of (token ids, loss mask) sequences one after the other, each pack padded to its capacity.
 
-    `capacity` is in tokens per pack; without packing a pack is padded to a multiple of UNPACKED_MULTIPLE only.
+    `capacity` is in tokens per pack; without packing a pack is padded to a multiple of ROW_MULTIPLE only.
     The first token of a sequence is never predicted, because nothing precedes it.
     """
     ids, positions, learn, segments, sizes, marks, n_tokens = [], [], [], [], [], [], 0
@@ -169,7 +164,7 @@ def build_row(packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, p
             marks.append(bool(mask[0]))
             used += size
         n_tokens += used
-        width = capacity if packing else -(-used // UNPACKED_MULTIPLE) * UNPACKED_MULTIPLE
+        width = capacity if packing else -(-used // ROW_MULTIPLE) * ROW_MULTIPLE
         if width > used:
             ids.append(np.full(width - used, pad_id))
             positions.append(np.arange(width - used))

@@ -1,19 +1,18 @@
-"""Stores the training set as tokens on disk. All ranks tokenise it once together, each maps it, and resumes reuse it.
+"""Stores the training set as tokens on disk: the check of a job's data writes them, every rank maps them, and resumes
+reuse them.
 
 A record of the file gives one row or several (train.data.turns), each an example of the set: one sequence of tokens, or
 as many as the training method needs, which stay together. A set is a directory `<run_dir>/tokens/<key>/` with
-tokens.npy (int32), learnt.npy (bool), offsets.npy (int64, sequences + 1), labels.npy (int64, sequences: how many tokens
-of each are learnt) and facts.json (pad_id, n_records, n_dropped, n_truncated, digest). The key covers all inputs, so a
-changed file, tokenizer or length creates a new set; an existing set needs no tokenizer.
+tokens (int32) and learnt (bool), both raw, offsets.npy (int64, sequences + 1) and facts.json. The key covers the file
+and the tokenizer. Sequences are whole: they are cut to max_length, and documents into pieces, as they are opened.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -21,74 +20,123 @@ from typing import Protocol
 import numpy as np
 import orjson
 
-from runtime.replace_file import replace_file
 from train.data.chat import ChatEncoder, Tokens
-from train.data.formats import BadRecord, Record
 from train.data.packing import Row, build_row, plan_packs
+from train.data.records import BadRecord, Record
 from train.plan.errors import InvalidTrainingData
 from weights.format.names import TOKENIZER_FILES
 
 _RENDERED_BY = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json")
 _MAX_LISTED_ERRORS = 20
-_BLOCK_BYTES, _MOST_BLOCKS = 1 << 18, 2048  # of a file: a third of a second of one rank, or more where it is large
-_COUNTS = ("n_records", "n_dropped", "n_truncated")
-FORMAT = 7
+_COUNTED_TOGETHER = 4096  # sequences, whose loss masks are counted at once
+FORMAT = 8
 
 
 class Rows(Protocol):
     """What a training method makes of a record (train.methods.method)."""
 
     sequences: int
+    cut_refuses: bool
 
+    @property
+    def rolls_out(self) -> bool: ...
     def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]: ...
-    def cut(self, sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None: ...
+    def check_cut(self, sequences: Sequence[Tokens], max_length: int) -> None: ...
 
 
-def cut(sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None:
-    """The first `max_length` tokens of each sequence; None if nothing to learn is left."""
-    short = [(ids[:max_length], learnt[:max_length]) for ids, learnt in sequences]
-    return short if any(learnt[1:].any() for _, learnt in short) else None
+def set_of(path: Path, base_path: Path) -> str:
+    """The key of the set of a file's tokens by the tokenizer in `base_path`."""
+    digest, stat = hashlib.sha256(), path.stat()
+    digest.update(f"{FORMAT}:{path.name}:{stat.st_size}:{stat.st_mtime_ns}".encode())
+    for name in _RENDERED_BY:
+        if (file := base_path / name).exists():
+            digest.update(name.encode() + file.read_bytes())
+    return digest.hexdigest()[:24]
 
 
-def pieces(document: Tokens, max_length: int) -> list[Tokens]:
-    """A document in rows of `max_length` tokens at most. Each begins with the last token of the one before, as the
-    first token of a row is never predicted: so every token but the first is predicted once."""
-    ids, trained = document
-    starts = range(0, max(1, len(ids) - 1), max_length - 1)
-    return [(ids[start : start + max_length], trained[start : start + max_length]) for start in starts]
+class TokenWriter:
+    """Writes a set, record by record; until `finish` into a folder that the next writer of the file removes."""
+
+    def __init__(self, path: Path, cache_dir: Path):
+        self._folder = cache_dir / f"{path.name}.partial"
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        self._files = [open(self._folder / name, "wb") for name in ("tokens", "learnt")]
+        self._lengths = [0]
+        self._n_records, self._documents, self._digest = 0, False, hashlib.sha256()
+
+    def add(self, record: Record, rows: Sequence[Sequence[Tokens]]) -> None:
+        self._n_records += 1
+        self._documents = "text" in record
+        for ids, learnt in (sequence for row in rows for sequence in row):
+            self._lengths.append(len(ids))
+            for file, part in zip(self._files, (ids.astype(np.int32), learnt.astype(bool)), strict=True):
+                file.write(part.tobytes())
+                self._digest.update(part.tobytes())
+
+    def finish(self, directory: Path, encoder: ChatEncoder) -> None:
+        for file in self._files:
+            file.close()
+        offsets = np.cumsum(np.array(self._lengths, np.int64))
+        self._digest.update(offsets.tobytes())
+        np.save(self._folder / "offsets.npy", offsets)
+        tokenizer = encoder.tokenizer
+        facts = {
+            "pad_id": (tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id) or 0,
+            "n_records": self._n_records,
+            "documents": self._documents,
+            "digest": self._digest.hexdigest(),
+        }
+        (self._folder / "facts.json").write_bytes(orjson.dumps(facts))
+        shutil.rmtree(directory, ignore_errors=True)
+        os.rename(self._folder, directory)
 
 
 class TokenSet:
     """Examples as tokens, grouped into packs. Read-only, shared through the page cache by all ranks of a node.
 
-    sequences: of each example. packs: indices of the examples of each. reference: (examples, sequences) float32, what
-    the starting model says of them, once it is known (train.trainer.reference). digest: of all tokens and of which are
-    learnt.
+    Sequences longer than `max_length` tokens are cut; examples with nothing to learn left are dropped. packs: indices
+    of the examples of each. reference: (examples, sequences) float32, what the starting model says of them, once it is
+    known (train.trainer.reference). digest: of all tokens and of which are learnt. Raises InvalidTrainingData where the
+    method refuses the cut, or nothing is left.
     """
 
-    def __init__(self, directory: Path, method: Rows, *, max_length: int, packing: bool, as_given: bool):
+    def __init__(self, directory: Path, method: Rows, *, max_length: int, packing: bool, as_given: bool, name: str):
         self.directory = directory
-        self._tokens = np.load(directory / "tokens.npy", mmap_mode="r")
-        self._learnt = np.load(directory / "learnt.npy", mmap_mode="r")
-        self._offsets = np.load(directory / "offsets.npy")
+        facts = orjson.loads((directory / "facts.json").read_bytes())
+        self._pad_id, self.n_records, self.digest = facts["pad_id"], facts["n_records"], str(facts["digest"])
+        offsets = np.load(directory / "offsets.npy")
+        if not offsets[-1]:
+            raise InvalidTrainingData(name, [(1, "the file has no examples")], 1)
+        self._tokens = np.memmap(directory / "tokens", np.int32, "r")
+        self._learnt = np.memmap(directory / "learnt", bool, "r")
         self.sequences, self.capacity = method.sequences, method.sequences * max_length
-        labels = np.load(directory / "labels.npy").reshape(-1, self.sequences).sum(axis=1)
         self._packing = packing
         self.reference: np.ndarray | None = None
-        facts = orjson.loads((directory / "facts.json").read_bytes())
-        self._pad_id, self.digest = facts["pad_id"], str(facts["digest"])
-        self.n_records, self.n_dropped, self.n_truncated = (facts[name] for name in _COUNTS)
-        lengths = np.diff(self._offsets[:: self.sequences])
+        whole = np.stack([offsets[:-1], offsets[1:]], axis=1)
+        self._edges = _pieces(whole, max_length) if facts["documents"] else whole.reshape(-1, self.sequences, 2).copy()
+        long = np.flatnonzero((np.diff(self._edges).reshape(-1, self.sequences) > max_length).any(axis=1))
+        if method.cut_refuses:
+            self._check_cut(method, long, max_length, name)
+        self._edges[:, :, 1] = np.minimum(self._edges[:, :, 1], self._edges[:, :, 0] + max_length)
+        labels = self._labels_of_sequences()
+        kept = labels.all(axis=1) | method.rolls_out
+        self.n_truncated, self.n_dropped = len(long), int((~kept).sum())
+        self._edges, labels = self._edges[kept], labels[kept].sum(axis=1)
+        lengths = self._lengths = np.diff(self._edges).sum(axis=(1, 2))
         self.packs = plan_packs(lengths, self.capacity, packing=packing, as_given=as_given)
+        if not self.packs:
+            why = f"no example has anything to learn within max_length {max_length}"
+            raise InvalidTrainingData(name, [(1, why)], 1)
         self._labels = np.array([labels[pack].sum() for pack in self.packs], np.int64)
 
     @property
     def n_examples(self) -> int:
-        return (len(self._offsets) - 1) // self.sequences
+        return len(self._edges)
 
     @property
     def n_tokens(self) -> int:
-        return int(self._offsets[-1])
+        return int(self._lengths.sum())
 
     def labels_in(self, packs: np.ndarray) -> int:
         """Number of learnt tokens in these packs: the denominator of a step's loss, known to every rank."""
@@ -100,8 +148,7 @@ class TokenSet:
 
     def tokens_in(self, packs: np.ndarray) -> int:
         """Number of tokens in these packs, padding not counted."""
-        edges = self._offsets[:: self.sequences]
-        return sum(int(edges[i + 1] - edges[i]) for pack in packs for i in self.packs[pack])
+        return sum(int(self._lengths[self.packs[pack]].sum()) for pack in packs)
 
     def tokens_of(self, index: int) -> np.ndarray:
         """The tokens of an example of one sequence, (n,) int32."""
@@ -118,8 +165,40 @@ class TokenSet:
         return replace(row, reference=self.reference[members].reshape(-1))
 
     def _example(self, index: int) -> list[Tokens]:
-        edges = self._offsets[index * self.sequences : (index + 1) * self.sequences + 1]
-        return [(self._tokens[a:b], self._learnt[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        return [(self._tokens[begin:end], self._learnt[begin:end]) for begin, end in self._edges[index]]
+
+    def _check_cut(self, method: Rows, long: np.ndarray, max_length: int, name: str) -> None:
+        errors = []
+        for index in long:
+            try:
+                method.check_cut(self._example(index), max_length)
+            except BadRecord as bad:
+                errors.append((int(index) + 1, str(bad)))
+        if errors:
+            raise InvalidTrainingData(name, errors[:_MAX_LISTED_ERRORS], len(errors))
+
+    def _labels_of_sequences(self) -> np.ndarray:
+        """(examples, sequences): how many tokens of each are learnt. The first one is never predicted, whatever its
+        mark."""
+        edges = self._edges.reshape(-1, 2)
+        found = np.zeros(len(edges), np.int64)
+        for first in range(0, len(edges), _COUNTED_TOGETHER):
+            part = edges[first : first + _COUNTED_TOGETHER]
+            begin = part[0, 0]
+            until = np.concatenate([[0], np.cumsum(self._learnt[begin : part[-1, 1]], dtype=np.int64)])
+            found[first : first + len(part)] = until[part[:, 1] - begin] - until[part[:, 0] + 1 - begin]
+        return found.reshape(-1, self.sequences)
+
+
+def _pieces(documents: np.ndarray, max_length: int) -> np.ndarray:
+    """(pieces, 1, 2): where pieces of `max_length` tokens at most begin and end. Each begins with the last token of the
+    one before, as the first token of a row is never predicted: so every token but the first is predicted once."""
+    edges = [
+        (at, min(at + max_length, end))
+        for begin, end in documents.tolist()
+        for at in range(begin, max(begin + 1, end - 1), max_length - 1)
+    ]
+    return np.array(edges, np.int64).reshape(-1, 1, 2)
 
 
 def open_token_set(
@@ -132,163 +211,38 @@ def open_token_set(
     max_length: int,
     packing: bool,
     rank: int,
-    world_size: int,
     barrier: Callable[[], None],
     as_given: bool = False,
     alive: Callable[[], None] = lambda: None,
 ) -> TokenSet:
-    """Tokenise `path` (chat JSONL) with all ranks unless `cache_dir` has it, and open the result.
+    """The tokens of `path` (chat JSONL), which rank 0 makes where `cache_dir` does not have them.
 
     `encoder` makes the encoder of the tokenizer in `base_path`; it is called only if something has to be tokenised.
-    `as_given`: packs are of neighbours, in the order of the file. `alive` is called for each example: a file of
-    gigabytes takes longer than the limit for a hang.
-
-    Sequences longer than `max_length` tokens are cut; examples with nothing to learn left are dropped. Raises
-    InvalidTrainingData, on every rank, when the chat template or the method refuses an example or nothing is left.
+    `as_given`: packs are of neighbours, in the order of the file. `alive` is called for each example. Raises
+    InvalidTrainingData, as TokenSet does, and when the chat template or the method refuses an example.
     """
-    directory = Path(cache_dir) / _key(Path(path), Path(base_path), max_length)
+    path = Path(path)
+    directory = Path(cache_dir) / set_of(path, Path(base_path))
     # The barrier keeps rank 0 from creating the directory between the looks of two other ranks.
     complete = directory.exists()
     barrier()
     if not complete:
-        # Block by block: where a start is given up, as the scheduler does after ten minutes, the next one goes on.
-        kept, blocks = Path(f"{directory}.blocks"), _blocks(Path(path).stat().st_size)
-        kept.mkdir(parents=True, exist_ok=True)
-        for number in range(rank, len(blocks), world_size):
-            if not _block(kept, number).exists():
-                lines = _lines(Path(path), *blocks[number])
-                _write_block(_block(kept, number), lines, method, encoder(), max_length, alive)
-        barrier()
-        _raise_if_bad(Path(path), kept, len(blocks))
         if rank == 0:
-            _merge(kept, directory, len(blocks), _pad_id(encoder()))
+            _write(path, encoder(), directory, method, alive)
         barrier()
-        if rank == 0:  # by now every rank has read the others' errors
-            shutil.rmtree(kept)
-    tokens = TokenSet(directory, method, max_length=max_length, packing=packing, as_given=as_given)
-    if not tokens.packs:
-        raise InvalidTrainingData(
-            Path(path).name, [(1, f"no example has anything to learn within max_length {max_length}")], 1
-        )
-    return tokens
+    return TokenSet(directory, method, max_length=max_length, packing=packing, as_given=as_given, name=path.name)
 
 
-def _pad_id(encoder: ChatEncoder) -> int:
-    tokenizer = encoder.tokenizer
-    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return pad_id or 0
-
-
-def _key(path: Path, base_path: Path, max_length: int) -> str:
-    digest = hashlib.sha256()
-    stat = path.stat()
-    digest.update(f"{FORMAT}:{path.name}:{stat.st_size}:{stat.st_mtime_ns}:{max_length}".encode())
-    for name in _RENDERED_BY:
-        file = base_path / name
-        if file.exists():
-            digest.update(name.encode() + file.read_bytes())
-    return digest.hexdigest()[:24]
-
-
-def _blocks(nbytes: int) -> list[tuple[int, int]]:
-    """(first byte, byte after the last) of the parts of a file that a rank tokenises one after the other; the same for
-    any number of ranks. Equal numbers of lines of a file that is sorted by length would keep one rank so long that the
-    others take it for gone."""
-    each = max(_BLOCK_BYTES, -(-nbytes // _MOST_BLOCKS))
-    return [(begin, min(begin + each, nbytes)) for begin in range(0, max(1, nbytes), each)]
-
-
-def _block(kept: Path, number: int) -> Path:
-    return kept / f"{number}.npz"
-
-
-def _lines(path: Path, begin: int, end: int) -> Iterator[bytes]:
-    """The lines that begin within these bytes."""
+def _write(path: Path, encoder: ChatEncoder, directory: Path, method: Rows, alive: Callable[[], None]) -> None:
+    writer, errors = TokenWriter(path, directory.parent), []
     with open(path, "rb") as file:
-        if begin:
-            file.seek(begin - 1)
-            file.readline()
-        while file.tell() < end and (line := file.readline()):
-            yield line
-
-
-def _write_block(
-    block: Path,
-    lines: Iterator[bytes],
-    method: Rows,
-    encoder: ChatEncoder,
-    max_length: int,
-    alive: Callable[[], None],
-) -> None:
-    tokens, learnt, errors = [np.zeros(0, np.int32)], [np.zeros(0, bool)], []
-    n_lines = n_records = n_dropped = n_truncated = 0
-    for n_lines, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        alive()
-        try:
-            record = orjson.loads(line)
-            rows = method.encode(encoder, record)
-            if "text" in record:
-                rows = [[piece] for piece in pieces(rows[0][0], max_length)]
-            kept = [row for row in (method.cut(whole, max_length) for whole in rows) if row is not None]
-        except BadRecord as bad:
-            errors.append((n_lines, str(bad)))
-            continue
-        n_records += 1
-        n_truncated += sum(any(len(ids) > max_length for ids, _ in whole) for whole in rows)
-        n_dropped += len(rows) - len(kept)
-        for ids, mask in (sequence for row in kept for sequence in row):
-            tokens.append(ids)
-            learnt.append(mask)
-    content = io.BytesIO()
-    np.savez(
-        content,
-        tokens=np.concatenate(tokens),
-        learnt=np.concatenate(learnt),
-        lengths=np.array([len(ids) for ids in tokens[1:]], np.int64),
-        # The first token is never predicted, whatever its mark.
-        labels=np.array([mask[1:].sum() for mask in learnt[1:]], np.int64),
-        counts=np.array([n_records, n_dropped, n_truncated]),
-        n_lines=np.array(n_lines),
-        errors=np.frombuffer(orjson.dumps([len(errors), errors[:_MAX_LISTED_ERRORS]]), np.uint8),
-    )
-    # It may be taken up after a crash of the machine, and a rank whose supervisor has died may write it too.
-    replace_file(block, content.getvalue(), durable=True)
-
-
-def _raise_if_bad(path: Path, kept: Path, count: int) -> None:
-    listed: list[tuple[int, str]] = []
-    total = before = 0
-    for n_lines, written in zip(_parts(kept, count, "n_lines"), _parts(kept, count, "errors"), strict=True):
-        n_errors, errors = orjson.loads(written.tobytes())
-        total += n_errors
-        listed += [(before + line, reason) for line, reason in errors]
-        before += int(n_lines)
-    if total:
-        raise InvalidTrainingData(path.name, listed[:_MAX_LISTED_ERRORS], total)
-
-
-def _parts(kept: Path, count: int, name: str) -> Iterator[np.ndarray]:
-    """What all blocks have under this name, in their order."""
-    for number in range(count):
-        with np.load(_block(kept, number)) as block:
-            yield block[name]
-
-
-def _merge(kept: Path, directory: Path, count: int, pad_id: int) -> None:
-    partial = Path(f"{directory}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    offsets = np.concatenate([np.zeros(1, np.int64), *_parts(kept, count, "lengths")]).cumsum().astype(np.int64)
-    digest = hashlib.sha256(offsets)
-    np.save(partial / "offsets.npy", offsets)
-    np.save(partial / "labels.npy", np.concatenate([*_parts(kept, count, "labels")]))
-    for name in ("tokens", "learnt"):
-        joined = np.concatenate([*_parts(kept, count, name)])
-        digest.update(joined)
-        np.save(partial / f"{name}.npy", joined)
-    counts = dict(zip(_COUNTS, np.sum([*_parts(kept, count, "counts")], axis=0).tolist(), strict=True))
-    facts = {"pad_id": pad_id, "digest": digest.hexdigest(), **counts}
-    (partial / "facts.json").write_bytes(orjson.dumps(facts))
-    os.rename(partial, directory)
+        for number, line in enumerate(file, 1):
+            alive()
+            try:
+                record = orjson.loads(line)
+                writer.add(record, method.encode(encoder, record))
+            except BadRecord as bad:
+                errors.append((number, str(bad)))
+    if errors:
+        raise InvalidTrainingData(path.name, errors[:_MAX_LISTED_ERRORS], len(errors))
+    writer.finish(directory, encoder)

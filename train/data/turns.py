@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from train.data.formats import BadRecord
+from train.data.records import BadRecord
 
 Messages = Sequence[dict[str, Any]]
 Render = Callable[..., str]
@@ -58,16 +58,12 @@ class TurnForm:
 def turn_form(render: Render, stops: Callable[[str], bool], eos: str | None) -> TurnForm:
     """The form of the template behind `render`. stops: whether a text has a token at which an engine can stop. eos: the
     tokenizer's end of text, added where the template's own end is no such token: an engine would never stop."""
-    asked: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
-    answer = {"role": "assistant", "content": PROBE}
-    tools = None
-    text = _try(render, [*asked, answer])
-    if text is None:
-        asked = [{"role": "system", "content": "b"}, *asked]
-        text = _try(render, [*asked, answer])
-    if text is None:  # a template for tools alone
-        tools = [_TOOL]
-        text = _try(render, [*asked, answer], tools)
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}
+    system = {"role": "system", "content": "b"}
+    # Some templates insist on a system prompt, or are for tools alone.
+    for asked, tools in (([user], None), ([system, user], None), ([system, user], [_TOOL])):
+        if (text := _try(render, [*asked, answer], tools)) is not None:
+            break
     if text is None or PROBE not in text:
         return TurnForm("", "", "", eos or "", eos or "")
     before, _, tail = text.rpartition(PROBE)
@@ -207,8 +203,8 @@ def _ended(
 
 def _last(text: str) -> str:
     """The marker or word at its end."""
-    found = re.search(r"<[^\s<>]+>$|\S+$", text)
-    return found[0] if found else ""
+    last = re.search(r"<[^\s<>]+>$|\S+$", text)
+    return last[0] if last else ""
 
 
 def _unwritten(what: str) -> str:
@@ -323,12 +319,12 @@ def _leaves(value: Any) -> Iterator[str]:
     elif isinstance(value, int) and not isinstance(value, bool):
         yield str(value)
     elif isinstance(value, dict):
-        for key, one in value.items():
+        for key, inner in value.items():
             yield str(key)
-            yield from _leaves(one)
+            yield from _leaves(inner)
     elif isinstance(value, list):
-        for one in value:
-            yield from _leaves(one)
+        for inner in value:
+            yield from _leaves(inner)
 
 
 def name_of(call: dict[str, Any]) -> str:

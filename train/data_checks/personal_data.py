@@ -1,4 +1,4 @@
-"""Finds and masks personal data and secrets in text by their form, and by their checksum if they have one.
+"""Finds personal data and secrets in text by their form, and by their checksum if they have one.
 
 Names and addresses have no fixed form and are not found. No pattern backtracks: every repetition is bounded or
 possessive, so the cost of a text is proportional to its length, whatever its content.
@@ -55,17 +55,16 @@ _PHONE = re.compile(
 )
 
 
-def masked(text: str) -> tuple[str, list[Match]]:
-    """The text with [EMAIL], [CARD] … in place of the matches, and the matches."""
+def personal_data(text: str) -> list[Match]:
+    """The matches of all kinds, in the order of the kinds."""
     matches: list[Match] = []
     for kind, sign, pattern, is_valid in _KINDS:
-        if not sign.search(text):
-            continue
-        found = [match[0] for match in pattern.finditer(text) if is_valid(match[0])]
-        matches += [Match(kind, value) for value in found]
-        if found:
-            text = pattern.sub(lambda match: f"[{kind.upper()}]" if is_valid(match[0]) else match[0], text)  # noqa: B023
-    return text, matches
+        if sign.search(text):
+            found = [match for match in pattern.finditer(text) if is_valid(match[0])]
+            matches += [Match(kind, match[0]) for match in found]
+            edges = [0, *(edge for match in found for edge in match.span()), len(text)]
+            text = " ".join(text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
+    return matches
 
 
 def _is_card(text: str) -> bool:

@@ -19,19 +19,22 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from runtime.processes.bounds import Bounds
 from runtime.processes.ended import run_command
 from train.data.check import COUNTED_EXAMPLES, Count, DataReport, check_training_file
-from train.data.formats import Record
+from train.data.records import Record
 from train.methods import methods
 from train.methods.method import Method
 from train.plan.errors import InvalidSpec, UnsupportedModel
 
 if TYPE_CHECKING:
     from train.data.chat import ChatEncoder
+    from train.data.token_set import TokenWriter
 
-# An 8 GiB file of chats takes some minutes of CPU.
-BOUNDS = Bounds(cpu_s=3600, memory_bytes=6 << 30)
+# An 8 GiB file of chats takes some minutes of CPU to read, and hours to tokenise.
+BOUNDS = Bounds(cpu_s=4 * 3600, memory_bytes=6 << 30)
 # A job's check lowers its priority from this much processor time on: beside busy ranks, a dozen examples at low
 # priority waited minutes for the 2 s that they and the import of the tokenizer's library take.
 NICE_AFTER_S, _NICENESS = 5.0, 10
+TOKENS = "tokens"
+"""Folder beside a job's data that has them as tokens."""
 
 CheckName = Literal["bad_lines", "empty", "duplicates", "near_duplicates", "too_long", "contaminated", "personal_data"]
 CHECKS: tuple[CheckName, ...] = get_args(CheckName)
@@ -76,11 +79,11 @@ async def check_apart(path: Path, **how: Any) -> DataReport:
     request = {"job": {name: str(value) if isinstance(value, Path) else value for name, value in job.items()}}
     status, out, _ = await run_command(*command_of(request))
     try:
-        found = json.loads(out)
-        return DataReport(**{**found, "errors": [(line, reason) for line, reason in found["errors"]]})
+        answer = json.loads(out)
+        if number := answer.get("errno"):  # it is gone, or the disk is full
+            raise OSError(number, answer["error"])
+        return DataReport(**{**answer, "errors": [(line, reason) for line, reason in answer["errors"]]})
     except (ValueError, TypeError, KeyError):
-        if not path.exists():
-            raise FileNotFoundError(f"{path} was deleted while it was checked") from None
         report = DataReport()
         report.add_error(1, f"the file could not be checked with {BOUNDS.how_it_ended(status)}")
         return report
@@ -98,7 +101,8 @@ def main() -> None:
             os.nice(request.get("niceness", _NICENESS))
             answer = carried_out(request)
     except (BadOption, CheckFailed, OSError, ValueError) as error:
-        print(json.dumps({"error": str(error), "bad_option": isinstance(error, BadOption)}))
+        bad, number = isinstance(error, BadOption), getattr(error, "errno", None)
+        print(json.dumps({"error": str(error), "bad_option": bad, "errno": number}))
         sys.exit(2)
     print(json.dumps(answer, ensure_ascii=False))
 
@@ -110,19 +114,25 @@ def checked(
     tokenizer: str | Path | None = None,
     cut_at: int | None = None,
 ) -> DataReport:
-    """`check_training_file` with the method's conversion, or that of all methods, and counting tokens as the ranks will
-    if there is a tokenizer (the directory of a model). With `cut_at` those of every example; ones of which the method
-    has nothing left within so many tokens are errors too. Raises OSError."""
+    """`check_training_file`, counting tokens if there is a tokenizer (the directory of a model): with `cut_at` those of
+    every example, and ones of which the method has nothing left within so many tokens are errors too. With a method and
+    `chat_path`, all tokens are written beside it for the ranks (train.data.token_set). Raises OSError."""
     how = methods.method_of(method) if method else methods.DEFAULT
-    encoder = encoder_of(Path(tokenizer)) if tokenizer else None
+    encoder, writer = encoder_of(Path(tokenizer)) if tokenizer else None, None
+    if encoder and chat_path and method:
+        from train.data.token_set import TokenWriter, set_of
+
+        folder = Path(chat_path).parent / TOKENS
+        writer = TokenWriter(Path(chat_path), folder)
     report = check_training_file(
         path,
         chat_path=chat_path,
-        convert=how.convert if method else methods.convert,
-        count=_counter(how, encoder, cut_at) if encoder else None,
-        counted=COUNTED_EXAMPLES if cut_at is None else sys.maxsize,
+        count=_counter(how, encoder, cut_at, writer) if encoder else None,
+        counted=COUNTED_EXAMPLES if cut_at is None and writer is None else sys.maxsize,
         refuses=how.refuses if method else None,
     )
+    if encoder and tokenizer and chat_path and writer and report.ok:
+        writer.finish(folder / set_of(Path(chat_path), Path(tokenizer)), encoder)
     if encoder and encoder.n_without_tools:
         report.warnings.append(
             f"the model's chat template leaves the tools of {encoder.n_without_tools} examples out: neither training "
@@ -141,17 +151,14 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
         method = methods.method_of(options["method"]) if options.get("method") else None
     except InvalidSpec as error:
         raise BadOption(str(error)) from error
-
     count, max_tokens = None, options.get("max_tokens")
     if model := options.get("model"):
         if (encoder := encoder_of(Path(model))) is None:
             raise BadOption(f"{model} has no tokenizer with a chat template that can be used to count tokens")
-        count, max_tokens = _counter(method or methods.DEFAULT, encoder, None), max_tokens or _context_of(Path(model))
+        count, max_tokens = _counter(method or methods.DEFAULT, encoder), max_tokens or _context_of(Path(model))
     against = Path(options["against"]) if options.get("against") else None
-    convert, refuses = (method.convert, method.refuses) if method else (methods.convert, None)
-    check = Check(CHECKS, convert, refuses, count, max_tokens, against)
-    check.read(path)
-    return check.report(request.get("name", str(path)))
+    check = Check(CHECKS, method.refuses if method else None, count, max_tokens, against)
+    return check.report(path, request.get("name", str(path)))
 
 
 def encoder_of(tokenizer: Path) -> ChatEncoder | None:
@@ -174,14 +181,19 @@ def encoder_of(tokenizer: Path) -> ChatEncoder | None:
         return None
 
 
-def _counter(method: Method, encoder: ChatEncoder, cut_at: int | None) -> Count:
-    """Counts the tokens of each sequence of each row of a converted record; with a length, after the method's cut."""
+def _counter(
+    method: Method, encoder: ChatEncoder, cut_at: int | None = None, writer: TokenWriter | None = None
+) -> Count:
+    """Counts the tokens of each sequence of each row of a converted record, and writes them; with a length, the method
+    may refuse its cut."""
 
     def count(record: Record) -> list[list[int]]:
         rows = method.encode(encoder, record)
         if cut_at is not None:
             for row in rows:
-                method.cut(row, cut_at)
+                method.check_cut(row, cut_at)
+        if writer is not None:
+            writer.add(record, rows)
         return [[len(tokens) for tokens, _ in row] for row in rows]
 
     return count

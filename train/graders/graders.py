@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as default
 from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, TypeAdapter, ValidationError
 
 from train.graders import formula, similarity, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader, MissingField
+
+RunPython = Callable[[str, dict[str, Any], Any], float]
+"""`(source, sample, item) -> reward`; raises GradingFailed."""
+Reward = tuple[float, GradingErrors]
 
 MAX_GRADERS = 32
 MAX_MESSAGES = 64
@@ -22,6 +28,22 @@ REASON_CHARACTERS = 160
 REASON_TOKENS = 512
 """With at least this token limit, a judge gives a reason before its result. REASON_CHARACTERS take as many tokens only
 if nearly all are rare characters that a tokenizer writes byte by byte, so the result still fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAnswer:
+    """A model's answer to a request of a grader: its text, or why there is none. cached_tokens: those of the prompt's
+    tokens that were cached. tools: calls of tools, as chat's `tool_calls`."""
+
+    text: str = ""
+    model: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    error: str = ""
+    refused: bool = False
+    tools: list[Any] = default(default_factory=list)
+    finish_reason: str = ""
 
 
 class _Strict(BaseModel):
@@ -69,6 +91,13 @@ class _Compared(_Grader):
         yield f"{param}input", self.input
         yield f"{param}reference", self.reference
 
+    def reward(self, sample: templates.Sample, item: Any, answer: ModelAnswer | None, run: RunPython) -> Reward:
+        """Raises GradingFailed."""
+        return self.compare(*(templates.fill(text, sample, item) for text in (self.input, self.reference)))
+
+    def compare(self, text: str, reference: str) -> Reward:
+        raise NotImplementedError
+
 
 class StringCheck(_Compared):
     """1 if the input equals the reference (`eq`), differs from it (`ne`), contains it (`like`) or contains it
@@ -76,6 +105,16 @@ class StringCheck(_Compared):
 
     type: Literal["string_check"]
     operation: Literal["eq", "ne", "like", "ilike"]
+
+    def compare(self, text: str, reference: str) -> Reward:
+        match self.operation:
+            case "eq" | "ne":
+                same = text == reference
+                return float(same == (self.operation == "eq")), GradingErrors()
+            case "like":
+                return float(reference in text), GradingErrors()
+            case _:
+                return float(reference.casefold() in text.casefold()), GradingErrors()
 
 
 class TextSimilarity(_Compared):
@@ -98,6 +137,10 @@ class TextSimilarity(_Compared):
                 f"{self.evaluation_metric!r} is not known; expected one of {', '.join(similarity.METRICS)}",
             )
 
+    def compare(self, text: str, reference: str) -> Reward:
+        reward, cut = similarity.similarity(self.evaluation_metric, text, reference)
+        return reward, GradingErrors(truncated_observation_error=cut)
+
 
 class Python(_Grader):
     """The number that `grade(sample, item)` of the source returns; it runs in a confined process (worker.py)."""
@@ -110,6 +153,13 @@ class Python(_Grader):
     @property
     def bounds(self) -> None:
         return None
+
+    def reward(self, sample: templates.Sample, item: Any, answer: ModelAnswer | None, run: RunPython) -> Reward:
+        """Raises GradingFailed."""
+        if not math.isfinite(reward := run(self.source, sample.for_code(), item)):
+            flags = GradingErrors(python_grader_runtime_error=True, python_grader_runtime_error_details=f"{reward}")
+            raise GradingFailed(f"grade() returned {reward}, which is not a reward", flags)
+        return reward, GradingErrors()
 
 
 class _Part(_Strict):
@@ -171,7 +221,7 @@ def filled(messages: Sequence[Message], sample: templates.Sample, item: Any) -> 
             f"what the model is to read has {size} characters; at most {templates.MAX_TEXT} are asked",
             GradingErrors(other_error=True),
         )
-    return [{"role": one.role, "content": content} for one, content in zip(messages, contents, strict=True)]
+    return [{"role": one.role, "content": text} for one, text in zip(messages, contents, strict=True)]
 
 
 class _ModelGrader(_Grader):
@@ -212,6 +262,29 @@ class _ModelGrader(_Grader):
             **(self.sampling_params or Sampling()).fields(),
         }
 
+    def score(self, answer: Any) -> float:
+        """Raises KeyError, TypeError, ValueError for an answer that does not follow the schema."""
+        raise NotImplementedError
+
+    def reward(self, sample: templates.Sample, item: Any, answer: ModelAnswer | None, run: RunPython) -> Reward:
+        """Raises GradingFailed."""
+        if answer is None:
+            self.request(sample, item)  # says which variable has no value
+            answer = ModelAnswer(error="it was not asked")
+        if answer.error:
+            flags = GradingErrors(model_grader_server_error=True, model_grader_server_error_details=answer.error)
+            raise GradingFailed(f"the model {self.model!r} did not answer: {answer.error}", flags)
+        if answer.refused:
+            raise GradingFailed(f"the model {self.model!r} refused", GradingErrors(model_grader_refusal_error=True))
+        try:
+            return self.score(json.loads(answer.text, strict=False)), GradingErrors()
+        except (KeyError, TypeError, ValueError) as error:
+            why = f"is not a grade ({error})"
+            if answer.finish_reason == "length":
+                why = f"was cut at the {self.answer_tokens} tokens that it may have, before it had its grade"
+            text = f"the answer of the model {self.model!r} {why}: {answer.text[:200]!r}"
+            raise GradingFailed(text, GradingErrors(model_grader_parse_error=True)) from None
+
 
 class ScoreModel(_ModelGrader):
     """A number within `range` that a model gives, after a short reason if it has the tokens for one."""
@@ -235,11 +308,10 @@ class ScoreModel(_ModelGrader):
         return {"regex": rf'\{{{reason}"result": ({_numbers(*self.range)})\}}'}
 
     def score(self, answer: Any) -> float:
-        """Raises KeyError, TypeError, ValueError for an answer that does not follow the schema."""
         low, high = self.range
-        if not math.isfinite(found := float(answer["result"])):
-            raise ValueError(f"the result {found} is no number")
-        return min(high, max(low, found))
+        if not math.isfinite(score := float(answer["result"])):
+            raise ValueError(f"the result {score} is not a number")
+        return min(high, max(low, score))
 
 
 def _numbers(low: float, high: float) -> str:
@@ -272,7 +344,6 @@ class LabelModel(_ModelGrader):
         return {"choice": [json.dumps({"label": label}, ensure_ascii=False) for label in self.labels]}
 
     def score(self, answer: Any) -> float:
-        """Raises KeyError, TypeError, ValueError for an answer that does not follow the schema."""
         if answer["label"] not in self.labels:
             raise ValueError(f"the label {answer['label']!r} is not among the grader's")
         return float(answer["label"] in self.passing_labels)
@@ -358,9 +429,9 @@ def judge_models(kept: Mapping[str, Any]) -> set[str]:
     return {part["model"] for part in parts if part["type"] in _ASKING}
 
 
-def judges(grader: Grader) -> list[ScoreModel | LabelModel]:
-    """Its graders that ask a model."""
-    return [leaf for leaf in leaves(grader).values() if isinstance(leaf, ScoreModel | LabelModel)]
+def judges(grader: Grader) -> dict[str, ScoreModel | LabelModel]:
+    """Its graders that ask a model, by name."""
+    return {name: leaf for name, leaf in leaves(grader).items() if isinstance(leaf, ScoreModel | LabelModel)}
 
 
 def _named(grader: Any, name: Any) -> Any:

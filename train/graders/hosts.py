@@ -1,4 +1,4 @@
-"""The caller's side of grading in another process (worker.py), in turns of owners."""
+"""The caller's side of grading in another process (worker.py), with a fair queue of owners."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from train.graders.errors import GradingErrors
-from train.graders.graders import Grader, Python, leaves
-from train.graders.grading import Graded, ModelAnswer
+from train.graders.graders import Grader, ModelAnswer, Python, leaves
+from train.graders.grading import Graded
 from train.graders.templates import Sample
-from train.graders.worker import loads_of
+from train.graders.worker import LOADED
 
 MAX_BUSY = 4
 """How many owners' samples are graded at the same time; others wait for one of them."""
@@ -31,17 +31,20 @@ TIME_S = 120
 OWN_TIME_S = 60
 """Seconds for grading without code."""
 MOST_BROKEN = 3
-"""If this many calls of code end without a result before any returns, the request makes no more of them: otherwise a
-job's devices would wait two minutes for each of its answers."""
+"""If this many calls end without a result before any returns, the request makes no more of them: otherwise a job's
+devices would wait two minutes for each of its answers."""
 START_S = 60.0
 """For the worker, which imports packages for a second or more, to fork a child."""
+MOST_ROWS = 256
+"""Rows that one process grades where no code of users runs."""
 RETRY_S = 1.0
 """Before a retry: the ended process is reaped meanwhile, and a machine without memory may have some."""
 _RESULT_BYTES = 256 << 10  # of one sample
 _REAPED_S = 0.1
 _ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
-_BEGIN = "from train.graders.worker import main; main()"
-_GRADED = TypeAdapter(list[Graded])
+_BEGIN = f"import sys; sys.path.insert(0, {_ROOT!r}); from train.graders.worker import main; main()"
+_GRADED = TypeAdapter(Graded)
+Result = TypeVar("Result")
 
 
 class WorkerBroke(Exception):
@@ -54,7 +57,8 @@ class ForkBroke(WorkerBroke):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of one request. The clock also bounds what waits; the CPU limit refuses no honest request on a busy machine."""
+    """time_s: of each result. cpu_s, memory_bytes: of a process. The clock also bounds what waits; the CPU limit
+    refuses no honest request on a busy machine."""
 
     time_s: float
     cpu_s: int
@@ -88,51 +92,48 @@ class GraderHosts:
 
         waited_for: work of the box stands still meanwhile, so that the worker has its priority. Raises WorkerBroke.
         """
-        given: Sequence[dict[str, ModelAnswer]] = answers or [{} for _ in samples]
         rows = [
             {"sample": asdict(sample), "item": item, "answers": {name: asdict(of) for name, of in by_name.items()}}
-            for (sample, item), by_name in zip(samples, given, strict=True)
+            for (sample, item), by_name in zip(samples, answers or [{} for _ in samples], strict=True)
         ]
         calls = sum(isinstance(leaf, Python) for leaf in leaves(grader).values())
-        graded, broken, returned = list[Graded](), 0, False
+        time_s = TIME_S * calls or OWN_TIME_S
+        bounds = Bounds(time_s, max(1, round(time_s)))
+
+        def broken(why: str, ran: bool) -> Graded:
+            flags = GradingErrors(other_error=True)
+            if calls and ran:
+                flags = GradingErrors(python_grader_runtime_error=True, python_grader_runtime_error_details=why)
+            return Graded(0.0, False, errors=flags, messages=[why])
+
         async with self._turn(owner, "grade"), self._free:
-            if not calls and len(rows) > 1:
-                with suppress(ForkBroke):  # by one of them: then each has a process of its own
-                    return await self._graded(grader, rows, calls, waited_for)
-            for row in rows:
-                if broken >= MOST_BROKEN and not returned:
-                    why = f"it was not run: the first {MOST_BROKEN} calls all ended without a result"
-                    graded.append(_broken(why, code=False))
-                    continue
-                try:
-                    graded += await self._graded(grader, [row], calls, waited_for)
-                    returned = True
-                except ForkBroke as error:
-                    broken += 1
-                    graded.append(_broken(str(error), code=bool(calls)))
-        return graded
+            head = {"kind": "grade", "grader": grader.as_given()}
+            nice = 0 if waited_for else NICENESS
+            # What code of a user or of a model's answer does to its process must change no other reward.
+            return await self._each(head, rows, bounds, _GRADED.validate_json, broken, nice, 1 if calls else MOST_ROWS)
 
     async def unusable(self, owner: str, sources: Mapping[str, str]) -> list[tuple[str, str]]:
         """(path, why) of the code, by its path, that cannot grade. Raises WorkerBroke."""
-        reasons = []
         async with self._turn(owner, "check"):
-            for path, source in sources.items():
-                try:
-                    why = json.loads(await self._ask({"kind": "code", "source": source}, [], CHECK))
-                except ForkBroke as error:
-                    why = str(error)
-                reasons.append((path, str(why)))
-        return [(path, why) for path, why in reasons if why]
+            rows = list(sources.values())
+            reasons = await self._each({"kind": "code"}, rows, CHECK, json.loads, lambda why, ran: why)
+        return [(path, str(why)) for path, why in zip(sources, reasons, strict=True) if why]
 
     async def refused_items(
         self, owner: str, schema: Any, items: Sequence[Any], bounds: Bounds = SCHEMA
     ) -> list[tuple[int, str]]:
-        """(place, why) of the first few items that do not follow a JSON schema; place -1: it is not a schema. Raises
-        WorkerBroke, for one that takes more than its bounds ForkBroke."""
+        """(place, why) of the items that do not follow a JSON schema; place -1: it is not a schema. Raises WorkerBroke,
+        for one that takes more than its bounds ForkBroke."""
+
+        def broken(why: str, ran: bool) -> Any:
+            raise ForkBroke(why)
+
         async with self._turn(owner, "check"):
-            head = {"kind": "schema", "schema": schema}
-            answered = await self._ask(head, items, bounds, loads=["jsonschema"])
-        return [(place, why) for place, why in json.loads(answered)]
+            head = {"kind": "jsonschema", "schema": schema}
+            found = await self._each(head, items, bounds, json.loads, broken)
+        if found and found[0][0]:
+            return [(-1, found[0][1])]
+        return [(place, why) for place, (_, why) in enumerate(found) if why]
 
     async def refused_schema(self, owner: str, schema: Mapping[str, Any]) -> str:
         """Why it is not a JSON schema, "" if it is one. Raises WorkerBroke."""
@@ -151,62 +152,76 @@ class GraderHosts:
     def _turn(self, owner: str, lane: str) -> asyncio.Lock:
         return self._turns.setdefault((owner, lane), asyncio.Lock())
 
-    async def _graded(self, grader: Grader, rows: list[dict[str, Any]], calls: int, waited_for: bool) -> list[Graded]:
-        """Raises WorkerBroke."""
-        time_s = TIME_S * calls or OWN_TIME_S
-        answered = await self._ask(
-            {"kind": "grade", "grader": grader.as_given()},
-            rows,
-            Bounds(time_s, cpu_s=max(1, round(time_s))),
-            loads=loads_of(grader),
-            nice=0 if waited_for else NICENESS,
-        )
-        with suppress(ValidationError):
-            if len(graded := _GRADED.validate_json(answered)) == len(rows):
-                return graded
-        raise ForkBroke("its process ended without a result: it wrote something else")  # users' code can
-
-    async def _ask(
+    async def _each(
         self,
         head: dict[str, Any],
-        samples: Sequence[Any],
+        rows: Sequence[Any],
         bounds: Bounds,
-        loads: Collection[str] = (),
+        read: Callable[[bytes], Result],
+        broken: Callable[[str, bool], Result],
         nice: int = NICENESS,
-    ) -> bytes:
-        """The result of worker.answer, as JSON. loads: names of worker.LOADED. Raises WorkerBroke."""
-        message = {"loads": list(loads), "nice": nice, "memory_bytes": bounds.memory_bytes, "cpu_s": bounds.cpu_s}
-        for last_try in (False, True):
-            try:
-                mine = await self._child(json.dumps(message).encode())
-                return await self._answered(mine, head, samples, bounds)
-            except WorkerBroke as error:  # the worker ended, maybe at another owner's request
-                if last_try or isinstance(error, ForkBroke):
-                    raise
-                await asyncio.sleep(RETRY_S)
-        raise AssertionError("the last try returns or raises")
+        at_once: int = MOST_ROWS,
+    ) -> list[Result]:
+        """The worker's result of each row, as `read` has it. The process of a row that breaks it is followed by another
+        for the rows after it. Raises WorkerBroke.
 
-    async def _answered(
-        self, mine: socket.socket, head: dict[str, Any], samples: Sequence[Any], bounds: Bounds
-    ) -> bytes:
-        most_bytes, worker = _RESULT_BYTES * (1 + len(samples)), self._process  # another may take its place meanwhile
-        assert worker is not None
-        reader, writer = await asyncio.open_unix_connection(sock=mine, limit=most_bytes)
+        Args:
+            at_once: the most rows of a process.
+            broken: the result of a row that ended its process, or (False) was not run, and why.
+        """
+        results, n_broken, retried = list[Result](), 0, False
+        while len(results) < len(rows):
+            if MOST_BROKEN <= n_broken == len(results):
+                why = f"it was not run: the first {MOST_BROKEN} calls all ended without a result"
+                return results + [broken(why, False)] * (len(rows) - len(results))
+            sent = rows[len(results) : len(results) + at_once]
+            try:
+                async with self._child(head, sent, bounds, nice) as lines:
+                    for _ in sent:
+                        async with asyncio.timeout(bounds.time_s):
+                            results.append(read(await lines.readuntil()))
+            except ForkBroke as error:
+                n_broken += 1
+                results.append(broken(str(error), True))
+            except WorkerBroke:  # maybe at another owner's request
+                if retried:
+                    raise
+                retried = True
+                await asyncio.sleep(RETRY_S)
+        return results
+
+    @asynccontextmanager
+    async def _child(
+        self, head: dict[str, Any], rows: Sequence[Any], bounds: Bounds, nice: int
+    ) -> AsyncIterator[asyncio.StreamReader]:
+        """The lines that a new child of the worker writes about a request. Raises WorkerBroke, also for what is raised
+        within."""
+        first, *others = await asyncio.to_thread(_lines, head, rows)
+        loads = [name for name in LOADED if name.encode() in first]
+        message = {"loads": loads, "nice": nice, "memory_bytes": bounds.memory_bytes, "cpu_s": bounds.cpu_s}
+        control, worker = await self._started()
+        mine, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(control, [json.dumps(message).encode()], [theirs.fileno()])
+            except OSError as error:
+                mine.close()
+                raise WorkerBroke(f"the process that grades ended: {error}") from None
+        reader, writer = await asyncio.open_unix_connection(sock=mine, limit=_RESULT_BYTES)
         child = None
         try:
             async with asyncio.timeout(START_S):
                 # It waits for its request, so that the number is its own.
                 child = os.pidfd_open(int(await reader.readuntil()))
-            async with asyncio.timeout(bounds.time_s):
-                writer.writelines(await asyncio.to_thread(_lines, head, samples))
-                writer.write_eof()
-                return await reader.readuntil()
+            writer.writelines([first, *others])
+            writer.write_eof()
+            yield reader
         except TimeoutError:
             if child is None:
                 raise WorkerBroke(f"no process that grades started within {START_S:g} s") from None
             raise ForkBroke(f"it took longer than {bounds.time_s:g} s") from None
         except asyncio.LimitOverrunError:
-            raise ForkBroke(f"its result is larger than {most_bytes >> 10} KiB") from None
+            raise ForkBroke(f"its result is larger than {_RESULT_BYTES >> 10} KiB") from None
         except (OSError, ValueError, asyncio.IncompleteReadError) as error:
             if child is None or await _has_ended(worker):
                 raise WorkerBroke(f"the process that grades ended: {error}") from None
@@ -219,19 +234,7 @@ class GraderHosts:
                     signal.pidfd_send_signal(child, signal.SIGKILL)
                 os.close(child)
 
-    async def _child(self, message: bytes) -> socket.socket:
-        """The socket of a new child. Raises WorkerBroke."""
-        control = await self._started()
-        mine, theirs = socket.socketpair()
-        with theirs:
-            try:
-                socket.send_fds(control, [message], [theirs.fileno()])
-            except OSError as error:
-                mine.close()
-                raise WorkerBroke(f"the process that grades ended: {error}") from None
-        return mine
-
-    async def _started(self) -> socket.socket:
+    async def _started(self) -> tuple[socket.socket, asyncio.subprocess.Process]:
         async with self._starting:
             if self._control is None or self._process is None or self._process.returncode is not None:
                 if self._control is not None:
@@ -239,11 +242,7 @@ class GraderHosts:
                 self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with theirs:
                     self._process = await asyncio.create_subprocess_exec(
-                        sys.executable,
-                        "-I",
-                        "-c",
-                        f"import sys; sys.path.insert(0, {_ROOT!r}); {_BEGIN}",
-                        str(theirs.fileno()),
+                        *(sys.executable, "-I", "-c", _BEGIN, str(theirs.fileno())),
                         stdin=asyncio.subprocess.DEVNULL,
                         stdout=asyncio.subprocess.DEVNULL,
                         pass_fds=[theirs.fileno()],
@@ -251,7 +250,7 @@ class GraderHosts:
                         cwd="/",
                         env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
                     )
-            return self._control
+            return self._control, self._process
 
 
 async def _has_ended(worker: asyncio.subprocess.Process) -> bool:
@@ -260,11 +259,6 @@ async def _has_ended(worker: asyncio.subprocess.Process) -> bool:
     return worker.returncode is not None
 
 
-def _broken(why: str, *, code: bool) -> Graded:
-    ran = GradingErrors(python_grader_runtime_error=True, python_grader_runtime_error_details=why)
-    return Graded(0.0, False, errors=ran if code else GradingErrors(other_error=True), messages=[why])
-
-
-def _lines(head: dict[str, Any], samples: Sequence[Any]) -> list[bytes]:
+def _lines(head: dict[str, Any], rows: Sequence[Any]) -> list[bytes]:
     """A request. Line by line, so that other threads run in between: the items of one may be 64 MiB together."""
-    return [json.dumps(one).encode() + b"\n" for one in (head, *samples)]
+    return [json.dumps(row).encode() + b"\n" for row in (head, *rows)]

@@ -18,8 +18,8 @@ MAX_TEXT = 1 << 20
 _SHOWN = 200
 _PLACE = re.compile(r"[0-9]{1,9}")
 _NAME = r"""[^\s.\[\]{}'"|(),:;=<>!?~+*/%^&`\\]+"""
-_FIRST = re.compile(_NAME)
-_STEP = re.compile(rf"""\s*(?:\.\s*({_NAME})|\[\s*(?:(\d+)|'([^']*)'|"([^"]*)")\s*\])""")
+_STEP = rf"""\s*(?:\.\s*({_NAME})|\[\s*(?:(\d+)|'([^']*)'|"([^"]*)")\s*\])"""
+_PATH = re.compile(rf"\s*({_NAME})((?:{_STEP})*)\s*")
 _BRACES = ("'{{'", '"{{"')
 """Two literal braces, as Jinja writes them: `{{ '{{' }}`."""
 _UNENDED = re.compile(r"\{\{\s*(?:item|sample)\s*[.\[]")
@@ -70,8 +70,8 @@ def check(template: str, param: str) -> None:
             if _UNENDED.search(text):
                 raise InvalidGrader(param, "begins a variable with '{{' and does not end it with '}}'")
             continue
-        steps = list(_steps(path, param))
-        if not steps or steps[0] not in NAMESPACES:
+        steps = _steps(path, param)
+        if steps[0] not in NAMESPACES:
             raise InvalidGrader(
                 param,
                 f"the variable {_shown(path)} begins with neither `item` nor `sample`: {{{{ item.answer }}}}; "
@@ -85,7 +85,7 @@ def check(template: str, param: str) -> None:
 
 def variables(template: str) -> Iterator[list[str]]:
     """The steps of each variable of a template that `check` has taken: `item`, `answer`."""
-    yield from (list(_steps(path, "")) for _, path in _pieces(template) if path is not None)
+    yield from (_steps(path, "") for _, path in _pieces(template) if path is not None)
 
 
 def fill(template: str, sample: Sample, item: Any) -> str:
@@ -146,19 +146,15 @@ def value(path: str, sample: Sample, item: Any) -> Any:
     return found
 
 
-def _steps(path: str, param: str) -> Iterator[str]:
-    place, path = 0, path.strip()
-    while place < len(path):
-        found = (_STEP if place else _FIRST).match(path, place)
-        if found is None:
-            raise InvalidGrader(
-                param,
-                f"the variable {_shown(path)} cannot be read: write it as {{{{ item.a.b }}}}, or {{{{ item['a b'] }}}} "
-                "for a name with other signs; filters, calls and expressions are not taken, and braces that are to "
-                "stay are written {{ '{{' }}",
-            )
-        yield next((part for part in found.groups() if part is not None), found[0])
-        place = found.end()
+def _steps(path: str, param: str) -> list[str]:
+    if (match := _PATH.fullmatch(path)) is None:
+        raise InvalidGrader(
+            param,
+            f"the variable {_shown(path)} cannot be read: write it as {{{{ item.a.b }}}}, or {{{{ item['a b'] }}}} for "
+            "a name with other signs; filters, calls and expressions are not taken, and braces that are to stay are "
+            "written {{ '{{' }}",
+        )
+    return [match[1], *("".join(names) for names in re.findall(_STEP, match[2]))]
 
 
 def _text(value: Any) -> str:

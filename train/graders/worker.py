@@ -1,8 +1,9 @@
 """The process that grades, started by hosts.py, which sends it one end of a socket for each request.
 
 It forks a child for each request, so that it never holds an owner's data. The child writes its pid, by which the
-client ends it; confines itself to computing (runtime/processes/confinement.py); reads the request, lines of JSON up to
-the end: {"kind", ...}, then one for each sample; and writes the result as one line of JSON.
+client ends it; confines itself
+to computing (runtime/processes/confinement.py); reads the request, lines of JSON: {"kind", ...}, then one for each row;
+and writes the result of each row as a line of JSON.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ import site
 import socket
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import cache, partial
-from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -30,24 +30,25 @@ from runtime.processes.confinement import prepare as prepare_confinement
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
 from train.graders.errors import GradingErrors, GradingFailed
-from train.graders.graders import Grader, Python, TextSimilarity, leaves, parse
-from train.graders.grading import Graded, ModelAnswer, grade
+from train.graders.graders import ModelAnswer, parse
+from train.graders.grading import grade
 from train.graders.templates import Sample
 
 LOADED = {
+    "bleu": ("nltk.translate.bleu_score",),
+    "gleu": ("nltk.translate.gleu_score",),
+    "meteor": ("nltk.translate.meteor_score",),
     "deepdiff": ("deepdiff",),
     "jsonschema": ("jsonschema",),
-    "nltk": ("nltk.translate.bleu_score", "nltk.translate.gleu_score", "nltk.translate.meteor_score"),
     "pandas": ("pandas",),
     "rouge_score": ("rouge_score.rouge_scorer",),
     "scipy": ("scipy.stats", "scipy.spatial.distance"),
     "sklearn": ("sklearn.metrics", "sklearn.feature_extraction.text"),
     "sympy": ("sympy",),
 }
-"""Packages that take 0.1 to 2 s of CPU to import, by the names that code imports: imported before the first fork that
-needs them, for all later ones."""
+"""Modules that take 0.1 to 2 s of CPU to import, by the words of a request that may need them: imported before the
+first fork for such a request, for all later ones."""
 _DETAIL_CHARACTERS = 2000
-_ITEMS_SHOWN = 20
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/dev/urandom", "/dev/null")
 
 
@@ -55,15 +56,6 @@ def refusal() -> str:
     """Why no code runs on this machine, in words; empty if it does."""
     lack = missing()
     return f"python graders do not run on this machine: {lack}. Nothing else can confine them here" if lack else ""
-
-
-def loads_of(grader: Grader) -> list[str]:
-    """The packages of LOADED that the grader needs or may import."""
-    each = leaves(grader).values()
-    code = [leaf.source for leaf in each if isinstance(leaf, Python)]
-    imported = {name for name in LOADED if any(name in source for source in code)}
-    metrics = {leaf.evaluation_metric for leaf in each if isinstance(leaf, TextSimilarity)}
-    return sorted(imported | ({"nltk"} if metrics & {"bleu", "gleu", "meteor"} else set()))
 
 
 def main() -> None:
@@ -117,14 +109,15 @@ def serve(client: int, nice: int, memory_bytes: int, cpu_s: int) -> NoReturn:
         die_with_parent()
         os.nice(nice)
         _only_these_files(client)
-        with open(3, "wb", buffering=0, closefd=False) as out, open(3, "rb", closefd=False) as lines:
+        with open(3, "wb", closefd=False) as out, open(3, "rb", closefd=False) as lines:
             out.write(b"%d\n" % os.getpid())
+            out.flush()
             unconfined = _confine(memory_bytes, cpu_s)
-            request, *samples = map(json.loads, lines)
-            result = json.dumps(answer(request, samples, unconfined), default=asdict, ensure_ascii=False)
-        with open(3, "wb", closefd=False) as out:
-            # A lone surrogate, which JSON and users' code may contain, cannot be sent as text.
-            out.write(result.encode(errors="replace") + b"\n")
+            for result in results(json.loads(next(lines)), map(json.loads, lines), unconfined):
+                text = json.dumps(result, default=asdict, ensure_ascii=False)
+                # A lone surrogate, which JSON and users' code may contain, cannot be sent as text.
+                out.write(text.encode(errors="replace") + b"\n")
+                out.flush()
     finally:
         os._exit(0)
 
@@ -159,53 +152,50 @@ def _readable() -> tuple[Path, ...]:
     return tuple(Path(path) for path in (*sorted(paths), *site.getsitepackages(), *_LIBRARIES))
 
 
-def answer(request: dict[str, Any], samples: list[Any], unconfined: str) -> Any:
-    """The result of a request, by its "kind". unconfined: why no code may run here, "" if it may.
+def results(request: dict[str, Any], rows: Iterable[Any], unconfined: str) -> Iterator[Any]:
+    """The result of each row of a request, by its "kind". unconfined: why no code may run here, "" if it may.
 
-    grade: of "grader", {"sample", "item", "answers"} each -> a Graded each.
-    code: of "source" -> why it cannot grade, "" if it can.
-    schema: of "schema", items -> [(place, why)] of the items refused (refused_items).
+    grade: {"sample", "item", "answers"} by "grader" -> Graded.
+    code: a source -> why it cannot grade, "" if it can.
+    jsonschema: an item by "schema" -> refused_items.
     """
     match request["kind"]:
-        case "schema":
-            return refused_items(request["schema"], samples)
+        case "jsonschema":
+            yield from refused_items(request["schema"], rows)
         case "code":
-            return unconfined or why_unusable(request["source"])
-    grader, run = parse(request["grader"]), partial(run_python, unconfined)
-    return [_graded(grader, one, run) for one in samples]
+            yield from (unconfined or why_unusable(source) for source in rows)
+        case _:
+            grader, run = parse(request["grader"]), partial(run_python, unconfined)
+            for row in rows:
+                answers = {name: ModelAnswer(**of) for name, of in row["answers"].items()}
+                yield grade(grader, Sample(**row["sample"]), row["item"], answers, run)
 
 
-def _graded(grader: Grader, one: dict[str, Any], run: Callable[[str, dict[str, Any], Any], float]) -> Graded:
-    answers = {name: ModelAnswer(**of) for name, of in one["answers"].items()}
-    return grade(grader, Sample(**one["sample"]), one["item"], answers, run)
-
-
-def refused_items(schema: Any, items: list[Any]) -> list[tuple[int, str]]:
-    """(place, why) of the first few items that do not follow the schema; place -1: it is not a schema.
+def refused_items(schema: Any, items: Iterable[Any]) -> Iterator[tuple[bool, str]]:
+    """(whether the schema itself is at fault, why the item does not follow it, "" if it does) of each item.
 
     Its patterns can take for ever and its references go in circles: only a child does this."""
     import jsonschema
     from referencing import Registry
     from referencing.exceptions import Unresolvable
 
+    fault = ""
     try:
         jsonschema.Draft202012Validator.check_schema(schema)
-        # Without a registry it opens whatever `$ref` names: files of the box, and addresses that only the box can
-        # reach.
-        validator = jsonschema.Draft202012Validator(schema, registry=Registry())
-        errors = ((place, next(validator.iter_errors(item), None)) for place, item in enumerate(items))
-        refused = ((place, error) for place, error in errors if error is not None)
-        return [
-            (place, f"item{''.join(f'.{step}' for step in error.absolute_path)}: {error.message[:500]}")
-            for place, error in islice(refused, _ITEMS_SHOWN)
-        ]
     except jsonschema.SchemaError as error:
         where = ".".join(map(str, error.absolute_path))[:200]
-        return [(-1, f"it is no JSON schema{' at ' + where if where else ''}: {error.message[:500]}")]
-    except RecursionError:
-        return [(-1, "the schema refers to itself without end, or it or an item is nested too deep")]
-    except Unresolvable as error:
-        return [(-1, f"the reference {error.ref[:200]!r} leads nowhere; one may only lead to a place in the schema")]
+        fault = f"it is not a JSON schema{' at ' + where if where else ''}: {error.message[:500]}"
+    # Without a registry it opens whatever `$ref` names: files of the box, and addresses that only the box can reach.
+    validator = jsonschema.Draft202012Validator(schema, registry=Registry())
+    for item in items:
+        try:
+            error = None if fault else next(validator.iter_errors(item), None)
+            path = "".join(f".{step}" for step in error.absolute_path) if error else ""
+            yield bool(fault), f"item{path}: {error.message[:500]}" if error else fault
+        except RecursionError:
+            yield True, "the schema refers to itself without end, or it or an item is nested too deep"
+        except Unresolvable as error:
+            yield True, f"the reference {error.ref[:200]!r} leads nowhere; one may only lead to a place in the schema"
 
 
 def run_python(unconfined: str, source: str, sample: dict[str, Any], item: Any) -> float:

@@ -3,11 +3,10 @@ model comes to prefer the first, compared with the model that it started from.""
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from train.data.formats import BadRecord, Record, to_pair
+from train.data.records import BadRecord
 from train.methods.method import Method, Option
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ LARGEST_SHARE, SHARE_FROM_PAIRS = 0.1, 300
 _FEW_PAIRS = 1000
 
 
-class Compared(Method, ABC):
+class Compared(Method):
     """The model is compared with the one that it started from. A small share of the common learning rate suits that."""
 
     needs_reference = True
@@ -46,22 +45,14 @@ class Compared(Method, ABC):
         return fields
 
 
-class Pairs(Method, ABC):
+class Pairs(Method):
     """An example is a pair of outputs for one conversation. The loss of a step is divided by its pairs."""
 
+    data = "preference"
     sequences = 2  # the preferred output, then the other
     cut_refuses = True
 
-    def refuses(self, shape: str) -> str | None:
-        if shape != "preference":
-            hint = "; the method 'kto' takes answers with a 'label'" if shape == "unpaired" else ""
-            return f"has the shape {shape!r}; the method {self.name!r} wants pairs of outputs, one preferred{hint}"
-        return None
-
-    def convert(self, record: Record, shape: str) -> Record:
-        return {"sequences": to_pair(record)}
-
-    def cut(self, sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None:
+    def check_cut(self, sequences: Sequence[Tokens], max_length: int) -> None:
         """Raises BadRecord for a pair of which a cut leaves nothing to compare."""
         short = [(ids[:max_length], learnt[:max_length]) for ids, learnt in sequences]
         for side, whole, (_, learnt) in zip(("preferred", "non-preferred"), sequences, short, strict=True):
@@ -75,7 +66,6 @@ class Pairs(Method, ABC):
             raise BadRecord(
                 f"both outputs are the same tokens within max_length {max_length}, so there is nothing to prefer"
             )
-        return short
 
     def denominator(self, tokens: TokenSet, packs: np.ndarray) -> int:
         return tokens.examples_in(packs)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from train.data.formats import Record, to_marked
+from train.data.records import Record
 from train.methods.dpo import Compared
 from train.methods.method import Option
 
@@ -28,22 +28,11 @@ class Kto(Compared):
     )
     metric_names = ("rewards/accuracies", "rewards/margins", "kl", "logps")
     needs_divergence = True
+    data = "unpaired"
 
     @property
     def measured(self) -> tuple[str, ...]:
         return self.metric_names  # the accuracy of tokens counts those of bad answers too
-
-    def refuses(self, shape: str) -> str | None:
-        if shape != "unpaired":
-            return (
-                f"has the shape {shape!r}; the method {self.name!r} wants conversations with 'label': true for a good "
-                "answer, false for a bad one"
-            )
-        return None
-
-    def convert(self, record: Record, shape: str) -> Record:
-        chat, good = to_marked(record)
-        return {"sequences": [chat], "label": good}
 
     def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
         ids, learnt = encoder.encode_whole(record["sequences"][0])

@@ -3,24 +3,34 @@ in its own file and a row in `methods`."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from train.plan import auto, estimate
+from train.plan.errors import InvalidHyperparameter
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
     from train.data.chat import ChatEncoder, Tokens
-    from train.data.formats import Record
     from train.data.packing import Row
+    from train.data.records import Record
     from train.data.token_set import TokenSet
     from train.plan.auto import DatasetStats, Given, ModelStats
     from train.plan.estimate import ModelShape, RankMemory
+    from train.plan.speed import Load
+
+
+DATA = {
+    "conversation": ("conversations with the answer that is to be learnt, without a mark", "supervised"),
+    "preference": ("pairs of outputs, one preferred", "dpo"),
+    "unpaired": ("conversations with 'label': true for a good answer, false for a bad one", "kto"),
+    "prompt": ("conversations that end with the user, with what a grader needs in further fields", "reinforcement"),
+}
+"""Kinds of data: in words, and a method that takes it. Every shape that is not here is the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +55,27 @@ class AnswerCounts:
     valid: int = 1
 
 
-class Method(ABC):
+class Method:
     """What is particular to one way of training.
 
-    name: as OpenAI's `method.type` and in a TrainSpec. summary: for commands. metric_names, peak_names: of what
-    the objective reports, in order. sequences: how many sequences of tokens an example is; max_length is the limit
-    of each, and all of them stand in one micro-batch. needs_reference: before the first step the run asks the objective
-    about every sequence once and keeps the answers with the job (train.trainer.reference); rows have them from then on.
-    needs_divergence: before the first gradient of a step the ranks ask the objective about all its sequences, without
-    gradients, which takes the time of a forward pass and less memory than the pass that learns; every batch then has as
-    "divergence" the sum over the step, times the scale, of their log-probabilities less the reference.
-    judged_by: "grader" or "teacher" where an example is a prompt: in each step the model answers those of the step, the
-    answers are judged, and the rows are made of them (train.rollouts); "" where the data itself is learnt. takes: what
-    a request may say of it beside hyperparameters, by name; who judges is one of them. rate_share: part of the learning
-    rate that suits supervised tuning. cut_refuses: `cut` raises for an example that it leaves nothing of. sums: the
-    loss is minus the sum of all log-probabilities, so that the gradients of the output head are made as it runs.
+    name: as OpenAI's `method.type` and in a TrainSpec. summary: for commands. data: the kind that it takes, of
+    DATA. metric_names, peak_names: of what the objective reports, in order. sequences: how many sequences of tokens
+    an example is; max_length is the limit of each, and all of them stand in one micro-batch. needs_reference:
+    before the first step the run asks the objective about every sequence once and keeps the answers with the job
+    (train.trainer.reference); rows have them from then on. needs_divergence: before the first gradient of a step
+    the ranks ask the objective about all its sequences, without gradients, which takes the time of a forward pass
+    and less memory than the pass that learns; every batch then has as "divergence" the sum over the step, times the
+    scale, of their log-probabilities less the reference. judged_by: "grader" or "teacher" where an example is a
+    prompt: in each step the model answers those of the step, the answers are judged, and the rows are made of them
+    (train.rollouts); "" where the data itself is learnt. takes: what a request may say of it beside
+    hyperparameters, by name; who judges is one of them. rate_share: part of the learning rate that suits supervised
+    tuning. cut_refuses: `check_cut` may raise. sums: the loss is minus the sum of all log-probabilities, so that
+    the gradients of the output head are made as it runs.
     """
 
     name: str
     summary: str
+    data: str = "conversation"
     options: tuple[Option, ...] = ()
     metric_names: tuple[str, ...] = ()
     peak_names: tuple[str, ...] = ()
@@ -92,7 +104,16 @@ class Method(ABC):
         self, hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int
     ) -> dict[str, Any]:
         """Fields of a TrainSpec. Raises InvalidHyperparameter for an unknown name or a value out of range."""
-        return auto.resolve(hyperparameters, self.rows(dataset), model, max_devices, own=self.own_hyperparameters)
+        fields = auto.resolve(hyperparameters, self.rows(dataset), model, max_devices, own=self.own_hyperparameters)
+        if fields["sequence_parallel"] > 1 and not self.shares_rows:
+            expected = f"1 with the method {self.name!r}, whose loss needs whole sequences"
+            raise InvalidHyperparameter("sequence_parallel", fields["sequence_parallel"], expected)
+        return fields
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether ranks can share a row's tokens: the loss is a sum over them."""
+        return self.sums
 
     def rows(self, dataset: DatasetStats) -> DatasetStats:
         """`dataset` in units of `max_length`: a row has room for that many tokens of each sequence of an example."""
@@ -108,19 +129,23 @@ class Method(ABC):
         if not given.is_set("learning_rate"):
             fields["learning_rate"] *= self.rate_share
 
-    @abstractmethod
     def refuses(self, shape: str) -> str | None:
         """Why this method cannot train on a file of records of this shape (train.data.formats); None if it can."""
-
-    @abstractmethod
-    def convert(self, record: Record, shape: str) -> Record:
-        """A record of a shape that it takes, as `encode` takes it: a chat record, {"text": …}, or {"sequences": [chat
-        record, …]}.
-        Raises BadRecord."""
+        kind = shape if shape in DATA else "conversation"
+        if kind == self.data:
+            return None
+        has, other = DATA[kind]
+        wants = f"the method {self.name!r} wants {DATA[self.data][0]}"
+        return f"has the shape {shape!r} ({has}), which is for the method {other!r}; {wants}"
 
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
         """What each of `ranks` ranks holds; `fields` as `resolve` makes them."""
         return estimate.rank_memory(shape, {**fields, "max_length": self.sequences * fields["max_length"]}, ranks)
+
+    def load(self, dataset: DatasetStats, fields: Mapping[str, Any]) -> Load:
+        """Return the mean content of a run's rows."""
+        forwards = self.needs_divergence + self.needs_reference / fields["n_epochs"]
+        return auto.load(self.rows(dataset), fields, sequences=self.sequences, forwards=forwards)
 
     def data_length(self, max_length: int, options: Mapping[str, Any]) -> int:
         """The most tokens of a sequence that the data may bring; `options`: TrainSpec.options."""
@@ -137,19 +162,17 @@ class Method(ABC):
     # -- in a rank ---------------------------------------------------------------------------------------------------
 
     def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
-        """The rows of a converted record, each of `sequences` pairs (token ids (n,) int32, trained (n,) bool). Raises
-        BadRecord."""
+        """The rows of a record (train.data.formats.Example), each of `sequences` pairs (token ids (n,) int32, trained
+        (n,) bool). Raises BadRecord."""
         if "text" in record:
             return [[encoder.encode_text(record["text"])]]
         if "sequences" not in record:
             return [[tokens] for tokens in encoder.encode(record)]
         return [[encoder.encode_whole(chat) for chat in record["sequences"]]]
 
-    def cut(self, sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None:
-        """A row within `max_length` tokens for each sequence; None leaves it out. Raises BadRecord."""
-        from train.data.token_set import cut
-
-        return cut(sequences, max_length)
+    def check_cut(self, sequences: Sequence[Tokens], max_length: int) -> None:  # noqa: B027
+        """Raises BadRecord where nothing is left of a row within `max_length` tokens for each sequence; methods that do
+        not refuse it (`cut_refuses`) leave it out."""
 
     def denominator(self, tokens: TokenSet, packs: np.ndarray) -> int:
         """What the loss of the step that learns from these packs is divided by: its learnt tokens."""

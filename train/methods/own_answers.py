@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from train.data.formats import BadRecord, Record, to_prompt
+from train.data.records import BadRecord, Record
 from train.methods.method import AnswerCounts, Method, Option
 from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter
@@ -39,14 +39,13 @@ ANSWER_OPTIONS = (
 
 
 class OwnAnswers(Method, ABC):
-    """rate_share: part of the learning rate that suits supervised tuning. further_fields: what those of a prompt are
-    for, in the words of a refusal."""
+    """rate_share: part of the learning rate that suits supervised tuning."""
 
     metric_names = ("mismatch_kl", "mismatch_mean", "clipped")
     peak_names = ("mismatch_max",)
+    data = "prompt"
     cut_refuses = True
     rate_share: float
-    further_fields: str = ""
 
     @abstractmethod
     def group(self, options: Mapping[str, Any]) -> int:
@@ -84,17 +83,6 @@ class OwnAnswers(Method, ABC):
         together = max(1, row // fields["max_length"])
         options["rows"] = next(n for n in range(1, options["group"] + 1) if _shares(options["group"], n) <= together)
 
-    def refuses(self, shape: str) -> str | None:
-        if shape != "prompt":
-            return (
-                f"has the shape {shape!r}; the method {self.name!r} wants conversations that end with the user"
-                f"{self.further_fields}"
-            )
-        return None
-
-    def convert(self, record: Record, shape: str) -> Record:
-        return to_prompt(record)
-
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
         options = fields["options"]
         together = _shares(options["group"], options["rows"])
@@ -126,7 +114,7 @@ class OwnAnswers(Method, ABC):
         ids = encoder.prompt(record)
         return [[(ids, ids < 0)]]  # nothing of it is trained
 
-    def cut(self, sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens]:
+    def check_cut(self, sequences: Sequence[Tokens], max_length: int) -> None:
         """Raises BadRecord instead of cutting: a prompt without its end is another one."""
         ((ids, _),) = sequences
         if len(ids) > max_length:
@@ -134,7 +122,6 @@ class OwnAnswers(Method, ABC):
                 f"the prompt has {len(ids)} tokens, and {max_length} are left for it besides max_completion_tokens: "
                 "give a larger max_length, or shorten it"
             )
-        return sequences
 
     def objective(self, model: Any, options: Mapping[str, Any]) -> torch.nn.Module:
         from train.methods.reinforcement_objective import ReinforcementObjective

@@ -30,7 +30,6 @@ class Reinforcement(OwnAnswers):
     takes = ("grader", "response_format")
     # 1e-6 for all weights of 7e9 parameters, as TRL, verl and PipelineRL do.
     rate_share = 0.1
-    further_fields = ", with what a grader compares the answer with in further fields"
 
     @property
     def measured(self) -> tuple[str, ...]:

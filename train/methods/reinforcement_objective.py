@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from train.data.packing import RolloutRow, Row
+from train.data.packing import Row
 from train.methods import packed_objective
 from train.methods.packed_objective import LogProbHead, PackedObjective
 
@@ -61,7 +61,7 @@ class ReinforcementObjective(PackedObjective):
 
 def to_batch(row: Row, scale: float, device: torch.device | str) -> dict[str, Any]:
     """As `packed_objective.to_batch`, with advantages and sampled, (n,) float32 of the labels, and `allowed`."""
-    assert isinstance(row, RolloutRow)
+    assert row.advantages is not None and row.sampled is not None
     allowed = None if row.allowed is None else torch.from_numpy(row.allowed()).to(device, non_blocking=True)
     return {
         **packed_objective.to_batch(row, scale, device),

@@ -15,18 +15,18 @@ from train.plan import recipe
 from train.plan.best_fit import best_fit, in_order
 from train.plan.errors import InvalidHyperparameter
 from train.plan.recipe import SCHEDULES
+from train.plan.speed import Load
 
 Own = Callable[["Given", dict[str, Any]], None]
 _MOST_PATIENCE_S = 60.0
 """How long others may wait for the end of a step: a job that keeps its devices is what its key may have or not."""
 LORA_FROM_PARAMETERS = 1_000_000_000
-ZERO3_FROM_PARAMETERS = 13_000_000_000
-ZERO2_FROM_PARAMETERS = 1_000_000_000
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_publish")
 RATES = ("learning_rate", "learning_rate_multiplier")
 HIGH_RATE, HIGHEST_RATE = 10.0, 100.0
 """Times the automatic rate, beyond which a learning rate gets a warning, or is refused."""
 LEAST_STEPS = 50  # fewer teach little whatever the learning rate: warm-up and decay are most of them
+ROW_MULTIPLE = 32  # tokens of a row without packing, because kernels are compiled for every new shape
 SHORTEST_ROW = 128  # tokens; a shorter one takes a device as long
 
 
@@ -49,7 +49,7 @@ class ModelStats:
 
     adapter_max_rank: the largest LoRA rank that engines serve beside this base without merging; 0: none.
     computes_bf16: see runtime.devices. tensor_slices, hidden: as in `train.plan.estimate.ModelShape`.
-    quantised: its weights stay as they are stored, and adapters alone are trained on them.
+    quantised: its weights stay as they are stored, and adapters alone are trained on them. heads: of queries, of keys.
     """
 
     n_parameters: int
@@ -60,12 +60,29 @@ class ModelStats:
     tensor_slices: int = 0
     hidden: int = 0
     quantised: bool = False
+    heads: tuple[int, int] = (0, 0)
 
 
 def steps(dataset: DatasetStats, fields: Mapping[str, Any]) -> int:
     """Optimizer steps of a run with these fields of a TrainSpec; exact where `dataset.lengths` has every example."""
     # As train.data.packing.StepPlan: the last step of an epoch may take rows of the next.
     return max(1, math.ceil(fields["n_epochs"] * _sequences(dataset, fields) / fields["batch_size"]))
+
+
+def load(dataset: DatasetStats, fields: Mapping[str, Any], *, sequences: int = 1, forwards: float = 0.0) -> Load:
+    """Return the mean content of a run's rows. sequences: of an example, all in one row. forwards: see `Load`."""
+    rows = steps(dataset, fields) * fields["batch_size"]
+    lengths = [min(length, fields["max_length"]) for length in dataset.lengths]
+    tokens = sum(lengths) * dataset.n_examples / len(lengths) if lengths else dataset.n_tokens
+    attended = sum(one * one for one in lengths) / max(1, sum(lengths)) if lengths else tokens / dataset.n_examples
+    full = sequences * min(fields["max_length"], tokens * fields["n_epochs"] / rows)
+    return Load(max(1.0, full), min(attended, fields["max_length"]), forwards)
+
+
+def micro_batches(fields: Mapping[str, Any]) -> list[int]:
+    """Sizes of micro-batches that divide a step. Without packing only that of `fields`: examples differ in length."""
+    batch = fields["batch_size"]
+    return [n for n in range(1, batch + 1) if batch % n == 0 and (fields["packing"] or n == fields["micro_batch"])]
 
 
 def _sequences(dataset: DatasetStats, fields: Mapping[str, Any]) -> float:
@@ -89,7 +106,8 @@ def resolve(
     hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int, own: Own | None = None
 ) -> dict:
     """Fields of a TrainSpec. `own` reads what only one training method takes. Raises InvalidHyperparameter for an
-    unknown name or a value out of range."""
+    unknown name or a value out of range. An "auto" layout is the plainest one here; the devices decide later
+    (appliance.controller.models.capacity.layouts)."""
     given = Given(hyperparameters)
     fields: dict[str, Any] = {}
 
@@ -98,24 +116,31 @@ def resolve(
     fields["lora_rank"] = _lora_rank(given, model)
     fields["lora_alpha"] = given.number("lora_alpha", 0.001, 1e6, auto=2.0 * fields["lora_rank"])
     fields["lora_dropout"] = given.number("lora_dropout", 0, 0.9, auto=0.0)
-    if fields["lora_dropout"] and fields["tensor_parallel"] > 1:  # ranks of a group would drop other inputs than one
-        raise InvalidHyperparameter("lora_dropout", fields["lora_dropout"], "0 with tensor_parallel above 1")
+    fields["sequence_parallel"] = given.integer("sequence_parallel", 1, max(1, max_devices), auto=1)
+    if fields["lora_dropout"] and ranks_of_row(fields) > 1:  # ranks of a group would drop other inputs than one
+        expected = "0 with tensor_parallel or sequence_parallel above 1"
+        raise InvalidHyperparameter("lora_dropout", fields["lora_dropout"], expected)
     fields["lora_targets"] = tuple(given.names("lora_targets"))
     fields["lora_publish"] = _lora_publish(given, model, fields)
     fields["precision"] = given.choice("precision", ("bf16", "fp32"), auto="bf16" if model.computes_bf16 else "fp32")
     fields["offload"] = given.choice("offload", ("none", "optimizer", "parameters"), auto="none")
-    fields["zero_stage"] = _zero_stage(given, model, fields)
-    fields["activation_checkpointing"] = given.flag(
-        "activation_checkpointing", auto=model.n_parameters >= LORA_FROM_PARAMETERS
-    )
+    fields["zero_stage"] = _zero_stage(given, fields)
+    fields["activation_checkpointing"] = given.flag("activation_checkpointing", auto=False)
 
     fields["packing"] = given.flag("packing", auto=True)
     fields["data_order"] = given.choice("data_order", ("shuffled", "given"), auto="shuffled")
     fields["n_epochs"] = given.integer("n_epochs", 1, 50, auto=recipe.epochs(dataset.n_examples, full=fields["full"]))
-    devices = max_devices // fields["tensor_parallel"]
+    devices = max_devices // ranks_of_row(fields)
     length, batch = _rows(given, dataset, model, fields, devices)
     fields["max_length"] = given.integer("max_length", 32, model.max_position_embeddings, auto=length)
-    fields |= _batch(given, batch, devices)
+    if not shares_rows(model, fields):
+        raise InvalidHyperparameter(
+            "sequence_parallel",
+            fields["sequence_parallel"],
+            f"1, or a power of two to {ROW_MULTIPLE} that divides max_length {fields['max_length']} and the model's "
+            f"{model.heads[0]} attention heads, with tensor_parallel 1",
+        )
+    fields |= _batch(given, batch)
 
     fields["learning_rate"] = _learning_rate(given, dataset, model, fields)
     fields["lr_scheduler"] = given.choice("lr_scheduler", SCHEDULES, auto="cosine")
@@ -158,15 +183,28 @@ def _tensor_parallel(given: Given, model: ModelStats, max_devices: int) -> int:
     return size
 
 
-def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, tensor_parallel: int = 1) -> list[int]:
-    """World sizes a run may have: each rank (or each group of `tensor_parallel` ranks, which share a model) takes the
-    same whole number of micro-batches of every step."""
+def ranks_of_row(fields: Mapping[str, Any]) -> int:
+    """How many ranks compute one micro-batch together, by the fields of a TrainSpec."""
+    return fields.get("tensor_parallel", 1) * fields.get("sequence_parallel", 1)
+
+
+def shares_rows(model: ModelStats, fields: Mapping[str, Any]) -> bool:
+    """Whether `sequence_parallel` ranks can share the tokens of a row: in a layer's attention each has all tokens of
+    some of its heads."""
+    parts, (heads, key_heads) = fields["sequence_parallel"], model.heads
+    return parts == 1 or (
+        fields["tensor_parallel"] == 1
+        and heads > 0
+        and not any(count % parts for count in (heads, fields["max_length"], ROW_MULTIPLE))
+        and (key_heads % parts == 0 or parts % key_heads == 0)
+    )
+
+
+def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, together: int = 1) -> list[int]:
+    """World sizes a run may have: each rank (or each group of ranks that compute a row `together`) takes the same whole
+    number of micro-batches of every step."""
     micro_batches = batch_size // micro_batch
-    return [
-        tensor_parallel * groups
-        for groups in range(1, max_devices // tensor_parallel + 1)
-        if micro_batches % groups == 0
-    ]
+    return [together * groups for groups in range(1, max_devices // together + 1) if micro_batches % groups == 0]
 
 
 def _full(given: Given, model: ModelStats, fields: dict) -> bool:
@@ -230,14 +268,9 @@ def _lora_publish(given: Given, model: ModelStats, fields: dict) -> str:
     return publish
 
 
-def _zero_stage(given: Given, model: ModelStats, fields: dict) -> int:
-    # Stage 1 reduces gradients once per step, 2 and 3 once per micro-batch: partition only what is large.
+def _zero_stage(given: Given, fields: dict) -> int:
     away = fields["offload"] == "parameters"
-    if away or (model.n_parameters >= ZERO3_FROM_PARAMETERS and fields["tensor_parallel"] == 1):
-        auto = 3
-    else:
-        auto = 2 if fields["full"] and model.n_parameters >= ZERO2_FROM_PARAMETERS else 1
-    stage = given.integer("zero_stage", 0, 3, auto=auto)
+    stage = given.integer("zero_stage", 0, 3, auto=3 if away else 1)
     if away and stage != 3:
         raise InvalidHyperparameter("zero_stage", stage, "3, because offload is 'parameters'")
     return stage
@@ -273,20 +306,10 @@ def _row_bounds(dataset: DatasetStats, model: ModelStats) -> tuple[int, int]:
     return usual, min(usual, max(longest, SHORTEST_ROW))
 
 
-def _batch(given: Given, rows: int, max_devices: int) -> dict[str, int]:
+def _batch(given: Given, rows: int) -> dict[str, int]:
     """rows: of a step, if nothing was asked for."""
     micro = given.integer("micro_batch", 1, 1024, auto=1)
-    accumulation = given.integer("gradient_accumulation", 1, 4096, auto=0)
-    if accumulation and not given.is_set("batch_size"):
-        given.integer("batch_size", 1, 4096, auto=1)
-        return {"batch_size": micro * accumulation * max_devices, "micro_batch": micro}
     batch = given.integer("batch_size", 1, 4096, auto=rows * micro)
-    if accumulation:
-        if batch % (accumulation * max_devices):
-            raise InvalidHyperparameter(
-                "gradient_accumulation", accumulation, f"a divisor of batch_size {batch} / {max_devices} devices"
-            )
-        micro = batch // (accumulation * max_devices)
     if batch % micro:
         raise InvalidHyperparameter("micro_batch", micro, f"a divisor of batch_size {batch}")
     return {"batch_size": batch, "micro_batch": micro}

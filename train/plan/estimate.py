@@ -4,8 +4,8 @@ With P parameters of the model, T of them trained, N ranks and b bytes per eleme
 (under tensor parallelism of t: N / t in place of N, and of P and T what is left of them on one rank, embeddings and
 head whole and 1 / t of the rest):
 
-    weights      b P, of which ZeRO-3 keeps b P / N between layers and up to b min(P, LIVE) while it computes, or what
-                 the experts of a layer take
+    weights      b P (a quantised base less: ModelShape.base_bytes), of which ZeRO-3 keeps b P / N between layers and up
+                 to b min(P, LIVE) while it computes, or what the experts of a layer take
     gradients    4 T in ZeRO-1 (accumulated in fp32), and 4 T / N more of its reduced part where the optimizer is
                  offloaded; 4 T / N in ZeRO-2 and 3
     optimizer    12 T / N: the fp32 master and Adam's two moments
@@ -31,7 +31,8 @@ queries and of its keys, f: the width of the MLP that it passes, e: its experts.
     MLP         8 f: gate, its activation, the other matrix's result, and their product; of experts, whose input is a
                 copy for each and whose result is weighed, 4 e h more
 
-In its backward pass one layer works with 8 h + 2 f + 2 e h more: gradients that come and go. With adapters it keeps
+In its backward pass one layer works with 8 h + 2 f + 16 e h more: gradients that come and go, of experts also those of
+results weighed in fp32. With adapters it keeps
 less, because frozen weights do without their inputs, and works with as much.
 
 ZeRO's terms are those of Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054), section 3, with fp32 in place of fp16
@@ -48,12 +49,14 @@ from functools import partial
 from typing import Any
 
 from runtime.devices.kinds import kind_of
-from weights.format.foreign_json import size, text_part
+from weights.format.foreign_json import size, text_part, weight_bits
 
 LIVE_ELEMENTS = 1_000_000_000  # DeepSpeed 0.19.8's stage3_max_live_parameters
 BUCKET_ELEMENTS = 50_000_000  # train.trainer.engine.MAX_BUCKET_ELEMENTS; this file must load without torch
 HOST_LOGITS_BYTES, DEVICE_LOGITS_BYTES = 64 * 2**20, 256 * 2**20  # of fp32 logits made at a time
 FRAGMENTS = 0.03  # of a device's memory that torch's allocator holds and cannot use
+SCALE_BYTES = 2 / 128  # of a quantised weight, in groups of 128
+DECODING_BYTES = 6  # of a weight while its layer is decoded, whole and in steps (train.model.quantised)
 OPTIMIZER_BYTES = 12  # per trained parameter: master, exp_avg, exp_avg_sq
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
 
@@ -83,7 +86,7 @@ def layer_bytes(hidden: int, heads: int, ffn: int, *, experts: int, norms: tuple
 
 def working_bytes(hidden: int, ffn: int, *, experts: int, shards: int = 1) -> int:
     """What the layer whose backward pass runs works with. Arguments as above."""
-    return 8 * hidden + (2 * ffn + 2 * experts * hidden) // shards
+    return 8 * hidden + (2 * ffn + 16 * experts * hidden) // shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,8 @@ class ModelShape:
     parameters of the adapter. (Fused experts are not linear layers and get none.)
     outside: parameters of embeddings and head, which tensor parallelism leaves whole. tensor_slices: into how many even
     slices it can cut heads and MLP, or a divisor of it; 1: a mixture of experts, which it does not cut; 0: not known.
-    queries: elements of a token's queries. experts: those that it passes. norms: see `_NORMS`.
+    queries: elements of a token's queries. experts: those that it passes. norms: see `_NORMS`. quantised_bytes: those
+    of one weight of a linear layer, with its part of the scales; 0: the base is not quantised.
     """
 
     n_parameters: int
@@ -111,6 +115,7 @@ class ModelShape:
     queries: int = 0
     experts: int = 0
     norms: tuple[int, int] = (0, 0)
+    quantised_bytes: float = 0.0
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], n_parameters: int) -> ModelShape:
@@ -145,6 +150,7 @@ class ModelShape:
             heads * head_dim,
             number("num_experts_per_tok") if experts else 0,
             _NORMS.get(str(text_part(config).get("model_type")), (0, 0)),
+            bits / 8 + SCALE_BYTES if (bits := weight_bits(config.get("quantization_config") or {})) else 0.0,
         )
 
     @property
@@ -152,6 +158,12 @@ class ModelShape:
         """Elements of the largest parameter as far as the shape tells: the embedding, a matrix of the MLP, or all
         experts' gates and inner matrices of a layer, which transformers keeps in one."""
         return max(self.vocab * self.hidden, self.hidden * self.ffn, self._layer_of_experts * 2 // 3)
+
+    def base_bytes(self, element: int) -> int:
+        """Bytes of all weights, `element` for each; embeddings and head of a quantised base are not quantised."""
+        if not self.quantised_bytes:
+            return element * self.n_parameters
+        return int(element * self.outside + self.quantised_bytes * (self.n_parameters - self.outside))
 
     @property
     def gathered(self) -> int:
@@ -164,11 +176,6 @@ class ModelShape:
         """Elements of a layer of a mixture, nearly all of which are its experts'; 0 of a dense model."""
         experts = self.tensor_slices == 1 and self.layers
         return (self.n_parameters - self.outside) // self.layers if experts else 0
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """The bytes of keys and values in bf16, over all layers."""
-        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,18 +214,23 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
     """What each of `ranks` ranks holds. `fields` are those of a TrainSpec, as `train.plan.auto.resolve` makes them."""
     element = ELEMENT_BYTES[fields["precision"]]
     trained = trained_parameters(shape, fields)
-    everything = shape.n_parameters + (0 if fields["full"] else trained)
-    shards = fields.get("tensor_parallel", 1)
-    if shards > 1:  # with full tuning only
-        everything = trained = shape.outside + (shape.n_parameters - shape.outside) // shards
-        ranks //= shards
-    stage = max(1, fields["zero_stage"])
-    weights = element * everything
+    shards, stage = fields.get("tensor_parallel", 1), max(1, fields["zero_stage"])
+    everything, weights = shape.n_parameters, shape.base_bytes(element)
+    if shards > 1:
+        everything = shape.outside + (shape.n_parameters - shape.outside) // shards
+        weights, ranks = element * everything, ranks // shards
+    if fields["full"]:
+        trained = everything
+    else:  # half of an adapter's matrices are cut too, the smaller part of what a rank holds
+        everything, weights = everything + trained, weights + element * trained
+    away = weights // ranks if fields["offload"] == "parameters" else 0
     if stage == 3:
-        weights = weights // ranks + (element * min(everything, shape.gathered) if ranks > 1 else 0)
+        live = weights * min(everything, shape.gathered) // everything if ranks > 1 or away else 0
+        weights = weights // ranks + live
     gradients = 4 * trained // (1 if stage == 1 else ranks)
     optimizer = OPTIMIZER_BYTES * trained // ranks
     buffers, offloaded, host = _buffers(shape, fields, trained), 0, 0
+    buffers += DECODING_BYTES * shape.hidden * shape.ffn if shape.quantised_bytes else 0
     if fields["offload"] != "none":
         offloaded = optimizer
         step = 8 if stage == 3 else 4 + element + (4 if fields["precision"] == "fp32" else 0)
@@ -228,9 +240,7 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
             buffers, host = buffers + passing, host + passing
         if stage == 1:
             gradients += 4 * trained // ranks
-    if fields["offload"] == "parameters":
-        offloaded += element * everything // ranks
-        host += element * everything // ranks
+        offloaded, host = offloaded + away, host + away
     return RankMemory(
         weights_bytes=weights,
         gradients_bytes=gradients,
@@ -288,7 +298,7 @@ def _on_host(fields: Mapping[str, Any]) -> bool:
 
 
 def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> int:
-    tokens, shards = fields["micro_batch"] * fields["max_length"], fields.get("tensor_parallel", 1)
+    tokens, shards = _tokens(fields), fields.get("tensor_parallel", 1)
     heads = (shape.queries or shape.hidden) + shape.kv_heads * shape.head_dim
     layer = layer_bytes(shape.hidden, heads, shape.ffn, experts=shape.experts, norms=shape.norms, shards=shards)
     works = working_bytes(shape.hidden, shape.ffn, experts=shape.experts, shards=shards)
@@ -297,9 +307,14 @@ def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> 
     return of_tokens + 2 * _logits_bytes(shape, fields) + head_bytes(shape, fields, element)
 
 
+def _tokens(fields: Mapping[str, Any]) -> int:
+    """Of a micro-batch on one rank."""
+    return fields["micro_batch"] * fields["max_length"] // fields.get("sequence_parallel", 1)
+
+
 def _logits_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
     """Bytes of fp32 logits that are made at a time."""
-    tokens = fields["micro_batch"] * fields["max_length"]
+    tokens = _tokens(fields)
     return min(HOST_LOGITS_BYTES if _on_host(fields) else DEVICE_LOGITS_BYTES, 4 * tokens * shape.vocab)
 
 
@@ -308,7 +323,7 @@ def head_bytes(shape: ModelShape, fields: Mapping[str, Any], element: int) -> in
     learnt; 0 with an adapter."""
     if not shape.vocab or not fields["full"]:
         return 0
-    tokens = fields["micro_batch"] * fields["max_length"]
+    tokens = _tokens(fields)
     rows = held_rows(tokens, _logits_bytes(shape, fields) // (4 * shape.vocab), shape.hidden, element)
     summed = 4 if tokens > rows else 0
     return shape.vocab * (element * rows + (element + summed) * shape.hidden)

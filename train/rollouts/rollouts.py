@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +19,15 @@ import numpy as np
 
 from train.control.progress import ControlSignals, Events, Progress
 from train.control.rank_messages import any_rank
-from train.data.packing import RolloutRow, Row, StepPlan, build_row
+from train.data.packing import Row, StepPlan, build_row
 from train.data.token_set import TokenSet
 from train.methods.method import Method
 from train.model.model import load_tokenizer
 from train.plan.errors import NothingGraded
 from train.plan.spec import TrainSpec
-from train.rollouts.grader import Grader
-from train.rollouts.judge import Judge
+from train.rollouts.judges import Grader, Judge, Teacher
 from train.rollouts.policy import Policy
 from train.rollouts.samples import Facts, Samples, SamplesFile, SamplesPlan
-from train.rollouts.teacher import Teacher
 from train.state.fragments import Grid
 from weights.memory.store import WeightStore
 
@@ -62,7 +61,7 @@ class Rollouts:
         if grid.rank == 0:
             facts.write(spec.run_dir)
         self._files = SamplesPlan(spec, facts)
-        self._made = self._files.made
+        self._counts = self._files.counts
         self._policy = Policy(spec, engine, grid, store, self._files.staleness)
         self._step = -1  # the one that is ready
         self._samples = Samples([], [], {}, 0)
@@ -82,29 +81,29 @@ class Rollouts:
         if samples is None:
             return False
         self._step, self._samples = step, samples
-        self._advantages = self._judge.advantages(samples.verdict, samples.log_probs, self._made.group)
+        self._advantages = self._judge.advantages(samples.verdict, samples.log_probs, self._counts.group)
         self._seconds = {"publishing": published_s, "sampling": time.perf_counter() - began_s - published_s}
         return True
 
     def rows(self) -> list[tuple[int, Row]]:
-        made, packs = self._made, self._plan.packs_of_step(self._step)
-        found: list[tuple[int, Row]] = []
+        counts, packs = self._counts, self._plan.packs_of_step(self._step)
+        rows: list[tuple[int, Row]] = []
         for prompt in range(self._grid.data_rank, len(packs), self._grid.data_size):
             (index,) = self._train.packs[packs[prompt]]
             tokens = self._train.tokens_of(int(index))
-            group = np.arange(prompt * made.group, (prompt + 1) * made.group)
-            for number, members in enumerate(np.array_split(group, made.rows)):
-                found.append((prompt * made.rows + number, self._row(tokens, members.tolist())))
-        return found
+            group = np.arange(prompt * counts.group, (prompt + 1) * counts.group)
+            for number, members in enumerate(np.array_split(group, counts.rows)):
+                rows.append((prompt * counts.rows + number, self._row(tokens, members.tolist())))
+        return rows
 
     def denominator(self) -> int:
         """The number of tokens in the step's answers that count."""
-        return max(1, int(self._sizes[self._judge.counted(self._advantages, self._made.group)].sum()))
+        return max(1, int(self._sizes[self._judge.counted(self._advantages, self._counts.group)].sum()))
 
     def tokens(self) -> int:
         """The tokens of the step's prompts and answers."""
         packs = self._plan.packs_of_step(self._step)
-        return int(self._sizes.sum()) + self._made.group * self._train.tokens_in(packs)
+        return int(self._sizes.sum()) + self._counts.group * self._train.tokens_in(packs)
 
     def seconds(self) -> dict[str, float]:
         return self._seconds
@@ -113,7 +112,7 @@ class Rollouts:
         """The contents of the step's event, by OpenAI's names where those exist."""
         samples, last = self._samples, [ids[-1] for ids in self._samples.ids]
         return {
-            **self._judge.step_metrics(samples.verdict, samples.log_probs, self._made.group),
+            **self._judge.step_metrics(samples.verdict, samples.log_probs, self._counts.group),
             "completion_tokens_mean": float(self._sizes.mean()),
             "cut_answers": float((~np.isin(last, self._ends)).mean()),
             "staleness": self._step - samples.weights_step,
@@ -123,22 +122,20 @@ class Rollouts:
     def _sizes(self) -> np.ndarray:
         return np.array([len(ids) for ids in self._samples.ids])
 
-    def _row(self, prompt: np.ndarray, members: Sequence[int]) -> RolloutRow:
+    def _row(self, prompt: np.ndarray, members: Sequence[int]) -> Row:
         # Answers without an advantage change nothing, but every rank runs equally many forward passes.
-        learnt = [one for one in members if self._advantages[one] is not None]
-        answers = [self._samples.ids[one] for one in learnt] or [self._samples.ids[members[0]][:1]]
-        log_probs = [self._samples.log_probs[one] for one in learnt] or [self._samples.log_probs[members[0]][:1]]
-        better = [self._advantages[one] for one in learnt] or [np.zeros(1, np.float32)]
-        sequences = []
-        for ids in answers:
-            whole = np.concatenate([prompt, ids])
-            sequences.append((whole, np.arange(len(whole)) >= len(prompt)))
+        ids, log_probs, advantages = self._samples.ids, self._samples.log_probs, self._advantages
+        learnt = [(ids[n], log_probs[n], advantages[n]) for n in members if advantages[n] is not None]
+        learnt = learnt or [(ids[members[0]][:1], log_probs[members[0]][:1], np.zeros(1, np.float32))]
+        answers, sampled, better = zip(*learnt, strict=True)
+        whole = [np.concatenate([prompt, answer]) for answer in answers]
+        sequences = [(tokens, np.arange(len(tokens)) >= len(prompt)) for tokens in whole]
         row, form = build_row([sequences], 0, 0, packing=False), self._form
-        return RolloutRow(
-            **{name: getattr(row, name) for name in row.__dataclass_fields__},
-            advantages=np.concatenate([np.broadcast_to(b, len(ids)) for b, ids in zip(better, answers, strict=True)]),
-            sampled=np.concatenate(log_probs),
-            allowed=None if form is None else lambda: np.concatenate([form.allowed(ids) for ids in answers]),
+        return replace(
+            row,
+            advantages=np.concatenate([np.broadcast_to(b, len(a)) for b, a in zip(better, answers, strict=True)]),
+            sampled=np.concatenate(sampled),
+            allowed=None if form is None else lambda: np.concatenate([form.allowed(answer) for answer in answers]),
         )
 
     # --- validation
@@ -149,7 +146,7 @@ class Rollouts:
         samples = self._received(SamplesFile("valid", step))
         if samples is None:
             return None
-        metrics = self._judge.validated(samples.verdict, samples.log_probs, self._made.valid)
+        metrics = self._judge.validated(samples.verdict, samples.log_probs, self._counts.valid)
         return {**metrics, "completion_tokens_mean": sum(map(len, samples.ids)) / len(samples.ids)}
 
     # --- how
@@ -190,8 +187,8 @@ class Rollouts:
     def _ends(self) -> tuple[int, ...]:
         """Tokens that end an answer."""
         end = getattr(self._engine.module.model.generation_config, "eos_token_id", None)
-        found = end if isinstance(end, list) else [end]
-        return tuple(sorted({int(one) for one in [*found, self._tokenizer.eos_token_id] if one is not None}))
+        ends = [*(end if isinstance(end, list) else [end]), self._tokenizer.eos_token_id]
+        return tuple(sorted({int(token) for token in ends if token is not None}))
 
     @cached_property
     def _form(self) -> Form | None:

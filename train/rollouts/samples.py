@@ -73,7 +73,7 @@ class Samples:
             content,
             ids=np.concatenate([np.zeros(0, np.int32), *self.ids]),
             log_probs=np.concatenate([np.zeros(0, np.float32), *self.log_probs]),
-            sizes=np.array([len(one) for one in self.ids], np.int64),
+            sizes=np.array([*map(len, self.ids)], np.int64),
             facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
         )
         replace_file(path, content.getvalue(), durable=True)
@@ -125,7 +125,7 @@ class _Prompts:
 
     def __init__(self, path: str, tokens: str):
         self._lines = np.memmap(path, np.uint8, "r")
-        self._tokens = np.load(Path(tokens) / "tokens.npy", mmap_mode="r")
+        self._tokens = np.memmap(Path(tokens) / "tokens", np.int32, "r")
         self._offsets = np.load(Path(tokens) / "offsets.npy")
 
     def __len__(self) -> int:
@@ -136,8 +136,8 @@ class _Prompts:
         return np.concatenate([[0], np.flatnonzero(self._lines == _NEWLINE) + 1])
 
     def tokens(self, index: int) -> list[int]:
-        found: list[int] = self._tokens[self._offsets[index] : self._offsets[index + 1]].tolist()
-        return found
+        tokens: list[int] = self._tokens[self._offsets[index] : self._offsets[index + 1]].tolist()
+        return tokens
 
     def record(self, index: int) -> dict[str, Any]:
         record: dict[str, Any] = json.loads(self._lines[self._starts[index] : self._starts[index + 1]].tobytes())
@@ -149,7 +149,7 @@ class SamplesPlan:
 
     def __init__(self, spec: TrainSpec, facts: Facts):
         self.spec, self.facts = spec, facts
-        self.made = method_of(spec.method).samples(spec.options)
+        self.counts = method_of(spec.method).samples(spec.options)
         self.staleness: int = spec.options["staleness"]
         self._train = _Prompts(spec.train_path, facts.train)
         self._valid = _Prompts(spec.valid_path, facts.valid) if spec.valid_path and facts.valid else None
@@ -166,26 +166,24 @@ class SamplesPlan:
         them."""
         spec, total = self.spec, self._steps.total_steps
         validates = step == 0 or self._steps.validates(step, spec.eval_interval, spec.most_validations)
-        steps = range(step, min(step + self.staleness + 1, total))
-        found = [SamplesFile("train", one) for one in steps]
-        return [SamplesFile("valid", step), *found] if validates and self._valid is not None else found
+        files = [SamplesFile("train", later) for later in range(step, min(step + self.staleness + 1, total))]
+        return [SamplesFile("valid", step), *files] if validates and self._valid is not None else files
 
     def missing(self, step: int) -> list[SamplesFile]:
-        return [one for one in self.due(step) if not one.path(self.spec.run_dir).exists()]
+        return [file for file in self.due(step) if not file.path(self.spec.run_dir).exists()]
 
     def group(self, file: SamplesFile) -> int:
         """Answers of each prompt."""
-        return self.made.valid if file.purpose == "valid" else self.made.group
+        return self.counts.valid if file.purpose == "valid" else self.counts.group
 
     def prompts(self, file: SamplesFile) -> list[Prompt]:
-        source: _Prompts | None = self._train
-        order: Sequence[int] | np.ndarray = self._steps.packs_of_step(file.step)
+        source = self._train
+        order: Sequence[int] = self._steps.packs_of_step(file.step).tolist()
         if file.purpose == "valid":
             assert self._valid is not None
             source, order = self._valid, range(len(self._valid))
-        assert source is not None
-        group, found = self.group(file), []
+        group, prompts = self.group(file), []
         for nth, index in enumerate(order):
             seed = int(file.numbers(self.spec.seed, nth * group).integers(1 << 62))
-            found.append(Prompt(source.tokens(int(index)), source.record(int(index)), seed))
-        return found
+            prompts.append(Prompt(source.tokens(index), source.record(index), seed))
+        return prompts

@@ -31,7 +31,8 @@ class Metrics:
 
     def __init__(self, spec: TrainSpec, method: Method, engine: Any, grid: Grid, emit: Events):
         self._method, self._engine, self._grid, self._emit = method, engine, grid, emit
-        self._forward_time = ForwardTime(None if kind_of(spec.device_kind).on_host else engine.device)
+        self._on_host = kind_of(spec.device_kind).on_host
+        self._forward_time = ForwardTime(None if self._on_host else engine.device)
         self._curves = Curves(Path(spec.run_dir) / "tb") if grid.rank == 0 else None
         self._began_s = 0.0
 
@@ -80,6 +81,8 @@ class Metrics:
             **feed.step_metrics(),
         }
         self._curves.write("train", step, metrics)
+        if not self._on_host:
+            metrics["memory_bytes"] = torch.accelerator.max_memory_allocated(self._engine.device)
         timing = {"timing": {"step": {**waited, "training": training_s, "full_iteration": full_s}}} if waited else {}
         self._emit(
             "metrics",

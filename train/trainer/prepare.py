@@ -53,7 +53,7 @@ def prepare(
     spec: TrainSpec, emit: Events, signals: ControlSignals, progress: Progress, snapshot_path: str | None = None
 ) -> Run:
     """Collective: prepare tokens, model, engine, and the state of `snapshot_path` if given. Propagates their errors."""
-    rank, world_size = comm.get_rank(), comm.get_world_size()
+    rank = comm.get_rank()
     store = WeightStore(Path(spec.shm_root), budget_bytes=spec.shm_budget_bytes)
     progress.enter("tokenising")
     method = method_of(spec.method)
@@ -69,7 +69,6 @@ def prepare(
             packing=spec.packing,
             as_given=spec.data_order == "given",
             rank=rank,
-            world_size=world_size,
             barrier=comm.barrier,
             alive=partial(progress.enter, "tokenising"),
         )

@@ -133,7 +133,7 @@ def submit(session: Session, args: Namespace) -> None:
 
     Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,
     learning_rate, lr_scheduler (cosine, linear, constant, wsd), warmup_ratio, weight_decay, max_grad_norm,
-    data_order (shuffled, given), gradient_accumulation, micro_batch, packing, eval_interval, early_stopping_patience,
+    data_order (shuffled, given), micro_batch, packing, eval_interval, early_stopping_patience,
     activation_checkpointing, offload, snapshot_every_s, step_patience_s; for methods that learn from the model's own
     answers also staleness (0 to 4).
 
@@ -320,9 +320,9 @@ def plan_serve(session: Session, args: Namespace) -> None:
     opt("--examples N", "Without --file: N of 200 tokens. Default: 1000.", type=number(int, 1)),
 )
 def plan_job(session: Session, args: Namespace) -> None:
-    """Show what a fine-tuning job would choose, and its memory per device. The job that follows chooses the same.
+    """Show what a fine-tuning job would choose, and the best three layouts with their memory, hours and energy.
 
-    It exits with 1 when it does not fit, so a script can ask before it submits.
+    The job that follows takes the first. It exits with 1 when none fits, so a script can ask before it submits.
 
     Examples:
       appliance plan job --model llama-8b --file train.jsonl           what the job would choose, its tokens counted

@@ -1,19 +1,18 @@
 """Asks models through the box's own gateway, for work without a client: batches, background responses, graders,
 evaluations, teachers, rollouts.
 
-The gateway's private socket takes the id of a key, so keys, limits, retries and accounting are the gateway's alone. It
-never holds a request of its class `batch`: here one waits until an engine of its model is awake and has a place, owners
-in fair order, and is sent again where the gateway says so, until whoever asks gives up.
+The gateway's private socket takes the id of a key, so keys, limits, waiting, retries and accounting are the gateway's
+alone. What it refuses for a while, such as a request of class `batch` whose engine drains, is sent again, until whoever
+asks gives up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -22,8 +21,7 @@ import orjson
 
 from appliance.controller.interfaces.errors import error_object
 from appliance.controller.interfaces.records import EngineAnswer
-from appliance.gateway.core.errors import ENGINE_FAILED, ENGINES_DIED
-from appliance.gateway.core.router import FairQueue
+from appliance.gateway.core.errors import ENGINE_FAILED
 from appliance.gateway.core.table import OPEN
 from appliance.store.database import Database
 from appliance.store.ids import new_id
@@ -34,26 +32,15 @@ AWAY_RETRY_S = 1.0
 QUOTA_RETRY_S = 30.0
 """After a used-up quota, which the gateway refuses without `Retry-After`."""
 MOST_RETRY_S = 60.0
-UNKNOWN_SLOTS = 16
 NOT_AWAKE = "no engine of the model is awake"
 Body = dict[str, Any] | Callable[[], Awaitable[dict[str, Any]]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
-    owner: str
-    model: str
-    sequences: int
-    place: asyncio.Future[None]
-
-
 class Asking:
-    """Invariant: a request is in its host's queue or its sequences count in `_taken`.
-
+    """
     Args:
         transport: to the gateway's private socket.
         table: the models of the routing table.
-        host: the model on whose engines a name is served.
         wants_changed: called when `models` has changed.
     """
 
@@ -62,16 +49,13 @@ class Asking:
         db: Database,
         transport: httpx.AsyncBaseTransport,
         table: Callable[[], Mapping[str, Any]],
-        host: Callable[[str], str],
         wants_changed: Callable[[], Any],
     ):
         timeout = httpx.Timeout(None, connect=CONNECT_S)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=timeout)
-        self._db, self._table, self._host, self._wants_changed = db, table, host, wants_changed
-        self._queues: defaultdict[str, FairQueue[_Waiting]] = defaultdict(FairQueue)  # by host
-        self._taken: Counter[str] = Counter()  # by host
+        self._db, self._table, self._wants_changed = db, table, wants_changed
         self._wanted: Counter[str] = Counter()
-        self._limited: Counter[str | None] = Counter()  # by key: requests that wait for its limits
+        self._refused: Counter[str | None] = Counter()  # by key: requests that wait to be sent again
         self._refusals: dict[tuple[str | None, str], str] = {}  # by key and model
 
     @property
@@ -96,7 +80,8 @@ class Asking:
     def why(self, key_id: str | None, model: str) -> str:
         """Why requests of this key wait; empty: none of them does."""
         row = self._table().get(model)
-        return NOT_AWAKE if row is not None and not _places(row) else self._refusals.get((key_id, model), "")
+        asleep = row is not None and all(replica["state"] != OPEN for replica in row.get("replicas", ()))
+        return NOT_AWAKE if asleep else self._refusals.get((key_id, model), "")
 
     async def ask(
         self,
@@ -106,86 +91,43 @@ class Asking:
         body: Body,
         *,
         request_id: str = "",
-        sequences: int = 1,
         within_s: float | None = None,
     ) -> EngineAnswer:
         """The gateway's answer, but for those that say to come again.
 
         Args:
             key_id: on behalf of which it is asked; None: the box itself, which has no limits.
-            body: or a function that makes it once there is a place, again for each attempt. Its exceptions are raised.
-            sequences: places that it takes.
+            body: or a function that makes it for each attempt. Its exceptions are raised.
             within_s: after this time the answer is a 504.
         """
         try:
             async with asyncio.timeout(within_s):
                 with self.wanted(model):
-                    return await self._asked(key_id, model, url, body, request_id or new_id("req_"), sequences)
+                    return await self._asked(key_id, model, url, body, request_id or new_id("req_"))
         except TimeoutError:
             why = f"no answer within {within_s:.0f} s: {self.why(key_id, model) or 'its engines are busy'}"
             return EngineAnswer(504, error_object(why, "server_error", None, "timeout"))
         finally:
             self._refusals.pop((key_id, model), None)
 
-    async def _asked(
-        self, key_id: str | None, model: str, url: str, body: Body, request_id: str, sequences: int
-    ) -> EngineAnswer:
-        died = False
+    async def _asked(self, key_id: str | None, model: str, url: str, body: Body, request_id: str) -> EngineAnswer:
         while True:
-            async with self._place(key_id, model, sequences):
-                content = orjson.dumps(body if isinstance(body, dict) else await body())
-                answer, retry_s = await self._post(key_id, url, content, request_id)
-                if answer.code == ENGINE_FAILED and died:
-                    answer.body["error"]["code"] = ENGINES_DIED
-                elif answer.code == ENGINE_FAILED:
-                    died, retry_s = True, AWAY_RETRY_S  # perhaps of another request
-                if retry_s is None:
-                    return answer
-                self._refusals[key_id, model] = answer.error
-                if answer.status != 429:
-                    await asyncio.sleep(retry_s)  # with its place, so that no other one asks in vain
-            if answer.status == 429:
-                await self._wait_for_limits(key_id, retry_s)
-
-    def table_changed(self) -> None:
-        for host in list(self._queues):
-            self._grant(host)
+            content = orjson.dumps(body if isinstance(body, dict) else await body())
+            answer, retry_s = await self._post(key_id, url, content, request_id)
+            if retry_s is None:
+                return answer
+            self._refusals[key_id, model] = answer.error
+            # The longer the more requests of the key wait, or all would come again at once for one that may go.
+            self._refused[key_id] += 1
+            try:
+                longest_s = max(MOST_RETRY_S, retry_s)
+                wait_s = retry_s * self._refused[key_id] * random.uniform(0.5, 1.5)  # noqa: S311
+                await asyncio.sleep(min(wait_s, longest_s) if answer.status == 429 else retry_s)
+            finally:
+                self._refused[key_id] -= 1
 
     async def close(self) -> None:
         await self._client.aclose()
-
-    @asynccontextmanager
-    async def _place(self, key_id: str | None, model: str, sequences: int) -> AsyncIterator[None]:
-        host, owner = self._host(model), keys.owner_of(self._db, key_id or "")
-        waiting = _Waiting(owner, model, sequences, asyncio.get_running_loop().create_future())
-        queue = self._queues[host]
-        queue.add(owner, waiting, sequences)
-        self._grant(host)
-        try:
-            await waiting.place
-            yield
-        finally:
-            if not queue.discard(owner, waiting):  # it had a place
-                self._taken[host] -= sequences
-            self._grant(host)
-
-    def _grant(self, host: str) -> None:
-        while (waiting := self._next(host)) is not None:
-            self._queues[host].take(waiting.owner, waiting)
-            self._taken[host] += waiting.sequences
-            waiting.place.set_result(None)
-
-    def _next(self, host: str) -> _Waiting | None:
-        """The request that is next for a place on this host's engines, if one is free."""
-        table = self._table()
-        for waiting in self._queues[host]:
-            row = table.get(waiting.model)
-            places = 1 if row is None else _places(row)  # of a model that is gone the gateway says so
-            if places > self._taken[host] and not waiting.place.done():
-                return waiting
-            if places and not waiting.place.done():
-                return None
-        return None
 
     async def _post(
         self, key_id: str | None, url: str, content: bytes, request_id: str
@@ -214,15 +156,6 @@ class Asking:
             return answer, None
         return answer, float(response.headers.get("retry-after", QUOTA_RETRY_S))
 
-    async def _wait_for_limits(self, key_id: str | None, retry_s: float) -> None:
-        """The longer the more requests of the key wait, or all of them would come again at once for one that may go."""
-        self._limited[key_id] += 1
-        try:
-            longest_s = max(MOST_RETRY_S, retry_s)
-            await asyncio.sleep(min(retry_s * self._limited[key_id] * random.uniform(0.5, 1.5), longest_s))  # noqa: S311
-        finally:
-            self._limited[key_id] -= 1
-
 
 def _parsed(url: str, content: bytes) -> Any:
     """The JSON of an answer, with vectors as they came: 2,048 are 170 MB, and all threads wait while those are read."""
@@ -230,9 +163,3 @@ def _parsed(url: str, content: bytes) -> Any:
         return orjson.loads(content)
     fields = {name: bytes(raw) for name, raw in msgspec.json.decode(content, type=dict[str, msgspec.Raw]).items()}
     return {name: orjson.Fragment(raw) if name == "data" else orjson.loads(raw) for name, raw in fields.items()}
-
-
-def _places(row: Mapping[str, Any]) -> int:
-    """How many sequences of class batch a model's engines take at once: half of their slots."""
-    engines = sum(replica["state"] == OPEN for replica in row.get("replicas", ()))
-    return engines * max(1, (row.get("slots") or UNKNOWN_SLOTS) // 2)

@@ -35,12 +35,12 @@ from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.objects import files as file_rows
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, TaskRow, columns
+from train.data.foreign_files import MARK
 from train.graders.errors import GradingFailed, InvalidGrader
-from train.graders.graders import Grader, parse, sources
-from train.graders.grading import Graded, ModelAnswer
+from train.graders.graders import Grader, ModelAnswer, parse, sources
+from train.graders.grading import Graded
 from train.graders.hosts import MOST_BROKEN, ForkBroke, WorkerBroke
 from train.graders.templates import Sample
-from train.shapes.foreign_files import MARK
 from weights.format.foreign_json import is_deeper
 
 EVAL_RUNS = "eval_runs"

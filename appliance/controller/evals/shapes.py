@@ -14,7 +14,7 @@ from appliance.controller.http.strict_body import Metadata, StrictBody
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
 from train.graders import graders, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
-from train.graders.grading import ModelAnswer
+from train.graders.graders import ModelAnswer
 from train.graders.templates import Sample
 
 MAX_CRITERIA = 32

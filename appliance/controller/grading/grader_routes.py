@@ -62,7 +62,7 @@ def routes(context: ControllerContext, grading: Grading) -> APIRouter:
 
 def _result(grader: Grader, graded: Graded, took_s: float) -> dict[str, Any]:
     tokens = sum(graded.tokens_by_model.values())
-    models = {judge.model for judge in judges(grader)}
+    models = {judge.model for judge in judges(grader).values()}
     return {
         "reward": graded.reward,
         "sub_rewards": graded.sub_rewards,

@@ -10,8 +10,8 @@ from appliance.controller.bus.asking import Asking
 from appliance.store.database import Database
 from appliance.store.records import keys
 from train.graders.errors import GradingErrors
-from train.graders.graders import Grader, judges
-from train.graders.grading import Graded, ModelAnswer, requests
+from train.graders.graders import Grader, ModelAnswer, judges
+from train.graders.grading import Graded, requests
 from train.graders.hosts import GraderHosts, WorkerBroke
 from train.graders.templates import Sample
 

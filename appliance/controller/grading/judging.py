@@ -72,7 +72,7 @@ class Judging:
         item = {**record["item"], "messages": record["messages"]}
         read = [calls_in(one.text) if record.get("tools") else {"text": one.text} for one in answers]
         samples = [(Sample(one["text"], one.get("tools", [])), item) for one in read]
-        with self.waiting(row, "judge", {one.model for one in judges(grader)}):
+        with self.waiting(row, "judge", {one.model for one in judges(grader).values()}):
             ask = partial(self._grading.ask_judges, row.key_id, grader, within_s=ANSWER_WITHIN_S)
             judged = await asyncio.gather(*(ask(sample, item) for sample, item in samples))
             graded = await self._grading.grade(row.key_id, grader, samples, judged, waited_for=True)

@@ -145,7 +145,7 @@ class Rollouts:
         self, row: JobRow, plan: SamplesPlan, model: str, prompt: Prompt, n: int
     ) -> tuple[list[in_tokens.Sampled], Verdict]:
         """The answers to one prompt. Raises CannotGoOn."""
-        each, name, base = in_tokens.answers_at_once(plan.made.room), policy_name(row.id), plan.spec.base_model
+        each, name, base = in_tokens.answers_at_once(plan.counts.room), policy_name(row.id), plan.spec.base_model
         parts = (self._asked(row, plan, model, prompt, first, min(each, n - first)) for first in range(0, n, each))
         try:
             with self._judging.waiting(row, f"engine of {base}", [name]):
@@ -163,13 +163,11 @@ class Rollouts:
             prompt.tokens,
             n=n,
             seed=prompt.seed + first,
-            max_tokens=plan.made.room,
+            max_tokens=plan.counts.room,
             ends=plan.facts.ends,
             form=plan.spec.options.get("response_format"),
         )
-        answer = await self._asking.ask(
-            row.key_id, policy_name(row.id), in_tokens.URL, body, sequences=n, within_s=ANSWER_WITHIN_S
-        )
+        answer = await self._asking.ask(row.key_id, policy_name(row.id), in_tokens.URL, body, within_s=ANSWER_WITHIN_S)
         if answer.error:
             raise ValueError(answer.error)
         return in_tokens.samples_of(answer.body, n)

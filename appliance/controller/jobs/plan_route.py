@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
-from statistics import median
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -22,8 +20,6 @@ from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, Caller
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.requests import Hyperparameters, Name, refused
 from appliance.controller.models import capacity
-from appliance.store.database import Database
-from appliance.store.objects import job_records
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
 from train.plan import auto
@@ -34,6 +30,10 @@ Count = Annotated[int, Field(ge=1, le=65536)]
 _CHOSEN = (
     *("full", "lora_rank", "n_epochs", "batch_size", "max_length", "learning_rate", "zero_stage", "precision"),
     *("offload", "activation_checkpointing", "micro_batch", "tensor_parallel"),
+)
+_OF_LAYOUT = (
+    *("zero_stage", "offload", "activation_checkpointing", "micro_batch", "devices", "device_bytes", "room_bytes"),
+    *("bound_by", "tokens_per_s", "hours", "kwh"),
 )
 
 
@@ -99,8 +99,9 @@ async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> 
         chosen = settings.choose(context, base, method, body.hyperparameters, dataset, wish)
     except InvalidHyperparameter as error:
         raise refused(error, "hyperparameters") from error
-    fields, verdict = chosen.resolved, settings.verdict(context, base, chosen, method)
-    answer = verdict.as_dict()
+    fields, best = chosen.resolved, next(iter(chosen.layouts), None)
+    assert chosen.verdict is not None, "without a wish for devices there is a number of them"
+    answer = chosen.verdict.as_dict()
     if counted:
         answer["warnings"] += settings.warnings(context, base, method, body.hyperparameters, dataset, fields)
     common = {name: fields[name] for name in _CHOSEN if fields["full"] is False or name != "lora_rank"}
@@ -118,7 +119,8 @@ async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> 
             "steps": auto.steps(method.rows(dataset), fields),
         },
         **answer,
-        "device_hours": await asyncio.to_thread(_device_hours, context.db, base, method, fields, dataset),
+        "device_hours": best["hours"] * best["devices"] if best and best["hours"] is not None else None,
+        "layouts": [{name: value for name, value in one.items() if name in _OF_LAYOUT} for one in chosen.layouts[:3]],
     }
 
 
@@ -135,12 +137,3 @@ async def _counted(
             f"The file {row.id} has {storage.summary(report)}", param="training_file", code="invalid_training_file"
         )
     return settings.dataset_of(report)
-
-
-def _device_hours(
-    db: Database, base: Resolved, method: Method, fields: dict[str, Any], dataset: auto.DatasetStats
-) -> float | None:
-    """Hours at the speed that this box has had with jobs like it; None if there were none, or if the data does not say
-    how many tokens there will be."""
-    speeds = [] if method.rolls_out else job_records.device_speeds(db, base.name, method.name, fields["full"])
-    return dataset.n_tokens * fields["n_epochs"] / median(speeds) / 3600 if speeds else None

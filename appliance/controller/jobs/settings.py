@@ -7,7 +7,7 @@ import asyncio
 import math
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Verdict
-from appliance.store.objects import models
-from appliance.store.rows import JobRow, VersionRow
+from appliance.store.objects import job_records, models
+from appliance.store.rows import VersionRow
 from runtime.devices.kinds import HOST, kind_of
 from scheduler.core.config import SchedulerConfig
 from train.data.check import DataReport
@@ -63,23 +63,19 @@ class NodeSizes:
 
     def refuse_more(self, name: str, given: int, asked: str = "") -> None:
         """Raises BadRequest if no node has `given` devices. name: the field at fault, with value `asked`."""
-        if self.counts and given > self.largest:
-            node = "the box" if len(self.counts) == 1 else "the largest node of the box"
-            raise BadRequest(
-                f"{name} is {asked or given}; expected at most {self.largest}, which is all that {node} has. "
-                "Ask for less, or join a node with more devices first (`appliance join`).",
-                param=name,
-                code="insufficient_devices",
-            )
+        node = "the box" if len(self.counts) == 1 else "the largest node of the box"
+        self._refuse(name, given, self.largest, f", which is all that {node} has", asked)
 
     def refuse_more_replicas(self, name: str, given: int, tensor_parallel: int) -> None:
         """Raises BadRequest if the nodes cannot hold `given` engines with this many devices each."""
         most = sum(count // tensor_parallel for count in self.counts)
+        self._refuse(name, given, most, f": each replica takes {tensor_parallel} of {sum(self.counts)} devices")
+
+    def _refuse(self, name: str, given: int, most: int, why: str, asked: str = "") -> None:
         if self.counts and given > most:
-            each = "one device" if tensor_parallel == 1 else f"{tensor_parallel} devices side by side"
             raise BadRequest(
-                f"{name} is {given}; expected at most {most}: each replica takes {each}, and the box has "
-                f"{sum(self.counts)}. Ask for fewer, or join a node first (`appliance join`).",
+                f"{name} is {asked or given}; expected at most {most}{why}. Ask for less, or join a node with more "
+                "devices first (`appliance join`).",
                 param=name,
                 code="insufficient_devices",
             )
@@ -110,15 +106,15 @@ class Wish:
     def least(self) -> int:
         return self.min_devices or 1
 
-    def most(self, nodes: NodeSizes, tensor_parallel: int = 1) -> int:
-        """The most devices that the job may take; it need not be there. tensor_parallel: as requested."""
-        return self.max_devices or max(nodes.unasked, self.least, tensor_parallel)
+    def most(self, nodes: NodeSizes, together: int = 1) -> int:
+        """The most devices that the job may take; it need not be there. together: ranks that compute one row."""
+        return self.max_devices or max(nodes.unasked, self.least, together)
 
     def divided(self, resolved: dict[str, Any], nodes: NodeSizes) -> tuple[list[int], list[int]]:
         """Sizes that divide the work of a step, and the requested ones among them."""
-        shards = resolved.get("tensor_parallel", 1)
-        most = self.most(nodes, shards)
-        by_batch = auto.allowed_sizes(resolved["batch_size"], most, resolved["micro_batch"], shards)
+        together = auto.ranks_of_row(resolved)
+        most = self.most(nodes, together)
+        by_batch = auto.allowed_sizes(resolved["batch_size"], most, resolved["micro_batch"], together)
         return by_batch, [size for size in by_batch if size >= self.least]
 
     def check(self, resolved: dict[str, Any] | None, nodes: NodeSizes) -> list[int]:
@@ -140,14 +136,10 @@ class Wish:
         return fitting
 
 
-def wish_of(row: JobRow) -> Wish:
-    return Wish(row.min_devices, row.max_devices)
-
-
 def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
     """The message for a job that has no valid number of devices."""
-    shards = resolved.get("tensor_parallel", 1)
-    grouped = f", each over {shards} devices (tensor_parallel)," if shards > 1 else ""
+    together = auto.ranks_of_row(resolved)
+    grouped = f", each over {together} devices (tensor_parallel, sequence_parallel)," if together > 1 else ""
     return (
         f"A step of {resolved['batch_size']} sequences in micro-batches of {resolved['micro_batch']}{grouped} divides "
         f"into {', '.join(map(str, by_batch)) or 'no allowed number of'} devices; min_devices and max_devices leave "
@@ -155,27 +147,17 @@ def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
     )
 
 
-def bounds(row: JobRow, device_count: int) -> tuple[int, int, tuple[int, ...]]:
-    """(fewest, most, allowed sizes or none) of a job for the planner.
-
-    A job too large for the box's current size keeps its sizes and waits: the box may get its devices back.
-    """
-    least = row.min_devices or 1
-    if not row.allowed_sizes:
-        return least, max(row.max_devices or device_count, least), ()
-    most = row.max_devices or max(row.allowed_sizes)
-    fitting = sorted(size for size in row.allowed_sizes if least <= size <= most) or sorted(row.allowed_sizes)
-    return fitting[0], fitting[-1], tuple(fitting)
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
     """resolved: fields of a TrainSpec. by_batch: numbers of devices that divide the work of a step; sizes: those of
-    them that were asked for."""
+    them that were asked for. verdict: whether it fits, at which of them; None if there are none. layouts: that fit, the
+    best first, which `resolved` has, as `capacity.described` has them."""
 
     resolved: dict[str, Any]
     by_batch: list[int]
     sizes: list[int]
+    verdict: Verdict | None
+    layouts: list[dict[str, Any]]
 
 
 def choose(
@@ -188,8 +170,8 @@ def choose(
 ) -> Settings:
     """given: the requested hyperparameters. Raises InvalidHyperparameter."""
     nodes, model = nodes_of(context), model_stats(context, base)
-    shards = given.get("tensor_parallel")
-    most = max(1, min(wish.most(nodes, shards if isinstance(shards, int) else 1), nodes.largest))
+    together = math.prod(n for name in ("tensor_parallel", "sequence_parallel") if type(n := given.get(name)) is int)
+    most = max(1, min(wish.most(nodes, together), nodes.largest))
     resolved = method.resolve(given, dataset, model, most)
     by_batch, sizes = wish.divided(resolved, nodes)
     if not sizes and wish.min_devices and given.get("batch_size", "auto") == "auto":
@@ -197,7 +179,41 @@ def choose(
         rows = math.ceil(resolved["batch_size"] / wish.min_devices) * wish.min_devices
         resolved = method.resolve({**given, "batch_size": rows}, dataset, model, most)
         by_batch, sizes = wish.divided(resolved, nodes)
-    return Settings(resolved, by_batch, sizes)
+    if not sizes:
+        return Settings(resolved, by_batch, sizes, None, [])
+    speed, memory = job_records.factors(context.db, base.name, method.name, resolved["full"])
+    box, shape = replace(box_facts(context), memory_factor=memory, speed_factor=speed), shape_of(base)
+    asked = [name for name in capacity.LAYOUT if given.get(name, "auto") not in ("auto", None)]
+    load, steps = method.load(dataset, resolved), auto.steps(method.rows(dataset), resolved)
+    found, changed = list[capacity.Layout](), ""
+    for parts in _row_parts(given, method, model, resolved, box, most):
+        shared = resolved | {"sequence_parallel": parts}
+        sizes = wish.divided(shared, nodes)[1]
+        # A micro-batch that nobody asked for never costs a number of devices.
+        by_micro = {n: wish.divided({**shared, "micro_batch": n}, nodes)[1] for n in auto.micro_batches(shared)}
+        by_micro = {n: of_micro for n, of_micro in by_micro.items() if of_micro and set(sizes) <= set(of_micro)}
+        found, changed = capacity.fit(shape, shared, by_micro, box, method, load, asked) if by_micro else ([], "")
+        if found:
+            resolved = shared
+            break
+    resolved = resolved | (found[0].fields if found else capacity.leanest(resolved, box))
+    by_batch, sizes = wish.divided(resolved, nodes)
+    verdict = capacity.job(shape, resolved, sizes, box, method)
+    if changed:
+        verdict = replace(verdict, warnings=(changed, *verdict.warnings))
+    described = [capacity.described(one, resolved, box, method, load, steps) for one in found]
+    return Settings(resolved, by_batch, sizes, verdict, described)
+
+
+def _row_parts(
+    given: dict[str, Any], method: Method, model: auto.ModelStats, resolved: dict[str, Any], box: BoxFacts, most: int
+) -> list[int]:
+    """How many ranks may share a row: as asked for; or one, and more where nothing else fits."""
+    asked = resolved["sequence_parallel"]
+    if given.get("sequence_parallel", "auto") != "auto" or not method.shares_rows or box.on_host:
+        return [asked]
+    parts = [n for n in (2, 4, 8, 16, 32) if n <= most and not resolved["lora_dropout"]]
+    return [asked, *(n for n in parts if auto.shares_rows(model, resolved | {"sequence_parallel": n}))]
 
 
 def model_stats(context: ControllerContext, base: Resolved) -> auto.ModelStats:
@@ -213,6 +229,7 @@ def model_stats(context: ControllerContext, base: Resolved) -> auto.ModelStats:
         computes_bf16=kind_of(kind).computes_bf16(),
         tensor_slices=shape.tensor_slices,
         hidden=shape.hidden,
+        heads=(shape.queries // shape.head_dim, shape.kv_heads) if shape.head_dim else (0, 0),
         quantised=base.model.info.get("quantization") is not None,
     )
 
@@ -233,11 +250,6 @@ def dataset_of(report: DataReport) -> auto.DatasetStats:
     )
 
 
-def verdict(context: ControllerContext, base: Resolved, settings: Settings, method: Method) -> Verdict:
-    """Whether it fits, at which of the sizes; `settings` has at least one."""
-    return capacity.job(shape_of(base), settings.resolved, settings.sizes, box_facts(context), method)
-
-
 def box_facts(context: ControllerContext) -> BoxFacts:
     now = context.scheduler.status()
     # Home's devices come first; an engine or a job is on devices of home's kind.
@@ -248,6 +260,7 @@ def box_facts(context: ControllerContext) -> BoxFacts:
         node_devices=max(1, nodes_of(context).largest),
         device_kind=devices[0]["kind"] if devices else HOST.name,
         device_memory_bytes=min((d["memory_bytes"] for d in devices), default=0),
+        device_name=devices[0]["name"] if devices else "",
         store_budget_bytes=budget,
         host_memory_bytes=now["memory"].get("host_bytes"),
         asleep_per_device=now["memory"].get("asleep_per_device", SchedulerConfig().max_asleep_per_device),

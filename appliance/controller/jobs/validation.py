@@ -7,6 +7,7 @@ phase stays "validating" until everything is on disk.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator
 from functools import partial
 from hashlib import blake2b
@@ -25,8 +26,9 @@ from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message, fail
 from appliance.store.objects import files, job_records, jobs
 from appliance.store.rows import FileRow, JobEventRow, JobRow, TaskRow
-from train.data.check import COUNTED_EXAMPLES, DataReport
+from train.data.check import DataReport
 from train.data.same_tokens import differ
+from train.data_checks.process import TOKENS
 from train.methods.methods import method_of
 from train.plan.errors import InvalidHyperparameter
 
@@ -58,6 +60,7 @@ def remove_copies(context: ControllerContext, job_id: str) -> None:
     for name in _COPIES.values():
         for half in ("", ".partial"):  # of a check that was killed
             (context.jobs_dir / job_id / f"{name}{half}").unlink(missing_ok=True)
+    shutil.rmtree(context.jobs_dir / job_id / TOKENS, ignore_errors=True)
 
 
 class JobValidation:
@@ -132,16 +135,17 @@ class JobValidation:
         dataset = settings.dataset_of(reports["training_file"])
         choose = partial(settings.choose, context, base, method, row.hyperparameters, dataset)
         if tokenizer is not None and method.cut_refuses:
-            fields = choose(settings.wish_of(row)).resolved
+            fields = choose(settings.Wish(row.min_devices, row.max_devices)).resolved
             await self._check_cut(row, tokenizer, method.data_length(fields["max_length"], fields["options"]), reports)
         if (now := self._validating(row.id)) is None:
             return
-        chosen = choose(settings.wish_of(now))  # an operator may have changed it during the check
+        chosen = choose(
+            settings.Wish(now.min_devices, now.max_devices)
+        )  # an operator may have changed it during the check
         # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
         resolved = {**chosen.resolved, "base_version": base.version.version}
-        if not chosen.sizes:
+        if (verdict := chosen.verdict) is None:
             raise TaskFailed("invalid_devices", settings.no_size(resolved, chosen.by_batch), "min_devices")
-        verdict = settings.verdict(context, base, chosen, method)
         if not verdict.fits:
             instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
             raise TaskFailed("insufficient_memory", " ".join(verdict.problems) + instead)
@@ -153,7 +157,8 @@ class JobValidation:
             for level, text in messages:
                 add_message(self._db, row.id, text, level=level)
             # Only sizes whose ranks fit their devices: on fewer devices the job would run out of memory midway.
-            jobs.update(self._db, row.id, resolved=resolved, allowed_sizes=list(verdict.sizes))
+            sizes, estimate = list(verdict.sizes), next(iter(chosen.layouts), None)
+            jobs.update(self._db, row.id, resolved=resolved, allowed_sizes=sizes, estimate=estimate)
             jobs.set_phase(self._db, row.id, "queued", reason="waiting for devices")
 
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:
@@ -176,7 +181,7 @@ class JobValidation:
     async def _check_cut(self, row: JobRow, tokenizer: Path, most: int, reports: dict[str, DataReport]) -> None:
         """Refuse, by line, what ranks would refuse only once they held devices. most: tokens. Raises InvalidData."""
         for param, report in reports.items():
-            if report.longest_example_tokens <= most and report.n_examples <= COUNTED_EXAMPLES:
+            if report.longest_example_tokens <= most:
                 continue
             context, file_id = self._context, self._file(getattr(row, param)).id
             how = {"method": method_of(row.method), "tokenizer": tokenizer, "cut_at": most}

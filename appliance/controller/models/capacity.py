@@ -6,24 +6,39 @@ show them in decimal units (1 GB is 10^9 bytes), like all user-visible texts of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations, product
 from typing import Any
 
 from runtime.devices.kinds import kind_of
+from runtime.devices.published import Accelerator, accelerator
 from scheduler.core.config import SchedulerConfig
 from serve.core.sizing import EngineSize
 from train.methods.method import Method
 from train.methods.methods import DEFAULT
-from train.plan import estimate
+from train.plan import estimate, speed
 from train.plan.estimate import ModelShape
+from train.plan.speed import Load
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
 CPU_RANK_BYTES, GPU_RANK_BYTES = 200_000_000, 2 * 2**30
 """Host memory of a rank besides its tensors: Python and torch, forked from the warm parent; on a GPU also the CUDA
 context and pinned buffers."""
 _LEAST_TOKENS = 512  # of a row; a shorter one saves little, and cuts examples
+_MOST_DEVICES = 64
+FOUR_BITS = 0.5 + estimate.SCALE_BYTES  # bytes of a quantised weight
+LAYOUT = ("zero_stage", "offload", "activation_checkpointing", "micro_batch")
+"""Fields of a TrainSpec that decide where a job's numbers are held and computed, and nothing of what it learns."""
+OFFLOADS = ("none", "optimizer", "parameters")
+NEAR = 1.03
+"""Layouts within this factor of the fastest step count as equally fast: the estimate cannot tell them apart."""
+WAIT = 0.01 / 3.0
+"""Share of a job's speed that a second of a micro-batch is worth: requests wait for the end of a micro-batch when they
+take over its devices."""
+SAFE = 0.92
+"""Share of a device's memory beyond which a layout is taken last: estimates are off by some percent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +47,8 @@ class BoxFacts:
     few may use more. store_budget_bytes: of shared memory for weights, None without a limit. store_room_bytes: how much
     of it a new reservation could get now. node_devices: of the largest node, the limit for a job or one engine; 0: no
     such limit. host_memory_bytes: of one node, None if unknown. asleep_per_device: sleeping engines that may keep
-    memory of one."""
+    memory of one. device_name: as their driver gives it. memory_factor, speed_factor: what jobs like this one took
+    here over what was estimated for them; None: there were none."""
 
     devices: int
     device_kind: str
@@ -42,6 +58,13 @@ class BoxFacts:
     node_devices: int = 0
     host_memory_bytes: int | None = None
     asleep_per_device: int = SchedulerConfig().max_asleep_per_device
+    device_name: str = ""
+    memory_factor: float = 1.0
+    speed_factor: float | None = None
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return accelerator(self.device_name) or speed.UNKNOWN
 
     @property
     def on_host(self) -> bool:
@@ -61,7 +84,7 @@ class BoxFacts:
     def takes(self, memory: estimate.RankMemory) -> int:
         """Bytes that a rank takes of its device: a logical CPU device has the host's memory, so offloading saves
         nothing there."""
-        return memory.device_bytes + (memory.host_bytes if self.on_host else 0)
+        return int(self.memory_factor * memory.device_bytes) + (memory.host_bytes if self.on_host else 0)
 
     def ranks_bytes(self, memory: estimate.RankMemory, ranks: int) -> int:
         """Host memory of all ranks: on logical CPU devices all that they hold, on GPUs the processes and what they
@@ -74,6 +97,30 @@ class BoxFacts:
     def room_per_worker(self, size: EngineSize, workers: int) -> int:
         """What such an engine may take of each device when this many workers of its kind share the box."""
         return self.room_per_device(workers) if self.on_host else size.room_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A layout that fits.
+
+    fields: values of LAYOUT. sizes: numbers of devices that it fits; the rest is of a rank on the most of them.
+    device_bytes: taken of room_bytes. weighed_s: time of a step, more the longer a micro-batch is.
+    """
+
+    fields: dict[str, Any]
+    sizes: tuple[int, ...]
+    device_bytes: int
+    room_bytes: int
+    time: speed.StepTime
+    weighed_s: float
+
+    @property
+    def risk(self) -> tuple[int, bool]:
+        return OFFLOADS.index(self.fields["offload"]), self.device_bytes > SAFE * self.room_bytes
+
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        return -len(self.sizes), self.fields["zero_stage"], self.device_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +167,7 @@ def job(
     problems += _over_budget("The result takes", version, box)
     beyond_host = _offload_problem(offloaded, needed, box)
     problems += beyond_host
-    instead = _milder(shape, fields, sizes, box, method) if not fitting or beyond_host else []
+    instead = _instead(shape, fields, sizes, box, method) if not fitting or beyond_host else []
     if not fitting and not instead:
         problems.append("No milder setting fits either: it needs more devices, larger ones, or a smaller model.")
     waits, warnings = "", []
@@ -181,40 +228,150 @@ def _offload_problem(host_bytes: int, stored_bytes: int, box: BoxFacts) -> list[
     ]
 
 
-def _milder(
+def layouts(
+    shape: ModelShape,
+    fields: Mapping[str, Any],
+    sizes: Mapping[int, Sequence[int]],
+    box: BoxFacts,
+    method: Method = DEFAULT,
+    *,
+    load: Load | None = None,
+    kept: Collection[str] = (),
+) -> list[Layout]:
+    """The layouts of a job that fit, one of each kind with its best micro-batch, the best first: nothing is offloaded
+    that need not be, then the fastest on the most devices; of those nearly as fast the one that fits the most numbers
+    of devices, then the simplest and smallest.
+
+    Args:
+        fields: of a TrainSpec. A layout decides how its sums are shared out, not what they are.
+        sizes: numbers of devices that it may have, ascending, by micro-batch.
+        load: what a row holds; None: full rows of one sequence.
+        kept: names of LAYOUT whose value in `fields` stays.
+    """
+    fields = {**fields, "device_kind": box.device_kind}
+    load = load or Load(fields["max_length"], fields["max_length"])
+    stored = estimate.version_bytes(shape, fields) + estimate.snapshot_bytes(shape, fields)
+    asked = {name: max(1, fields[name]) if name == "zero_stage" else fields[name] for name in kept}
+    pairs = [(stage, "none") for stage in (1, 2, 3)]
+    found = []
+    if not box.on_host or "offload" in kept:
+        pairs.append((3, "parameters"))
+        if fields["full"] or "offload" in kept:  # an adapter's optimizer is small
+            pairs += [(stage, "optimizer") for stage in (1, 2, 3)]
+    if "zero_stage" not in kept and max(map(max, sizes.values())) == 1:  # one rank has nobody to share with
+        pairs = [(stage, offload) for stage, offload in pairs if stage == 1 or offload == "parameters"]
+    for (stage, offload), again, micro in product(pairs, (False, True), sizes):
+        chosen = dict(zip(LAYOUT, (stage, offload, again, micro), strict=True))
+        differs = any(chosen[name] != value for name, value in asked.items())
+        if differs or (box.on_host and micro != fields["micro_batch"]):
+            continue
+        made = fields | chosen
+        memory = {size: method.rank_memory(shape, made, size) for size in sizes[micro]}
+        fitting = tuple(
+            size
+            for size, one in memory.items()
+            if box.holds(one, size) and not _offload_problem(size * one.host_bytes, stored, box)
+        )
+        if fitting:
+            time = speed.step_time(shape, made, fitting[-1], box.accelerator, load=load)
+            micro_s = time.step_s * micro * fitting[-1] / fields["batch_size"]
+            bytes_of = box.takes(memory[fitting[-1]]), box.room_per_rank(fitting[-1])
+            found.append(Layout(chosen, fitting, *bytes_of, time, time.step_s * (1 + WAIT * micro_s)))
+    of_kind = defaultdict(list)
+    for one in found:
+        of_kind[tuple(one.fields.values())[:3]].append(one)
+    kinds = sorted((_first(of_one) for of_one in of_kind.values()), key=lambda one: (*one.risk, one.weighed_s))
+    return [best := _first(kinds, NEAR), *(one for one in kinds if one is not best)] if kinds else []
+
+
+def _first(found: Sequence[Layout], near: float = 1.0) -> Layout:
+    """near: times the fastest."""
+    least = min(one.risk for one in found)
+    safest = [one for one in found if one.risk == least]
+    near_s = near * min(one.weighed_s for one in safest)
+    return min((one for one in safest if one.weighed_s <= near_s), key=lambda one: one.cost)
+
+
+def described(
+    found: Layout, fields: Mapping[str, Any], box: BoxFacts, method: Method, load: Load, steps: int
+) -> dict[str, Any]:
+    """A layout in numbers. "modelled_tokens_per_s": of one device, by arithmetic alone. Time and energy are None where
+    neither a table nor a job says how fast the devices are."""
+    count, time = found.sizes[-1], found.time
+    tokens_per_s = load.row_tokens * fields["batch_size"] / time.step_s
+    known = box.speed_factor is not None or (accelerator(box.device_name) and fields["precision"] == "bf16")
+    known = known and not method.rolls_out  # answers take most of the time
+    factor = box.speed_factor or 1.0
+    hours = steps * time.step_s / factor / 3600
+    return {
+        **found.fields,
+        "devices": count,
+        "device_bytes": found.device_bytes,
+        "room_bytes": found.room_bytes,
+        "bound_by": time.bound_by if known else None,
+        "tokens_per_s": factor * tokens_per_s if known else None,
+        "hours": hours if known else None,
+        "kwh": hours * count * time.watts(box.accelerator) / 1000 if known and not box.on_host else None,
+        "modelled_tokens_per_s": tokens_per_s / count,
+        "memory_factor": box.memory_factor,
+    }
+
+
+def fit(
+    shape: ModelShape,
+    fields: Mapping[str, Any],
+    sizes: Mapping[int, Sequence[int]],
+    box: BoxFacts,
+    method: Method,
+    load: Load,
+    asked: Collection[str],
+) -> tuple[list[Layout], str]:
+    """The layouts that fit, as in `layouts`, and a warning if none of them has all that was asked for: then they keep
+    as much of it as they can."""
+    for left_out in range(len(asked) + 1):
+        for names in combinations(asked, len(asked) - left_out):
+            if found := layouts(shape, fields, sizes, box, method, load=load, kept=names):
+                changed = [name for name in asked if name not in names]
+                told = [f"{name} {_word(fields[name])}" for name in changed]
+                taken = ", ".join(f"{name} {_word(value)}" for name, value in found[0].fields.items())
+                warning = f"It does not fit with {' and '.join(told)}; it takes {taken}, which trains the same."
+                return found, warning if changed else ""
+    return [], ""
+
+
+def leanest(fields: Mapping[str, Any], box: BoxFacts) -> dict[str, Any]:
+    """The layout of a job that takes the least memory of its devices."""
+    offload = "none" if box.on_host else "parameters"
+    return {"zero_stage": 3, "offload": offload, "activation_checkpointing": True}
+
+
+def _instead(
     shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts, method: Method
 ) -> list[str]:
-    """The three mildest changes that make a job fit: of its memory, LoRA instead of full training, shorter rows."""
-    cut = fields.get("tensor_parallel", 1) > 1  # not with ZeRO-3, offloading or LoRA
-    less = {"activation_checkpointing": True}
-    saving: dict[str, Any] = less if cut else {**less, "zero_stage": 3}
-    changes = [less, {"zero_stage": 2}, {"zero_stage": 3}, saving]
-    if fields["offload"] != "none":
-        changes += [{"offload": "optimizer"}, {"offload": "none"}]
-    elif not box.on_host:
-        changes.append({**saving, "offload": "optimizer"})
-    if fields["full"]:
-        changes += [{**less, "full": False}, {**less, "full": False, "zero_stage": 3}]
+    """The nearest jobs that fit where this one does not: LoRA, a base of 4 bits, shorter rows, more devices."""
+    by_micro: dict[int, Sequence[int]] = {fields["micro_batch"]: sizes}
+
+    def tried(what: str, changes: Mapping[str, Any], base: ModelShape = shape, of: Any = by_micro) -> str:
+        found = layouts(base, {**fields, **changes}, of, box, method)
+        return f"{what} on {_devices(found[0].sizes[-1])}: {gb(found[0].device_bytes)} each" if found else ""
+
+    lora, small = f"LoRA (full false, lora_rank {fields['lora_rank']})", replace(shape, quantised_bytes=FOUR_BITS)
+    on_small = f"{lora} on a base in 4 bits (`appliance model quantize NAME --form int4`)"
+    answers = [tried(lora, {"full": False})] if fields["full"] else []
+    if not shape.quantised_bytes:
+        answers.append(tried(on_small, {"full": False, "tensor_parallel": 1}, small))
     lengths = (fields["max_length"] >> halvings for halvings in range(1, 32))
-    changes += [{**saving, "max_length": tokens} for tokens in lengths if tokens >= _LEAST_TOKENS]
+    shorter = (tried(f"max_length {tokens}", {"max_length": tokens}) for tokens in lengths if tokens >= _LEAST_TOKENS)
+    answers.append(next(filter(None, shorter), ""))
+    if not box.on_host:
+        more = (count for count in range(sizes[-1] + 1, _MOST_DEVICES + 1) if count % 4 == 0 or count < 8)
+        of_more = (tried("the same job", {}, of={fields["micro_batch"]: (count,)}) for count in more)
+        answers.append(next(filter(None, of_more), ""))
+    return list(filter(None, answers))[:3]
 
-    def fits(change: Mapping[str, Any]) -> str:
-        changed = {**fields, **change}
-        if changed == fields or changed["zero_stage"] < fields["zero_stage"]:
-            return ""
-        if cut and (change.keys() & {"full", "offload"} or change.get("zero_stage") == 3):
-            return ""
-        stored = estimate.version_bytes(shape, changed)
-        for size in reversed(sizes):
-            needs = method.rank_memory(shape, changed, size)
-            if box.holds(needs, size) and not _offload_problem(size * needs.host_bytes, stored, box):
-                what = [f"{name} {str(value).lower()}" for name, value in change.items() if name != "full"]
-                if "full" in change:
-                    what.insert(0, f"LoRA (full false, lora_rank {fields['lora_rank']})")
-                return f"{' with '.join(what)} on {_devices(size)}: {gb(box.takes(needs))} each"
-        return ""
 
-    return list(islice(filter(None, map(fits, changes)), 3))
+def _word(value: Any) -> str:
+    return str(value).lower()
 
 
 def serve(
@@ -292,20 +449,16 @@ def _devices_short(replicas: int, tensor_parallel: int, box: BoxFacts) -> tuple[
 def _other_serving(
     sizes: Callable[[int], EngineSize], replicas: int, tensor_parallel: int, box: BoxFacts
 ) -> Iterator[str]:
-    def fits(count: int, devices: int) -> bool:
-        size = sizes(devices)
-        within = size.memory.device_bytes <= box.room_per_worker(size, count * devices)
-        return count * devices <= box.devices and within and not size.problem
-
-    fewer = next((n for n in range(replicas - 1, 0, -1) if fits(n, tensor_parallel)), None)
-    if fewer is not None:
-        yield f"{_replicas(fewer)} over {_devices(tensor_parallel)} each"
-    if box.on_host:
-        return  # tensor parallelism divides memory that logical devices share anyway
-    for wider in TENSOR_PARALLEL_SIZES:
-        if tensor_parallel < wider <= box.devices and fits(min(replicas, box.devices // wider), wider):
-            yield f"{_replicas(min(replicas, box.devices // wider))} over {_devices(wider)} each"
-            break
+    # Tensor parallelism divides memory that logical devices share anyway.
+    wider = [] if box.on_host else [n for n in TENSOR_PARALLEL_SIZES if tensor_parallel < n <= box.devices]
+    fewer = [(count, tensor_parallel) for count in range(replicas - 1, 0, -1)]
+    for pairs in (fewer, [(min(replicas, box.devices // devices), devices) for devices in wider]):
+        for count, devices in pairs:
+            size = sizes(devices)
+            within = size.memory.device_bytes <= box.room_per_worker(size, count * devices)
+            if count * devices <= box.devices and within and not size.problem:
+                yield f"{_replicas(count)} over {_devices(devices)} each"
+                break
 
 
 def _devices(count: int) -> str:

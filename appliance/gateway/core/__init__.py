@@ -1,4 +1,4 @@
-"""What all of the gateway knows: settings, errors, URLs, the controller's table, load, and who may use which replica.
+"""What all of the gateway knows: settings, errors, URLs, the controller's table, and who may use which replica.
 
 Never: Opens a socket.
 Begin with routes.py, then router.py.

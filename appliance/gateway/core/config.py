@@ -68,7 +68,7 @@ class HoldLimits:
 class GatewayConfig:
     """Everything the gateway process needs to know.
 
-    `name` identifies this gateway on the bus; worker i of several appends "-i". `private_socket` is where it listens to
+    `name` identifies this gateway on the bus. `private_socket` is where it listens to
     the box itself, which names a key by its id. `controller_socket` is the controller's socket for gateways; the file
     `token_path` holds the token that proves to it that a gateway wrote a head."""
 
@@ -79,7 +79,6 @@ class GatewayConfig:
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     name: str = "gateway"
     token_path: str | None = None
-    workers: Annotated[int, Meta(ge=1)] = 1
     log_path: str | None = None
     access_log: bool = True
     otlp_endpoint: Annotated[str, Meta(pattern="^https?://")] | None = None
@@ -103,8 +102,6 @@ class GatewayConfig:
             config = msgspec.convert(data, cls)
         except msgspec.ValidationError as error:
             raise ConfigInvalid(_named(str(error), data)) from error
-        if config.workers > 1 and config.port == 0:
-            raise ConfigInvalid("port: 0 given with several workers, expected a fixed port they can share")
         if (config.tls_cert_path is None) != (config.tls_key_path is None):
             raise ConfigInvalid("tls_cert_path and tls_key_path: one given, expected both or neither")
         return config

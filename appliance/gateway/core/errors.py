@@ -95,7 +95,7 @@ def unavailable(message: str, code: str, retry_after_s: float) -> HttpError:
 
 
 def batch_gives_way() -> HttpError:
-    return unavailable("Requests of class batch give way: no engine has room for this one.", GIVES_WAY, 1)
+    return unavailable("This request of class batch gives way: its engine stops. Please retry.", GIVES_WAY, 1)
 
 
 def engine_failed(status: int = 502) -> HttpError:

@@ -177,11 +177,11 @@ class Router:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ticket:
-    """A request that waits. host: the model whose engines it waits for; names, avoided: of `Router.choose`. place: its
-    replica, or why it gets none."""
+    """A request that waits. queue: the model whose engines it waits for, and whether it is of class batch; names,
+    avoided: of `Router.choose`. place: its replica, or why it gets none."""
 
     model: str
-    host: str
+    queue: tuple[str, bool]
     names: tuple[str, ...]
     work: Work
     avoided: Collection[str]
@@ -235,26 +235,27 @@ class FairQueue(Generic[T]):
 
 class Holds:
     """Requests that wait, by the model whose engines they wait for, which adapters and versions on these engines share,
-    in fair order of their owners; no queue is empty. most: requests that may wait; count: that do."""
+    and by class, in fair order of their owners; no queue is empty. most: requests of a class that may wait."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.count = most, 0
-        self._queues: defaultdict[str, FairQueue[Ticket]] = defaultdict(FairQueue)
-        self._names: defaultdict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
+        self.most = most
+        self.queues: defaultdict[tuple[str, bool], FairQueue[Ticket]] = defaultdict(FairQueue)
+
+    def count(self, batch: bool = False) -> int:
+        """How many wait."""
+        return sum(len(queue) for (_, of_batch), queue in self.queues.items() if of_batch is batch)
 
     def add(self, ticket: Ticket) -> bool:
         """Queue a request; False if too many wait already."""
-        if self.count >= self.most:
+        if self.count(ticket.work.batch) >= self.most:
             return False
-        self.count += 1
-        self._queues[ticket.host].add(ticket.work.owner, ticket, ticket.work.tokens)
-        self._names[ticket.host][ticket.names] += 1
+        self.queues[ticket.queue].add(ticket.work.owner, ticket, ticket.work.tokens)
         return True
 
     def take(self, ticket: Ticket, choice: Choice) -> None:
         """Give a queued request its place."""
-        self._queues[ticket.host].take(ticket.work.owner, ticket)
-        self._removed(ticket)
+        self.queues[ticket.queue].take(ticket.work.owner, ticket)
+        self.remove(ticket)
         ticket.place.set_result(choice)
 
     def refuse(self, ticket: Ticket, error: Exception) -> None:
@@ -264,32 +265,19 @@ class Holds:
 
     def remove(self, ticket: Ticket) -> bool:
         """Remove a request that waits no longer; False if it is not queued."""
-        queue = self._queues.get(ticket.host)
-        if queue is None or not queue.discard(ticket.work.owner, ticket):
-            return False
-        self._removed(ticket)
-        return True
+        found = self.queues[ticket.queue].discard(ticket.work.owner, ticket)
+        if not self.queues[ticket.queue]:
+            del self.queues[ticket.queue]
+        return found
 
-    def _removed(self, ticket: Ticket) -> None:
-        host = ticket.host
-        self.count -= 1
-        self._names[host] -= Counter((ticket.names,))
-        if not self._names[host]:
-            del self._names[host], self._queues[host]
-
-    def next(self, host: str, full: Collection[tuple[str, ...]] = ()) -> Ticket | None:
-        """The request that is next for a place on these engines; it stays queued. full: names without a place."""
-        if len(full) >= len(self._names.get(host, ())):
-            return None  # without a look at each, of which there may be thousands
-        return next(ticket for ticket in self._queues[host] if ticket.names not in full)
-
-    def hosts(self) -> list[str]:
-        """Models whose engines requests wait for."""
-        return list(self._queues)
+    def next(self, queue: tuple[str, bool], full: Collection[tuple[str, ...]] = ()) -> Ticket | None:
+        """The request of this queue that is next for a place; it stays there. full: names without a place."""
+        return next((ticket for ticket in self.queues.get(queue, ()) if ticket.names not in full), None)
 
     def models(self) -> Counter[str]:
-        """Requests that wait, by model."""
-        return Counter(ticket.model for queue in self._queues.values() for ticket in queue)
+        """People's requests that wait, by model."""
+        waiting = (queue for (_, batch), queue in self.queues.items() if not batch)
+        return Counter(ticket.model for queue in waiting for ticket in queue)
 
 
 def _score(name: str, beginning: int) -> int:

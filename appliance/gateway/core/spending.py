@@ -1,10 +1,10 @@
-"""Limits what keys and owners spend and have open at one gateway process, and sums up what was spent."""
+"""Limits what keys and owners spend and have open, and sums up what was spent."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final
 
 from appliance.gateway.core import errors
@@ -30,7 +30,8 @@ class Bucket:
 
 
 class OwnerUse:
-    """Open work of all keys of one owner: requests and bytes of bodies. Ten keys do not allow ten times as much."""
+    """Open work of a class of all keys of one owner: requests and bytes of bodies. Ten keys do not allow ten times as
+    much."""
 
     requests: int = 0
     body_bytes: int = 0
@@ -39,11 +40,10 @@ class OwnerUse:
 class KeyUse:
     """One key's requests of class batch, or all others of it: the buckets of its limits, its owner's open work, and
     under_way, the tokens that its open requests may take. A request takes its estimated tokens, and its cost corrects
-    them later. key: its id."""
+    them later."""
 
-    def __init__(self, key: str, owner: OwnerUse, batch: bool = False) -> None:
-        self.key, self.owner, self.batch = key, owner, batch
-        self.under_way = 0
+    def __init__(self, owner: OwnerUse, batch: bool = False) -> None:
+        self.owner, self.batch, self.under_way = owner, batch, 0
         self.buckets: dict[str, Bucket] = {}
 
     def limit(self, caller: Caller, now_s: float) -> None:
@@ -54,7 +54,16 @@ class KeyUse:
                 same = name in before and before[name].limit == limit
                 self.buckets[name] = before[name] if same else Bucket(limit, now_s)
 
+    def take(self, requests: int, tokens: int) -> None:
+        """Spend this, or nothing at all: raises HttpError 429. A bucket in debt refuses whatever is taken."""
+        for name, bucket in self.buckets.items():
+            if wait_s := bucket.wait_s(requests if name == "requests" else tokens, time.monotonic()):
+                message = f"Rate limit reached: {bucket.limit} {name} per minute. Please try again in {wait_s:.3g}s."
+                raise errors.over_limit(message, name, wait_s)
+        self.spend(requests, tokens)
+
     def spend(self, requests: int, tokens: int) -> None:
+        """Spend this even if it is not available; less than nothing is given back."""
         for name, bucket in self.buckets.items():
             bucket.level = min(bucket.limit, bucket.level - (requests if name == "requests" else tokens))
 
@@ -68,17 +77,14 @@ class KeyUse:
 
 
 class UsageLimits:
-    """Spending of all keys at one gateway process, and its limits. workers: how many processes share the port;
-    report_spent: reports to the others what a key has spent here. callers: by the id of the key."""
+    """Spending of all keys, and its limits. callers: by the id of the key."""
 
-    def __init__(self, workers: int) -> None:
-        self.report_spent: Callable[[str, bool, int, int], None] = lambda key, batch, requests, tokens: None
-        self._workers = workers
+    def __init__(self) -> None:
         self.callers: dict[str, Caller] = {}
         # By key, owner and class: a key may get another owner, whose open requests it then shares, and class batch has
         # an allowance of its own.
         self._uses: dict[tuple[str, str, bool], KeyUse] = {}
-        self._owners: defaultdict[str, OwnerUse] = defaultdict(OwnerUse)
+        self._owners: defaultdict[tuple[str, bool], OwnerUse] = defaultdict(OwnerUse)
         # By key, model and version.
         self._sums: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
 
@@ -86,15 +92,15 @@ class UsageLimits:
         """Apply a new table: drop the state of removed keys; their open requests keep a reference to it."""
         self.callers = {caller.id: caller for caller in callers}
         self._uses = {name: use for name, use in self._uses.items() if name[0] in self.callers}
-        for use in self._uses.values():
-            use.limit(self.callers[use.key], time.monotonic())
+        for (key, _, _), use in self._uses.items():
+            use.limit(self.callers[key], time.monotonic())
 
     def use_of(self, caller: Caller, *, batch: bool = False) -> KeyUse:
         name = caller.id, caller.owner, batch
-        if name not in self._uses:
-            self._uses[name] = KeyUse(caller.id, self._owners[caller.owner], batch)
-            self._uses[name].limit(caller, time.monotonic())
-        return self._uses[name]
+        if (use := self._uses.get(name)) is None:
+            use = self._uses[name] = KeyUse(self._owners[caller.owner, batch], batch)
+            use.limit(caller, time.monotonic())
+        return use
 
     def admit(self, caller: Caller, use: KeyUse) -> None:
         """Charge a request to its key, also one whose body is invalid. Raises HttpError 429 past a quota or the
@@ -104,7 +110,7 @@ class UsageLimits:
             used = f"This API key has used up its quota of {caller.spent_quota or 'tokens'}"
             message, code = f"{used}. It is renewed at {minute(caller.spent_until_s)}.", "insufficient_quota"
             raise HttpError(429, message, kind=code, code=code, should_retry=False)
-        self._take(use, 1, 0)
+        use.take(1, 0)
 
     def opened(self, caller: Caller, use: KeyUse, tokens: int, most_requests: int) -> None:
         """Count a request that goes to an engine with its estimated tokens; `closed` must follow. Raise HttpError 429
@@ -112,14 +118,13 @@ class UsageLimits:
         if use.owner.requests >= most_requests:
             raise self.too_many_at_once("requests", most_requests)
         # A request's cost is known at its end: open requests together stay within the quota, but one alone may pass it.
-        quota = None if caller.quota is None else max(1, caller.quota // self._workers)
-        if quota is not None and use.under_way and use.under_way + tokens > quota:
+        if caller.quota is not None and use.under_way and use.under_way + tokens > caller.quota:
             message = (
                 f"Open requests of this API key may take {use.under_way} tokens, and this one {tokens}; its "
-                f"quota allows {quota} at once. Please retry when one has ended."
+                f"quota allows {caller.quota} at once. Please retry when one has ended."
             )
             raise errors.over_limit(message, "tokens", 1)
-        self._take(use, 0, tokens)
+        use.take(0, tokens)
         use.under_way += tokens
         use.owner.requests += 1
 
@@ -130,25 +135,6 @@ class UsageLimits:
     def too_many_at_once(self, things: str, limit: int) -> HttpError:
         message = f"Your API keys have {limit} {things} open, the most at once. Please retry."
         return errors.over_limit(message, "requests", 1)
-
-    def _take(self, use: KeyUse, requests: int, tokens: int) -> None:
-        """Spend this, or nothing at all: raises HttpError 429. A bucket in debt refuses whatever is taken."""
-        for name, bucket in use.buckets.items():
-            if wait_s := bucket.wait_s(requests if name == "requests" else tokens, time.monotonic()):
-                message = f"Rate limit reached: {bucket.limit} {name} per minute. Please try again in {wait_s:.3g}s."
-                raise errors.over_limit(message, name, wait_s)
-        self.correct(use, requests, tokens)
-
-    def spent_elsewhere(self, key: str, batch: bool, requests: int, tokens: int) -> None:
-        """Another process of this port reports what a key has spent there."""
-        if key in self.callers:
-            self.use_of(self.callers[key], batch=batch).spend(requests, tokens)
-
-    def correct(self, use: KeyUse, requests: int, tokens: int) -> None:
-        """Spend this even if it is not available; less than nothing is given back."""
-        if use.buckets:
-            use.spend(requests, tokens)
-            self.report_spent(use.key, use.batch, requests, tokens)
 
     def count(self, key: str, model: str, version: str, counts: dict[str, int]) -> None:
         """Add to the sums for the controller."""

@@ -1,8 +1,12 @@
-"""The message that the controller sends over the bus, as a type: the routing table."""
+"""The message that the controller sends over the bus, as a type: the routing table; and how gateways count times.
+
+They count in buckets a quarter of a power of two wide, by which a 95th percentile is known to 19 %: the bounds that the
+controller compares with are far wider (1.5 x)."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from functools import lru_cache
 from typing import Annotated, Final, Literal
 
@@ -13,6 +17,8 @@ from msgspec.structs import replace
 from appliance.gateway.core.routes import ADMIN
 
 OPEN = "open"
+SHORTEST_S = 0.001
+BUCKETS_PER_DOUBLING = 4
 
 Limit = Annotated[int, Meta(ge=1)]
 
@@ -133,6 +139,11 @@ def read_table(line: bytes) -> Table:
     for digest, key in table.keys.items():
         table.keys[digest] = replace(key, owner=key.owner or key.id, secret=digest)
     return table
+
+
+def bucket(value: float, least: float = SHORTEST_S) -> int:
+    """Bucket i ends at least * 2 ** (i / BUCKETS_PER_DOUBLING)."""
+    return max(0, math.ceil(math.log2(max(value, least) / least) * BUCKETS_PER_DOUBLING))
 
 
 @lru_cache(1024)

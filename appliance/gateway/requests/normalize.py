@@ -283,20 +283,18 @@ def _blocks(blocks: str | list[Any], where: str, left_out: list[str]) -> Any:
 
 
 def _document(block: Object, where: str) -> str:
-    """The text of a document or a search result, under its title. Raises HttpError 400."""
-    source, content = block.get("source"), block.get("content")
-    if isinstance(source, dict):
-        content = source.get("data") if source.get("type") == "text" else source.get("content")
-    if isinstance(content, list):
-        content = "\n".join(str(part.get("text", "")) for part in _objects(content))
-    if not isinstance(content, str):
-        raise errors.bad_request(
-            f"`{where}` is a document that is not a text (source.type 'text' or 'content'), which this server does not "
-            "read. Extract the text in your program.",
-            param=where,
-            code="unsupported_document",
-        )
-    return "\n".join(t for t in (block.get("title"), source, block.get("context"), content) if isinstance(t, str))
+    """The text of a document or a search result, under its title. Raises HttpError 400 for one that is not a text."""
+    source = block.get("source")
+    content = block.get("content", source)
+    if isinstance(content, dict):
+        content = content.get("data") if content.get("type") == "text" else content.get("content")
+    texts = [part.get("text") for part in _objects(content)] if isinstance(content, list) else [content]
+    if not all(isinstance(text, str) for text in texts):
+        text = f"`{where}` is a document that is not a text, which this server does not read. Extract the text."
+        raise errors.bad_request(text, param=where, code="unsupported_document")
+    return "\n".join(
+        filter(None, (block.get("title"), block.get("context"), source if isinstance(source, str) else "", *texts))
+    )
 
 
 # -- items of /v1/responses

@@ -24,16 +24,13 @@ from appliance.gateway.requests.continuation import CHAT, Continuation, continua
 from appliance.gateway.requests.fields import check_fields, prompts_in, refused
 from appliance.gateway.requests.normalize import normalize
 from appliance.gateway.requests.transcript import Transcript, of_completion, of_response
-from serve.core.keywords import counted, defined, unenforced
+from serve.core.keywords import counted, defined, nodes, unenforced
 
-_MODEL_NAME_CHARS: Final = 512
 _COMPLETION_TOKENS: Final = 256
 """Of a request that names no limit."""
 _PREFIX_CHARS: Final = 512
 _MOST_NESTED: Final = 1 << 16
 """Lists and objects in one body; 1,024 tools with fifty properties each have as many."""
-# No tokenizer makes fewer tokens of a prompt worth reading; an engine would read all of it to say that it is too long.
-_BYTES_OF_A_TOKEN: Final = 16
 _MOST: Final = (
     ("bytes of schemas, expressions and choices", lambda form: len(orjson.dumps(form)), 256 * 1024),
     ("items in all `minItems` and `maxItems`", counted, 10_000),
@@ -57,15 +54,12 @@ class Checked(Work):
     """What a checked request asks for.
 
     data: the body as an engine reads it; ignored: headers that name what is left out of it. conversation: a hash that
-    all turns of a conversation share, and no two that differ in their first question. least_tokens: of its longest
-    prompt, 0 if an engine is to cut it.
-    """
+    all turns of a conversation share, and no two that differ in their first question."""
 
     model: str
     data: dict[str, Any]
     stream: bool
     conversation: int
-    least_tokens: int
     ignored: Sequence[tuple[bytes, bytes]]
     continuation: Continuation | None
     transcript: Transcript | None
@@ -80,24 +74,18 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
 
 
 def parsed_body(body: bytes, json_depth: int) -> dict[str, Any]:
-    """Parse a body that must be an object with a `model` name. Raises HttpError 400, and 404 for an invalid name."""
-    opened = body.count(b"[") + body.count(b"{")  # texts have some too
-    if opened > 16 * _MOST_NESTED:  # parsing all would take a second
-        raise errors.bad_request("The request body has too many arrays and objects.", code="too_many_values")
+    """Parse a body that must be an object with a `model` name. Raises HttpError 400."""
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise errors.bad_request(
-            f"We could not parse the JSON body of your request: {error}", code="invalid_json"
-        ) from None
+        text = f"We could not parse the JSON body of your request: {error}"
+        raise errors.bad_request(text, code="invalid_json") from None
     if not isinstance(data, dict):
         raise errors.bad_request("The request body is not a JSON object.", code="invalid_json")
     model = data.get("model")
     if not isinstance(model, str) or not model:
         raise errors.bad_request("You must provide a model parameter: a non-empty string.", param="model")
-    if len(model) > _MODEL_NAME_CHARS:
-        raise errors.model_not_found(model)
-    if opened > json_depth:
+    if body.count(b"[") + body.count(b"{") > json_depth:  # texts have some too
         check_depth(data, json_depth)
     return data
 
@@ -128,13 +116,10 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
         transcript = of_completion(given)
     stream = route.task != "embed" and data.get("stream", False)  # no engine streams embeddings
     limit = next((data[n] for n in ("max_completion_tokens", "max_tokens", "max_output_tokens") if data.get(n)), 0)
-    several = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
-    text_length = max(map(len, prompt)) if several else body_bytes - media_chars
-    cut = "truncate_prompt_tokens" in data or data.get("truncation") == "auto"
     prompt_tokens = max(0, body_bytes - media_chars) // 4 + media_tokens
     opening = _opening(prompt)
     # What the client calls the person or conversation that it serves.
-    named = [str(data.get(name, "")) for name in ("prompt_cache_key", "user", "safety_identifier")]
+    named = [str(data[name]) for name in ("prompt_cache_key", "user", "safety_identifier") if name in data]
     return Checked(
         model=data["model"],
         data=data,
@@ -144,7 +129,6 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
         prompt_tokens=prompt_tokens,
         tokens=prompt_tokens + min(limit or _COMPLETION_TOKENS, 4096) * sequences,
         sequences=0 if route.name in (INPUT_TOKENS, COUNT_TOKENS) else sequences,
-        least_tokens=0 if cut else text_length // _BYTES_OF_A_TOKEN,
         ignored=ignored,
         continuation=continuation_of(route.name, data) if stream else None,
         transcript=transcript,
@@ -187,15 +171,6 @@ def _hash(*texts: str) -> int:
     return zlib.crc32("\n".join(texts).encode("utf-8", "replace"))
 
 
-def check_length(checked: Checked, context: int) -> None:
-    """Raises HttpError 400 for a prompt that cannot fit into so many tokens."""
-    if checked.least_tokens > context:
-        raise errors.bad_request(
-            f"This model's maximum context length is {context} tokens, and the prompt is longer. Shorten it.",
-            code="context_length_exceeded",
-        )
-
-
 def with_fields(body: bytes, **fields: Any) -> bytes:
     """A JSON object with more fields; of equal names engines take the last."""
     return b"%b,%b" % (body[:-1], orjson.dumps(fields)[1:]) if fields else body
@@ -231,7 +206,10 @@ def check_structure(data: dict[str, Any], json_depth: int) -> None:
                 param=f"{place}.{path}",
                 code="unsupported_schema_keyword",
             )
-    forms = [*schemas, *_enforced_tools(data)]
+    # Tools that are to be held to their schema, wherever they are; one whose call is demanded is strict (normalize.py).
+    tools = ((name, path, tool) for name in ("tools", "messages") for path, tool in nodes(data.get(name)))
+    strict = [(f"{name}[{path.partition('.')[0]}]", tool) for name, path, tool in tools if tool.get("strict")]
+    forms = [*schemas, *strict]
     for unit, measure, most in _MOST:
         sizes = [measure(form) for _, form in forms]
         if sum(sizes) > most:
@@ -272,23 +250,6 @@ def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, 
             raise errors.bad_request(f"`{outputs}.json` is not JSON: {error}", param=f"{outputs}.json") from None
         check_depth([schema], json_depth, f"{outputs}.json")
     yield f"{outputs}.json", schema
-
-
-def _enforced_tools(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Schemas of strict tools, those of namespaces too; a tool whose call is demanded is strict (normalize.py)."""
-    tools = [(f"tools[{place}]", tool) for place, tool in enumerate(data.get("tools", ()))]
-    for place, message in enumerate(data.get("messages", ())):  # Anthropic's blocks `tool_addition`
-        blocks = message.get("content")
-        added = [block.get("tool") for block in blocks if isinstance(block, dict)] if isinstance(blocks, list) else []
-        tools += [(f"messages[{place}]", tool.get("definition")) for tool in added if isinstance(tool, dict)]
-    for where, tool in tools:
-        tool = tool if isinstance(tool, dict) else {}
-        inner = tool["tools"] if tool.get("type") == "namespace" else ()
-        # In `function` (chat), or in the tool itself (Responses, Anthropic): an engine may read either.
-        for holder in (tool, tool.get("function"), *inner):
-            if isinstance(holder, dict) and holder.get("strict"):
-                for name in ("parameters", "input_schema"):
-                    yield f"{where}.{name}", holder.get(name)
 
 
 # -- images and sounds

@@ -22,7 +22,7 @@ OPTIONS: Final = tuple(
     "seed".split()
 )
 _ASKED: Final = ("messages", "metadata", *OPTIONS, "user", "service_tier")
-_ENVELOPE: Final = ("id", "created", "model", "system_fingerprint", "service_tier", "usage")
+_ENVELOPE: Final = ("id", "created", "model", "system_fingerprint", "service_tier", "usage", "choices")
 # Texts of a delta that come in pieces; others are whole.
 _IN_PIECES: Final = frozenset({"content", "reasoning", "reasoning_content", "refusal", "arguments"})
 
@@ -89,8 +89,7 @@ class CompletionTranscript(Transcript):
 
     def __init__(self, input: bytes) -> None:
         super().__init__(input)
-        self._answer: dict[str, Any] = {}
-        self._choices: dict[int, dict[str, Any]] = {}
+        self._answer: dict[str, Any] = {"choices": []}
 
     def whole(self, body: bytes) -> bytes:
         self.stores = object_in(body, "chat.completion") is not None
@@ -100,36 +99,30 @@ class CompletionTranscript(Transcript):
     def event(self, event: bytes) -> bytes:
         chunk = object_in(event[6:], "chat.completion.chunk") if self.stores and event.startswith(b"data: {") else None
         if event == b"data: [DONE]":
-            choices = [choice for _, choice in sorted(self._choices.items())]
-            self.final = orjson.dumps({**self._answer, "object": "chat.completion", "choices": choices})
+            for choice in self._answer["choices"]:
+                choice["message"] = {"role": "assistant", "content": None, **choice.pop("delta", {})}
+                for call in choice["message"].get("tool_calls") or ():
+                    del call["index"]
+            self.final = orjson.dumps(self._answer | {"object": "chat.completion"})
         elif chunk is not None:
             self.held += len(event) - event.find(b'"choices":')
-            self._answer |= {name: chunk[name] for name in _ENVELOPE if chunk.get(name) is not None}
-            for choice in chunk.get("choices") or ():
-                self._add(choice)
+            _merge(self._answer, {name: chunk[name] for name in _ENVELOPE if chunk.get(name) is not None})
         elif event.startswith(b'data: {"error"'):
             self.stores = False
         return event
 
-    def _add(self, piece: dict[str, Any]) -> None:
-        index, message = piece.get("index") or 0, {"role": "assistant", "content": None}
-        new = {"index": index, "message": message, "logprobs": None, "finish_reason": None}
-        choice = self._choices.setdefault(index, new)
-        _merge(choice["message"], piece.get("delta") or {})
-        _merge(choice, {name: piece.get(name) for name in ("logprobs", "finish_reason")})
-
 
 def _merge(whole: dict[str, Any], piece: dict[str, Any]) -> None:
-    """Adds a piece of a streamed object to what has come of it. Lists of calls have places, others grow."""
+    """Adds a piece of a streamed object to what has come of it. Choices and calls have places, others grow."""
     for name, value in piece.items():
-        known = whole.get(name)
+        known = whole.setdefault(name, None)
         if value is None or (value == "" and known is not None):
             continue
-        if name == "tool_calls":
-            calls = whole.setdefault(name, [])
-            for call in value:
-                calls += [{} for _ in range(call.get("index", 0) + 1 - len(calls))]
-                _merge(calls[call.get("index", 0)], {key: part for key, part in call.items() if key != "index"})
+        if name in ("choices", "tool_calls"):
+            whole[name] = items = known or []
+            for item in value:
+                items += [{} for _ in range(item.get("index", 0) + 1 - len(items))]
+                _merge(items[item.get("index", 0)], item)
         elif isinstance(known, str) and name in _IN_PIECES:
             whole[name] = known + value
         elif isinstance(known, list):

@@ -7,13 +7,11 @@ that a form, an image or a link cannot have. Only both together name a login, fo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import re
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -26,14 +24,13 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import ADMIN, FRONT_DOOR, KEYLESS, LOGIN_BODY_BYTES, Kind, resolve
 from appliance.gateway.core.table import THE_BOX, Caller
-from appliance.gateway.requests.request_check import check_length, check_object, parsed_body
+from appliance.gateway.requests.request_check import check_object, parsed_body
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import ClientGone, Exchange, Headers
 from appliance.gateway.server.inference import Inference
 from appliance.gateway.server.state import State
 from appliance.ui.site import TO_THE_PAGE, site
 from runtime.moments import minute
-from runtime.replace_file import replace_file
 from weights.format.names import policy_of
 
 log = logging.getLogger("appliance.gateway")
@@ -154,7 +151,8 @@ class App:
             up += b"# TYPE appliance_controller_up gauge\nappliance_controller_up %d\n" % bool(theirs)
             await exchange.whole(200, CONTENT_TYPE_PLAIN_0_0_4.encode(), await metrics_text(state) + up + theirs)
         elif kind is Kind.PAGE:
-            await self._page(exchange)
+            file = site().get(exchange.path, TO_THE_PAGE)
+            await exchange.whole(303 if file is TO_THE_PAGE else 200, file.content_type, file.body, file.headers)
         else:
             ready = state.generation >= 0 and not state.stopping
             failing = {*state.background.names(), *state.box_troubles} | (
@@ -171,10 +169,6 @@ class App:
             kept.append(data)
         exchange.received_s = time.monotonic()
         return b"".join(kept)
-
-    async def _page(self, exchange: Exchange) -> None:
-        file = site().get(exchange.path, TO_THE_PAGE)
-        await exchange.whole(303 if file is TO_THE_PAGE else 200, file.content_type, file.body, file.headers)
 
     async def _inference(self, exchange: Exchange) -> Inference | None:
         """Check a request, in order of cost: the key's limits, the body's content, the model, the work that is asked
@@ -211,8 +205,6 @@ class App:
             if transcript.previous_id and not background:
                 checked = await self._controller.with_previous(exchange, data, checked)
         checked.model, exchange.ignored = name, checked.ignored
-        if model.max_model_len is not None:
-            check_length(checked, model.max_model_len)
         state.spending.opened(caller, exchange.use, checked.tokens, state.limits.owner_requests)
         exchange.checked, exchange.routed_model = checked, name
         if background:
@@ -290,52 +282,13 @@ def check_head(exchange: Exchange, limits: Limits) -> None:
 
 
 # -- Prometheus
-#
-# Each of several workers keeps a snapshot of its series beside the bus socket; the scraped one adds those of the others
-# to its own. Each series has the label `worker`, so that to Prometheus a restarted worker resets only its own.
-
-STALE_S: Final = 30.0
-"""Age of a snapshot whose worker is gone; its successor writes to the same file."""
 
 
 async def metrics_text(state: State) -> bytes:
-    """Series of this gateway, all its workers together."""
-    texts, own = [await _text(state)], _snapshot(state, state.config.name)
-    for path in sorted(own.parent.glob(_snapshot(state, "*").name)):
-        with contextlib.suppress(OSError):
-            if path != own and time.time() - path.stat().st_mtime < STALE_S:
-                texts.append(path.read_text())
-    families: dict[str, list[str]] = {}  # the format requires that all samples of a name are together
-    for text in texts:
-        for one in f"\n{text.rstrip()}".split("\n# HELP ")[1:]:
-            about, kind, *samples = one.split("\n")
-            families.setdefault(f"# HELP {about}\n{kind}", []).extend(samples)
-    return "".join("\n".join((head, *samples)) + "\n" for head, samples in families.items()).encode()
-
-
-async def write_snapshot(state: State) -> None:
-    """Replace this worker's snapshot. A full disk loses a snapshot, nothing else."""
-    text = await _text(state)
-    with contextlib.suppress(OSError):
-        replace_file(_snapshot(state, state.config.name), text.encode())
-
-
-def _snapshot(state: State, worker: str) -> Path:
-    return Path(f"{state.config.bus_socket}.{worker}.metrics")
-
-
-async def _text(state: State) -> str:
-    """Text of this worker's series, with the label `worker` where there are several workers."""
-    current, worker = list(gauges(state)), {"worker": state.config.name}
-
-    def collect() -> Iterator[Metric]:
-        for one in (*state.metrics.registry.collect(), *current):
-            if state.config.workers > 1:
-                one.samples = [sample._replace(labels=worker | sample.labels) for sample in one.samples]
-            yield one
-
-    collected: Any = SimpleNamespace(collect=collect)
-    return (await asyncio.to_thread(generate_latest, collected)).decode()  # it may take 0.3 s
+    """Series of this gateway."""
+    current = list(gauges(state))
+    collected: Any = SimpleNamespace(collect=lambda: [*state.metrics.registry.collect(), *current])
+    return await asyncio.to_thread(generate_latest, collected)  # it may take 0.3 s
 
 
 def gauges(state: State) -> Iterator[Metric]:

@@ -66,7 +66,7 @@ _NAMES: Final = {b"input": b"prompt", b"output": b"completion"}
 _ONCE: Final = frozenset(
     {b"host", b"content-length", b"transfer-encoding", b"authorization", b"content-type", b"expect"}
 )
-_NO_USE: Final = KeyUse("", OwnerUse())
+_NO_USE: Final = KeyUse(OwnerUse())
 
 
 class ClientGone(Exception):
@@ -111,32 +111,34 @@ class Exchange:
     body_complete: all of the request's body was read. ended: why it was ended from outside. broke_off: an error
     followed its answer's head."""
 
+    route: Route = UNKNOWN
+    caller: Caller = NOBODY
+    use: KeyUse = _NO_USE
+    request_id = trace = b""
+    received_s = sent_s = first_byte_s = 0.0
+    status = body_bytes = buffered_bytes = sent_bytes = stream_events = 0
+    model = routed_model = model_version = replica = session = ""
+    checked: Checked | None = None
+    choice: Choice | None = None
+    ticket: Ticket | None = None
+    ignored: Pairs = ()
+    span: Any = None
+    infers = head_only = head_sent = sse = finished = broke_off = False
+    ended: HttpError | None = None
+
     def __init__(self, limits: Limits, scope: Any, receive: Any, send: Any) -> None:
-        headers: dict[bytes, bytes] = {}
-        for name, value in scope["headers"]:
-            headers[name] = b"%b, %b" % (headers[name], value) if name in headers else value
-        self.method, self.target, self.headers = scope["method"].encode(), plain_target(scope["target"]), headers
-        self.path = self.target.partition(b"?")[0]
-        length = headers.get(b"content-length")
-        self.content_length = None if length is None else int(length)
-        self.chunked = b"transfer-encoding" in headers
         self.connection: Connection = scope["connection"]
-        self.route: Route = UNKNOWN
-        self.caller: Caller = NOBODY
-        self.use: KeyUse = _NO_USE
-        self.request_id = self.trace = b""
-        self.received_s = self.sent_s = self.first_byte_s = 0.0
-        self.status = self.body_bytes = self.buffered_bytes = self.sent_bytes = self.stream_events = 0
-        self.model = self.routed_model = self.model_version = self.replica = self.session = ""
-        self.checked: Checked | None = None
-        self.choice: Choice | None = None
-        self.ticket: Ticket | None = None
-        self.ignored: Pairs = ()
-        self.tokens = Tokens()
-        self.span: Any = None
-        self.infers = self.head_only = self.head_sent = self.sse = self.finished = self.broke_off = False
+        self.method, self.target, self.headers = (
+            scope["method"].encode(),
+            plain_target(scope["target"]),
+            scope["fields"],
+        )
+        self.path = self.target.partition(b"?")[0]
+        length = self.headers.get(b"content-length")
+        self.content_length = None if length is None else int(length)
+        self.chunked = b"transfer-encoding" in self.headers
         self.body_complete = not (self.chunked or self.content_length)
-        self.ended: HttpError | None = None
+        self.tokens = Tokens()
         self._limits, self._receive, self._send = limits, receive, send
         self.task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]
 
@@ -230,7 +232,14 @@ class Exchange:
             await self.write(body)
         else:  # in one write: uvicorn writes head and body apart, each a system call
             await self._drained()
-            self.connection.write_whole(response_bytes(status, self._headers(typed), body, head_only=self.head_only))
+            if not running.disconnected:  # then its cycle takes only an empty last piece of the body
+                running.response_started, running.waiting_for_100_continue, running.chunked_encoding = (
+                    True,
+                    False,
+                    False,
+                )
+                data = response_bytes(status, self._headers(typed), body, head_only=self.head_only)
+                self.connection.transport.write(data)
             self.head_sent, self.status, self.sent_bytes = True, status, len(body)
             await self._drained()  # the end waits for a client that reads slowly
         if not self.body_complete:
@@ -338,13 +347,6 @@ class Connection(HttpToolsProtocol):
         self.tasks.add(self._task)
         self._task.add_done_callback(self.tasks.discard)
 
-    def write_whole(self, data: bytes) -> None:
-        """Write a whole response past uvicorn, whose cycle then takes only an empty last piece of the body."""
-        running = self.running
-        if not running.disconnected:
-            running.response_started, running.waiting_for_100_continue, running.chunked_encoding = True, False, False
-            self.transport.write(data)
-
     # -- bytes
 
     def data_received(self, data: bytes) -> None:
@@ -390,7 +392,6 @@ class Connection(HttpToolsProtocol):
             raise errors.unavailable("The server is shutting down.", "shutting_down", 2)
         super().on_message_begin()
         self._in_head = True
-        self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # a trailer is dropped
@@ -398,13 +399,17 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head, self._unparsed_bytes, self._head_since_s = False, 0, None
-        version, method, headers = self.parser.get_http_version(), self.parser.get_method(), dict(self.headers)
+        version, method, headers = self.parser.get_http_version(), self.parser.get_method(), dict[bytes, bytes]()
+        head_bytes = len(self.url)
+        for name, value in self.headers:
+            head_bytes += len(name) + len(value) + 4
+            if name in headers and name in _ONCE:
+                raise errors.protocol_error("A header was sent twice that a request has once.")
+            headers[name] = b"%b, %b" % (headers[name], value) if name in headers else value
         self.scope["method"], self.scope["http_version"] = method.decode(), version
         coding = headers.get(b"transfer-encoding")
-        if len(self.url) + sum(len(n) + len(value) + 4 for n, value in self.headers) > self.state.limits.head_bytes:
+        if head_bytes > self.state.limits.head_bytes:
             raise errors.protocol_error("The URL and the headers of the request are too long.", 431)
-        if sum(name in _ONCE for name, _ in self.headers) > len(_ONCE & headers.keys()):
-            raise errors.protocol_error("A header was sent twice that a request has once.")
         if method == b"CONNECT":
             raise errors.protocol_error("CONNECT is not supported.")
         if version not in ("1.0", "1.1"):
@@ -418,7 +423,7 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self._offers_upgrade = True
             return
-        self.scope["target"] = self.url  # type: ignore[typeddict-unknown-key]
+        self.scope |= {"connection": self, "target": self.url, "fields": headers}  # type: ignore[misc]
         # uvicorn takes the URL apart and decodes it; routes go by its bytes, which are checked there.
         self.url = b"/"
         super().on_headers_complete()
@@ -445,7 +450,9 @@ class Connection(HttpToolsProtocol):
             self.cycle.message_event.set()
             return
         self.state.metrics.requests("unknown", error.status).inc()
-        self.transport.write(error_response(error, self.state.new_request_id()))
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", self.state.new_request_id())]
+        headers += [*_error_headers(error), (b"connection", b"close")]
+        self.transport.write(response_bytes(error.status, headers, error.body()))
         # Closed with unread bytes, the connection is reset, which can destroy the answer on its way.
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -493,12 +500,6 @@ def response_bytes(status: int, headers: Pairs, body: bytes, *, head_only: bool 
     lines = b"".join([b"%b: %b\r\n" % pair for pair in headers])
     head = b"%b%bcontent-length: %d\r\n\r\n" % (STATUS_LINE[status], lines, len(body))
     return head if head_only else head + body
-
-
-def error_response(error: HttpError, request_id: bytes) -> bytes:
-    """A whole response that ends its connection, for bytes that are no request."""
-    headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id), *_error_headers(error)]
-    return response_bytes(error.status, [*headers, (b"connection", b"close")], error.body())
 
 
 def error_event(error: HttpError, exchange: Exchange, sent: int) -> bytes:

@@ -7,7 +7,7 @@
 - After that a greedy stream continues if another engine can generate the same tokens (requests/continuation.py); any
   other ends with an error event.
 - Of a good answer the bytes pass unchanged, but for what `_rewrite` changes.
-- A request of class batch (header `x-appliance-class: batch`) is never held, and is no demand."""
+- A request of class batch (header `x-appliance-class: batch`) gives way to people, and is no demand."""
 
 from __future__ import annotations
 
@@ -144,14 +144,13 @@ class Inference:
             raise state.unknown_model(self.model, exchange.caller)  # it was removed while this waited
         host, names, choice = model.host or self.model, self._names(), None
         # Those who wait go first; otherwise a stream of new requests could starve them.
-        if work.batch or not work.sequences or state.holds.next(host) is None:
+        ahead = state.holds.queues and any(state.holds.next((host, batch)) for batch in {False, work.batch})
+        if not work.sequences or not ahead:
             choice = state.router.choose(names, work, time.monotonic(), self.failures)
-        if choice is None and work.batch:
-            raise errors.engine_failed() if self._deaths() else errors.batch_gives_way()
         if choice is None and self.continues and exchange.routed_model != self.model:
             raise errors.engine_failed()  # the canary is gone in mid-stream, and no other version continues it
         if choice is None:
-            choice = await self._wait(host, names)
+            choice = await self._wait((host, work.batch), names)
         exchange.routed_model, exchange.choice = choice.model, choice
         exchange.replica, exchange.model_version = choice.replica.id, choice.replica.version
         state.report_due = True
@@ -171,15 +170,15 @@ class Inference:
         """Engines that broke off while they had it."""
         return sum(reason is EngineFailure.DIED for reason in self.failures.values())
 
-    async def _wait(self, host: str, names: tuple[str, ...]) -> Choice:
+    async def _wait(self, queue: tuple[str, bool], names: tuple[str, ...]) -> Choice:
         """Wait for a place. Raises HttpError 503 where it may not wait (any longer)."""
         state, exchange = self.state, self.exchange
         self.waiting_since_s = self.waiting_since_s or time.monotonic()
         if state.next_try_s(self.model) is not None:
             raise state.not_ready(self.model, "its engines do not start")
         place: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
-        ticket = Ticket(self.model, host, names, self.checked, self.failures, place)
-        is_first = state.holds.next(host) is None
+        ticket = Ticket(self.model, queue, names, self.checked, self.failures, place)
+        is_first = state.holds.next(queue) is None
         if not state.holds.add(ticket):
             raise state.not_ready(self.model, "too many requests are waiting")
         exchange.routed_model, exchange.ticket = self.model, ticket
@@ -390,10 +389,8 @@ class Inference:
         if self.checked.batch:
             return
         metrics.first_byte(*metrics.series_of(exchange)).observe(now_s - exchange.received_s)
-        if self.checked.stream:
-            metrics.loads[choice.model].first_token(now_s - exchange.received_s)
-            if choice.load.inflight == 1:
-                metrics.loads[choice.model].prefills.append((self.checked.prompt_tokens, now_s - exchange.sent_s))
+        if self.checked.stream and choice.load.inflight == 1:
+            metrics.loads[choice.model].prefills.append((self.checked.prompt_tokens, now_s - exchange.sent_s))
 
     def _keep_copy(self) -> None:
         """Once an answer is whole that is to be stored."""

@@ -1,55 +1,70 @@
-"""Counts what happens to requests in one gateway process, for Prometheus, and writes the lines of its access log."""
+"""Counts what happens to requests: for Prometheus, for the load report (of a model, and of the versions of a model with
+a canary), and as lines of the access log."""
 
 from __future__ import annotations
 
-import collections
 import re
 import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import cache
+from statistics import median
 from typing import Any, Final
 
 import orjson
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+import prometheus_client as prometheus
 
-from appliance.gateway.core.load import ModelLoad
 from appliance.gateway.core.routes import ADMIN, FINE_TUNING, INFERENCE
+from appliance.gateway.core.table import Model, bucket
 from appliance.gateway.requests.request_check import Checked
 from appliance.gateway.server.exchange import Exchange
 
-disable_created_metrics()
+prometheus.disable_created_metrics()
 
 MOST_SERIES: Final = 128
-"""Triples of model, version and key class per process; beyond this the oldest is dropped. Rendering one takes 2 ms."""
+"""Triples of model, version and key class; beyond this all counts by them begin again. Rendering one takes 2 ms."""
 _LABELS: Final = ("model", "version", "key_class")
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ADDED: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)
 _LONG: Final = (*_SECONDS[3:], 120.0, 300.0, 600.0)
 
+# For the load report.
+RECENT_S: Final = 60.0
+_COMPUTED_TOKENS: Final = 1e6
+"""Prompt tokens after which those before count half."""
+_STREAMS: Final = 48
+"""For the rate of prompts: this many new streams replace those of old engines and weights."""
+LEAST_SAMPLES: Final = 12
+_TELLING: Final = 1.2
+"""Long prompts must take longer than short ones by this factor; otherwise the data determine no rate."""
+
 
 class Metrics:
-    """All counts of one process. events: things that happened to requests, by kind. loads: by model of the routing
-    table. series: by model, version and key class, the oldest first. All others: by the values of their labels."""
+    """All counts. events: things that happened to requests, by kind. loads: by model of the routing table. series:
+    triples of model, version and key class. All others: by the values of their labels."""
 
     def __init__(self) -> None:
-        self.events = collections.Counter[str]()
-        self.loads: collections.defaultdict[str, ModelLoad] = collections.defaultdict(ModelLoad)
-        self.series: dict[tuple[str, str, str], None] = {}
-        self.registry, self._by_series = CollectorRegistry(), list[Counter | Histogram]()
+        self.events = Counter[str]()
+        self.loads: defaultdict[str, ModelLoad] = defaultdict(ModelLoad)
+        self.series = set[tuple[str, str, str]]()
+        self.registry, self._by_series = prometheus.CollectorRegistry(), list[tuple[Any, Any]]()
         own: Any = {"namespace": "appliance_gateway", "registry": self.registry}
 
+        def by_series(metric: Any) -> Any:
+            self._by_series.append((metric, labels := cache(metric.labels)))
+            return labels
+
         def counter(name: str, text: str, *labels: str) -> Any:
-            self._by_series.append(metric := Counter(name, text, (*_LABELS, *labels), **own))
-            return cache(metric.labels)
+            return by_series(prometheus.Counter(name, text, (*_LABELS, *labels), **own))
 
         def times(name: str, text: str, buckets: tuple[float, ...]) -> Any:
-            self._by_series.append(metric := Histogram(name, text, _LABELS, buckets=buckets, **own))
-            return cache(metric.labels)
+            return by_series(prometheus.Histogram(name, text, _LABELS, buckets=buckets, **own))
 
-        requests = Counter("requests", "Requests answered, by route and status.", ("route", "status"), **own)
+        requests = prometheus.Counter("requests", "Requests answered, by route and status.", ("route", "status"), **own)
         self.requests = cache(requests.labels)
         text = "From complete request to its sending upstream, unheld."
-        self.added = Histogram("added_seconds", text, buckets=_ADDED, **own)
+        self.added = prometheus.Histogram("added_seconds", text, buckets=_ADDED, **own)
         text = "Inference requests ended, by model, version, key class and status."
         self.model_requests = counter("model_requests", text, "status")
         text = "Tokens of prompts (input) and answers (output), as engines counted them."
@@ -88,20 +103,11 @@ class Metrics:
         key = exchange.model, exchange.model_version, _key_class(exchange.caller.scopes)
         if key not in self.series:
             if len(self.series) >= MOST_SERIES:
-                oldest = next(iter(self.series))
-                del self.series[oldest]
-                for metric in self._by_series:
-                    metric.remove_by_labels(dict(zip(_LABELS, oldest, strict=True)))
-                for labels in (
-                    self.model_requests,
-                    self.tokens,
-                    self.cached,
-                    self.first_byte,
-                    self.request,
-                    self.token,
-                ):
+                self.series.clear()
+                for metric, labels in self._by_series:
+                    metric.clear()
                     labels.cache_clear()
-            self.series[key] = None
+            self.series.add(key)
         return key
 
 
@@ -109,6 +115,99 @@ class Metrics:
 def _key_class(scopes: frozenset[str]) -> str:
     return "+".join(scope for scope in (INFERENCE, FINE_TUNING, ADMIN) if scope in scopes) or "none"
 
+
+# -- for the load report
+
+
+class ModelLoad:
+    """Counts and recent times of one model since it is in the table. prefills: prompt tokens and seconds to the first
+    byte of streams that were alone on their replica. Times in seconds, moments in Unix time."""
+
+    def __init__(self) -> None:
+        self._last_request_s: float | None = None
+        self._prompts = Counter[int]()
+        self._estimated = self._computed = 0.0
+        self._tpot: deque[tuple[float, float]] = deque(maxlen=256)
+        self.prefills: deque[tuple[int, float]] = deque(maxlen=_STREAMS)
+
+    def arrived(self, prompt_tokens: int, now_s: float) -> None:
+        """Count an admitted request."""
+        self._last_request_s = now_s
+        self._prompts[bucket(prompt_tokens, 1.0)] += 1
+
+    def computed(self, estimated: int, tokens: int) -> None:
+        """Count the tokens of a prompt that an engine computed, not those of its cache. estimated: all its tokens."""
+        fade = 1.0 if self._estimated < _COMPUTED_TOKENS else 0.5
+        self._estimated = self._estimated * fade + estimated
+        self._computed = self._computed * fade + tokens
+
+    def paced(self, token_s: float, now_s: float) -> None:
+        """Count a stream that has ended by its mean time from one token to the next."""
+        self._tpot.append((now_s, token_s))
+
+    def report(self, now_s: float) -> dict[str, Any]:
+        """This model's part of the load report. tpot_p95_s: of streams of the last minute. computed_part: prompt tokens
+        that engines computed for an estimated one (fewer where prompts share a cached prefix). prefill_tokens_per_s: of
+        one replica. None for what is unknown. arrived_prompts: requests by `bucket` of their prompt
+        tokens (from 1)."""
+        recent = sorted(seconds for at_s, seconds in self._tpot if at_s >= now_s - RECENT_S)
+        return {
+            "last_request_s": self._last_request_s,
+            "tpot_p95_s": recent[int(len(recent) * 0.95)] if recent else None,
+            "computed_part": self._computed / self._estimated if self._estimated else None,
+            "prefill_tokens_per_s": prefill_tokens_per_s(self.prefills),
+            "arrived_prompts": self._prompts,
+        }
+
+
+def prefill_tokens_per_s(samples: Sequence[tuple[int, float]]) -> float | None:
+    """Tokens per second from (prompt tokens, seconds to the first token) on idle replicas; None if undetermined.
+
+    The slope of the resistant line through the outer thirds (Tukey 1977, "Exploratory Data Analysis", chapter 5): the
+    part of the time that does not grow with the prompt drops out, and single slow ones move no median. Tokens are
+    counted as routing estimates them; whatever its error, the work of the same estimate comes out right."""
+    if len(samples) < LEAST_SAMPLES:
+        return None
+    ordered, third = sorted(samples), len(samples) // 3
+    short, long = (median(n for n, _ in part) for part in (ordered[:third], ordered[-third:]))
+    short_s, long_s = (median(s for _, s in part) for part in (ordered[:third], ordered[-third:]))
+    if long <= short or short_s <= 0 or long_s < _TELLING * short_s:
+        return None
+    return (long - short) / (long_s - short_s)
+
+
+class Comparison:
+    """Every attempt counts for the version it was sent to, so a request that fails on the canary and succeeds on the
+    other version is an error of the canary, and so is a refusal. Clients that leave count for none. canaries: {model:
+    {"since_s", "versions": {version: {"requests", "errors", "first_byte", "duration"}}}}, the last two numbers of
+    successful requests by bucket of their time from sending, as the load report has them."""
+
+    def __init__(self) -> None:
+        self.canaries: dict[str, dict[str, Any]] = {}
+
+    def apply(self, models: Iterable[Model]) -> None:
+        """A new canary starts at zero; the counts of a removed one are dropped."""
+        before, self.canaries = self.canaries, {}
+        for model in models:
+            if model.canary is not None:
+                new = {"since_s": model.canary.since_s, "versions": {}}
+                known = before.get(model.name, new)
+                self.canaries[model.name] = known if known["since_s"] == new["since_s"] else new
+
+    def add(self, model: str, version: str, *, failed: bool, first_byte_s: float | None, duration_s: float) -> None:
+        """Count a finished attempt. first_byte_s: None where its times say nothing."""
+        if model not in self.canaries:
+            return
+        new = {"requests": 0, "errors": 0, "first_byte": Counter[int](), "duration": Counter[int]()}
+        counts = self.canaries[model]["versions"].setdefault(version, new)
+        counts["requests"] += 1
+        counts["errors"] += failed
+        if not failed and first_byte_s is not None:
+            counts["first_byte"][bucket(first_byte_s)] += 1
+            counts["duration"][bucket(duration_s)] += 1
+
+
+# -- the access log
 
 # Names that people give keys, often their own: a person who is forgotten leaves none here. Ids of keys stay.
 _NAMED: Final = re.compile(rb"(/keys/)(?!key_[A-Za-z0-9]{24}(?:/|\Z))[^/]+")

@@ -10,8 +10,9 @@ import os
 import secrets
 import ssl
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import lru_cache, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
@@ -22,13 +23,12 @@ from yarl import URL
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig, Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.load import Comparison
 from appliance.gateway.core.router import Choice, Holds, Router
 from appliance.gateway.core.routes import Kind
 from appliance.gateway.core.spending import UsageLimits
 from appliance.gateway.core.table import NOBODY, OPEN, Caller, Login, Model
 from appliance.gateway.server.exchange import Exchange
-from appliance.gateway.server.metrics import Metrics, access_line
+from appliance.gateway.server.metrics import Comparison, Metrics, access_line
 from runtime.background_tasks import BackgroundTasks
 from runtime.network.mutual_tls import mutual_tls, watched_socket
 from weights.format.names import policy_of
@@ -76,7 +76,7 @@ class State:
         self.token = b"" if config.token_path is None else Path(config.token_path).read_bytes().strip()
         self.keys: dict[str, Caller] = {}
         self.sessions: dict[str, tuple[Login, Caller]] = {}
-        self.spending = UsageLimits(config.workers)
+        self.spending = UsageLimits()
         self.generation = -1
         self.stopping = False
         self.background = BackgroundTasks()
@@ -93,8 +93,10 @@ class State:
     # -- bodies in memory
 
     def take_body(self, exchange: Exchange, nbytes: int) -> None:
-        """Account for body bytes in memory. Raises HttpError 503 if all bodies together are too large."""
-        if self.buffered_bytes + nbytes > self.limits.buffered_body_bytes:
+        """Account for body bytes in memory. Raises HttpError 503 if all bodies together are too large; class batch
+        leaves half of the memory to people."""
+        most = self.limits.buffered_body_bytes // (2 if exchange.use.batch else 1)
+        if self.buffered_bytes + nbytes > most:
             raise errors.unavailable("The server is busy with other large requests. Please retry.", "overloaded", 2)
         owner = exchange.use.owner
         if owner.body_bytes + nbytes > self.limits.owner_body_bytes:
@@ -152,14 +154,15 @@ class State:
         self.report_due = True
         if self.router.end(choice):
             self.report_now()
-        self.place_held()
+        if self.holds.queues:
+            self.place_held()
 
     def place_held(self) -> None:
         """Give waiting requests the places that replicas have for them."""
         now_s = time.monotonic()
-        for host in self.holds.hosts():
+        for queue in sorted(self.holds.queues, key=itemgetter(1)):  # class batch last
             full: set[tuple[str, ...]] = set()
-            while (ticket := self.holds.next(host, full)) is not None:
+            while (ticket := self.holds.next(queue, full)) is not None:
                 choice = self.router.choose(ticket.names, ticket.work, now_s, ticket.avoided)
                 if choice is None:
                     full.add(ticket.names)
@@ -177,7 +180,7 @@ class State:
             self.spending.closed(use, checked.tokens)
         inferred = checked if exchange.infers else None
         if inferred is not None and use.batch and status == 503:
-            self.spending.correct(use, -1, -inferred.tokens)
+            use.spend(-1, -inferred.tokens)
             inferred = None  # it counts once, when it is answered
         if exchange.broke_off:
             self.metrics.events["broke_off"] += 1
@@ -186,7 +189,7 @@ class State:
             if not tokens.completion and exchange.sent_s and status in (200, 401, 499):
                 # No usage came: the client left, its key was revoked, or the engine died in mid-stream.
                 tokens.prompt, tokens.completion = tokens.prompt or inferred.prompt_tokens, exchange.stream_events
-            self.spending.correct(use, 0, tokens.prompt + tokens.completion - inferred.tokens)
+            use.spend(0, tokens.prompt + tokens.completion - inferred.tokens)
             counts = {"prompt_tokens": tokens.prompt, "completion_tokens": tokens.completion}
             counts |= {"requests": 1, "errors": int(status >= 500 or exchange.broke_off)}
             self.spending.count(exchange.caller.id, exchange.model, exchange.model_version, counts)
@@ -259,10 +262,8 @@ class Sessions:
         except (aiohttp.ClientError, OSError):
             return False
 
-    async def keep(self, addresses: Collection[str]) -> None:
-        """Closes the sessions of addresses that are not among these."""
-        gone = [self._sessions.pop(address) for address in list(self._sessions) if address not in addresses]
-        for session in gone:
+    async def close(self) -> None:
+        for session in self._sessions.values():
             await session.close()
 
 

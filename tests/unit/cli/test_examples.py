@@ -23,7 +23,6 @@ from examples import answers_of_a_teacher, retrain_on_schedule, sweep_with_optun
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.controller.conftest import chat_lines
 from train.data.check import check_training_file
-from train.methods.methods import convert
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -190,7 +189,7 @@ def test_answers_of_a_teacher_become_training_rows_and_the_rest_is_counted(
     assert left_out == {"repeated": 1, "cut off": 1, "refused": 1, "empty": 1}
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert not check_training_file(path, convert=convert).errors
+    assert not check_training_file(path).errors
 
 
 def test_kept_completions_become_training_rows(client: openai.OpenAI, box: ControlledBox) -> None:

@@ -26,7 +26,6 @@ from appliance.store.objects import models
 from appliance.store.records import keys
 from appliance.store.rows import ModelRow, VersionRow
 from tests.simulator.control_plane import SimulatedEngines, SimulatedModelOps, SimulatedScheduler, simulated_context
-from train.graders import hosts
 
 SCOPES = {"x-appliance-key-id": "key_test", "x-appliance-scopes": "inference,fine_tuning"}
 ADMIN = {"x-appliance-key-id": "key_admin", "x-appliance-scopes": "admin"}
@@ -104,16 +103,6 @@ class Control:
         return [event.message for event in events.data][::-1]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def graders_load_what_they_use() -> Iterator[None]:
-    """A box's worker loads all that any grader may use before its first request, which is half of the processor time of
-    a test that has something graded."""
-    with pytest.MonkeyPatch.context() as patch:
-        begin = "from train.graders import worker; worker._preload = worker.prepare; worker.main()"
-        patch.setattr(hosts, "_BEGIN", begin)
-        yield
-
-
 @pytest.fixture(autouse=True)
 def rounds_come_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests look themselves, and count the looks: one that went on beside theirs, as each second, left out theirs."""
@@ -178,24 +167,10 @@ def insert_model(
     info: dict[str, Any] | None = None,
 ) -> None:
     """A tuned one belongs to the key of SCOPES, unless somebody else is named."""
-    models.insert(
-        db,
-        ModelRow(
-            id=name,
-            kind=kind,
-            arch="llama",
-            params=5_000_000,
-            bytes=10,
-            owned_by="org-local",
-            source="test",  # type: ignore[arg-type]
-            created_s=time.time(),
-            base=base,
-            task=task,
-            max_model_len=2048,
-            info=info or {},
-            active_version=versions[-1],  # type: ignore[arg-type]
-            owner=owner if owner is not None else SCOPES["x-appliance-key-id"] if kind == "fine-tuned" else "",
-        ),
-    )
+    if owner is None:
+        owner = SCOPES["x-appliance-key-id"] if kind == "fine-tuned" else ""
+    row: Any = {"base": base, "task": task, "max_model_len": 2048, "info": info or {}, "active_version": versions[-1]}
+    row |= {"kind": kind, "arch": "llama", "params": 5_000_000, "bytes": 10, "owned_by": "org-local", "source": "test"}
+    models.insert(db, ModelRow(name, created_s=time.time(), owner=owner, **row))
     for version in versions:
         models.insert_version(db, VersionRow(name, version, "test", 10, time.time(), disk_path=f"/models/{version}"))

@@ -1,4 +1,4 @@
-"""Asking models through the gateway: waiting for places, owners in turn, and sending again as the gateway says."""
+"""Asking models through the gateway: which models are wanted, and sending again as the gateway says."""
 
 from __future__ import annotations
 
@@ -20,35 +20,30 @@ Answer = Callable[[httpx.Request], Awaitable[httpx.Response]]
 
 
 class Gateway:
-    """running, said: requests at it, and what each of all says, in the order of arrival."""
+    """said: what each request says, in the order of arrival."""
 
-    def __init__(self, db: Database, slots: int = 4, engines: int = 1):
-        self.table: dict[str, Any] = {"m": {"replicas": [{"state": "open"}] * engines, "slots": slots}}
-        self.running, self.said, self.most, self.nudges = 0, list[str](), 0, 0
+    def __init__(self, db: Database, engines: int = 1):
+        self.table: dict[str, Any] = {"m": {"replicas": [{"state": "open"}] * engines}}
+        self.said, self.nudges = list[str](), 0
         self.end = asyncio.Event()
         self.answer: Answer = self.waits
         transport = httpx.MockTransport(self.posted)
-        self.asking = Asking(db, transport, lambda: self.table, lambda name: name[:1], self.nudge)
+        self.asking = Asking(db, transport, lambda: self.table, self.nudge)
 
     def nudge(self) -> None:
         self.nudges += 1
 
     async def posted(self, request: httpx.Request) -> httpx.Response:
         self.said.append(orjson.loads(request.content)["text"])
-        self.running += 1
-        self.most = max(self.most, self.running)
-        try:
-            return await self.answer(request)
-        finally:
-            self.running -= 1
+        return await self.answer(request)
 
     async def waits(self, _: httpx.Request) -> httpx.Response:
         await self.end.wait()
         return httpx.Response(200, json={"ok": True})
 
-    def ask(self, text: str, owner: str = "ann", model: str = "m", sequences: int = 1) -> asyncio.Task[EngineAnswer]:
+    def ask(self, text: str, owner: str = "ann", model: str = "m") -> asyncio.Task[EngineAnswer]:
         body = {"model": model, "text": text}
-        return asyncio.create_task(self.asking.ask(f"key_{owner}", model, URL, body, sequences=sequences))
+        return asyncio.create_task(self.asking.ask(f"key_{owner}", model, URL, body))
 
 
 async def turns() -> None:
@@ -56,62 +51,19 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def test_requests_take_half_of_the_slots_of_engines_that_are_awake(db: Database):
-    gateway = Gateway(db, slots=4, engines=3)
-    tasks = [gateway.ask(str(number)) for number in range(9)]
-    await turns()
-    assert gateway.running == 6
-    gateway.end.set()
-    assert {(await task).status for task in tasks} == {200} and gateway.most == 6
-    assert not gateway.asking.models
-
-
-async def test_owner_with_one_request_is_next_however_many_another_has(db: Database):
-    gateway = Gateway(db, slots=2)
-    tasks = [gateway.ask(f"ann{number}") for number in range(5)]
-    await turns()
-    tasks.append(gateway.ask("ben", "ben"))
-    gateway.end.set()
-    await asyncio.gather(*tasks)
-    assert gateway.said[:2] == ["ann0", "ben"]
-
-
-async def test_owners_take_turns_by_sequences(db: Database):
+async def test_request_of_a_sleeping_model_wants_it_and_says_what_it_waits_for(db: Database):
     gateway = Gateway(db, engines=0)
-    gateway.end.set()
-    tasks = [gateway.ask(f"ann{number}", sequences=8) for number in range(2)]
-    tasks += [gateway.ask(f"ben{number}", "ben") for number in range(8)]
-    await turns()
-    gateway.table["m"].update(replicas=[{"state": "open"}], slots=2)
-    gateway.asking.table_changed()
-    await asyncio.gather(*tasks)
-    assert gateway.said[-1] == "ann1"
-
-
-async def test_request_of_a_sleeping_model_wants_it_and_goes_once_it_is_awake(db: Database):
-    gateway = Gateway(db, engines=0)
-    gateway.end.set()
     task = gateway.ask("hi")
     await turns()
-    assert list(gateway.asking.models) == ["m"] and gateway.nudges == 1 and not gateway.said
+    assert list(gateway.asking.models) == ["m"] and gateway.nudges == 1
     assert gateway.asking.why("key_ann", "m") == asking.NOT_AWAKE
     gateway.table["m"]["replicas"] = [{"state": "open"}]
-    gateway.asking.table_changed()
+    gateway.end.set()
     assert (await task).status == 200 and gateway.nudges == 2 and not gateway.asking.why("key_ann", "m")
 
 
-async def test_request_of_a_name_that_sleeps_keeps_no_other_name_of_the_host_waiting(db: Database):
+async def test_request_that_gives_way_is_sent_again(db: Database):
     gateway = Gateway(db)
-    gateway.end.set()
-    gateway.table["m@old"] = {"replicas": [], "slots": 4}
-    asleep = gateway.ask("old", model="m@old")
-    assert (await gateway.ask("new", "ben")).status == 200
-    asleep.cancel()
-    await asyncio.gather(asleep, return_exceptions=True)
-
-
-async def test_request_that_gives_way_is_sent_again_and_keeps_its_place(db: Database):
-    gateway = Gateway(db, slots=2)
     refusals = [httpx.Response(503, headers={"retry-after": "0.01"}, json={"error": {"message": "busy"}})] * 3
 
     async def answer(_: httpx.Request) -> httpx.Response:
@@ -126,9 +78,9 @@ async def test_request_that_gives_way_is_sent_again_and_keeps_its_place(db: Data
     assert not gateway.asking.why("key_ann", "m") and gateway.said.count("first") + gateway.said.count("second") == 5
 
 
-async def test_request_that_waits_for_its_keys_limits_leaves_its_place_to_others(db: Database, monkeypatch):
+async def test_request_that_waits_for_its_keys_limits_says_so(db: Database, monkeypatch):
     monkeypatch.setattr(asking, "QUOTA_RETRY_S", 60.0)
-    gateway = Gateway(db, slots=2)
+    gateway = Gateway(db)
 
     async def answer(request: httpx.Request) -> httpx.Response:
         spent = request.headers["x-appliance-key-id"] == "key_ann"
@@ -157,7 +109,7 @@ async def test_request_is_sent_again_once_the_gateway_is_back(db: Database, monk
 
 async def test_request_that_waits_too_long_is_answered_with_the_reason(db: Database):
     gateway = Gateway(db, engines=0)
-    found = await gateway.asking.ask(None, "m", URL, {"model": "m"}, within_s=0.01)
+    found = await gateway.asking.ask(None, "m", URL, {"text": ""}, within_s=0.01)
     assert found.status == 504 and asking.NOT_AWAKE in found.error and not gateway.asking.models
 
 
@@ -175,17 +127,6 @@ async def test_request_is_refused_with_401_only_once_its_key_has_ended(db: Datab
     assert (await gateway.asking.ask(key, "m", URL, body)).status == 401 and len(gateway.said) == 3
 
 
-async def test_request_of_which_two_engines_die_is_not_sent_again(db: Database, monkeypatch):
-    monkeypatch.setattr(asking, "AWAY_RETRY_S", 0.01)
-    gateway = Gateway(db)
-
-    async def answer(_: httpx.Request) -> httpx.Response:
-        return httpx.Response(502, json={"error": {"message": "", "code": "engine_failed"}})
-
-    gateway.answer = answer
-    assert (await gateway.ask("hi")).status == 502 and len(gateway.said) == 2
-
-
 async def test_ask_for_embeddings_keeps_vectors_as_they_came(db: Database):
     gateway, contents = Gateway(db), [b'{"data":[{"embedding":[1e-3]}],"usage":{"prompt_tokens":2}}', b'{"data":[}']
 
@@ -195,4 +136,4 @@ async def test_ask_for_embeddings_keeps_vectors_as_they_came(db: Database):
     gateway.answer = vectors
     answer, bad = [await gateway.asking.ask("key_ann", "m", "/v1/embeddings", {"text": text}) for text in "ab"]
     assert orjson.dumps(answer.body) == contents[0] and answer.body["usage"] == {"prompt_tokens": 2}
-    assert (bad.status, bad.code) == (502, asking.ENGINES_DIED), "after it was asked twice"
+    assert (bad.status, bad.code) == (502, asking.ENGINE_FAILED)

@@ -1,6 +1,7 @@
 """Whether it fits, and what would instead."""
 
 import json
+import time
 
 import pytest
 
@@ -9,7 +10,8 @@ from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts
 from appliance.store.objects import models
 from tests.unit.controller.conftest import ADMIN
-from train.plan.auto import DatasetStats, ModelStats, resolve
+from train.methods.methods import DEFAULT
+from train.plan.auto import DatasetStats, ModelStats, allowed_sizes, micro_batches, resolve
 from train.plan.estimate import ModelShape
 
 GIB = 2**30
@@ -25,7 +27,8 @@ def fields(shape=LLAMA_8B, **given):
 
 def test_lora_of_8b_fits_anywhere_and_all_of_it_only_on_enough_devices():
     assert capacity.job(LLAMA_8B, fields(), SIZES, H100S).sizes == SIZES
-    verdict = capacity.job(LLAMA_8B, fields(full=True, zero_stage=2), SIZES, H100S)
+    given = fields(full=True, zero_stage=2, activation_checkpointing=True)
+    verdict = capacity.job(LLAMA_8B, given, SIZES, H100S)
     assert verdict.fits and verdict.sizes == (4, 8), "2 would need the last byte: none is left for CUDA and NCCL"
     left = 80 * GIB - 5 * GIB - int(0.03 * 80 * GIB)  # a context, two engines asleep, what the allocator wastes
     assert verdict.numbers["device"]["room_bytes"] == left
@@ -44,7 +47,8 @@ def test_what_does_not_fit_says_by_how_much_and_what_would():
 
 def test_a_result_beyond_the_budget_can_never_fit():
     box = BoxFacts(8, "cuda", 80 * GIB, 100 * 10**9, 100 * 10**9)
-    verdict = capacity.job(LLAMA_70B, fields(LLAMA_70B, full=False), SIZES, box)
+    given = fields(LLAMA_70B, full=False) | capacity.leanest(fields(), box)
+    verdict = capacity.job(LLAMA_70B, given, SIZES, box)
     assert not verdict.fits and "The result takes 141.11 GB of shared memory" in verdict.problems[0]
 
 
@@ -72,6 +76,72 @@ def test_what_is_offloaded_must_fit_host_memory():
     assert not capacity.job(LLAMA_8B, given, SIZES, small).fits
     assert capacity.job(LLAMA_8B, given, SIZES, hosted(None)).fits, "not known: nothing is refused for it"
     assert capacity.job(LLAMA_8B, fields(full=True, zero_stage=3), SIZES, small).fits
+
+
+CONFIGS = {
+    "8b": (8_030_261_248, 4096, 32, 32, 14336, 128256),
+    "14b": (14_770_033_664, 5120, 48, 40, 13824, 152064),
+    "32b": (32_763_876_352, 5120, 64, 40, 27648, 152064),
+    "70b": (70_553_706_496, 8192, 80, 64, 28672, 128256),
+    "405b": (405_853_388_800, 16384, 126, 128, 53248, 128256),
+}
+NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+H100, RTX_4090 = ("NVIDIA H100 80GB HBM3", 79 * GIB), ("NVIDIA GeForce RTX 4090", 23.5 * GIB)
+CHATS = DatasetStats(20_000, 12_000_000, 3000)
+
+
+def layouts_of(model, devices, kind, host_bytes=2 * 10**12, data=CHATS, **given):
+    """The layouts that fit, and otherwise what would, and the warning."""
+    count, *sizes = CONFIGS[model]
+    config = dict(zip(NAMES, sizes, strict=True)) | {"num_key_value_heads": 8, "head_dim": 128}
+    shape, (name, memory) = ModelShape.from_config(config, count), kind
+    box = BoxFacts(devices, "cuda", int(memory), None, 10**13, devices, host_bytes, device_name=name)
+    made = resolve(given, data, ModelStats(count, 131072, "cuda", tensor_slices=8, hidden=shape.hidden), devices)
+    by_micro = {n: allowed_sizes(made["batch_size"], devices, n) for n in micro_batches(made)}
+    asked = [name for name in capacity.LAYOUT if name in given]
+    found, changed = capacity.fit(shape, made, by_micro, box, DEFAULT, DEFAULT.load(data, made), asked)
+    verdict = capacity.job(shape, made | capacity.leanest(made, box), by_micro[made["micro_batch"]], box)
+    return found, changed, verdict.instead
+
+
+@pytest.mark.parametrize(
+    "model, devices, kind, data, layout, at_least_gb",
+    [
+        ("70b", 8, H100, CHATS, (3, "none", True, 2), 30),
+        ("14b", 1, RTX_4090, CHATS, (3, "parameters", True, 4), 12),
+        ("32b", 4, RTX_4090, CHATS, (3, "parameters", True, 2), 10),
+        ("8b", 8, H100, DatasetStats(200, 20_000_000, 131_072), (3, "none", True, 1), 70),
+        ("405b", 8, H100, CHATS, (3, "parameters", True, 2), 40),
+        ("8b", 8, H100, CHATS, (1, "none", False, 1), 40),
+    ],
+    ids=["70b", "14b", "32b", "131072", "405b", "8b"],
+)
+def test_search_takes_the_layout_of_a_specialist(model, devices, kind, data, layout, at_least_gb):
+    length = {"max_length": 131_072} if data is not CHATS else {}
+    found, changed, _ = layouts_of(model, devices, kind, data=data, **length)
+    best = found[0]
+    assert tuple(best.fields.values()) == layout and not changed
+    assert best.sizes[-1] == devices and at_least_gb * 1e9 < best.device_bytes <= best.room_bytes
+    assert all(one.weighed_s >= best.weighed_s / capacity.NEAR for one in found if one.risk == best.risk)
+
+
+def test_search_without_a_layout_that_fits_names_what_would():
+    found, _, instead = layouts_of("405b", 8, H100, host_bytes=5 * 10**11)
+    assert not found and len(instead) == 2
+    assert "--form int4`) on 8 devices" in instead[0] and "the same job on 16 devices" in instead[1]
+
+
+def test_search_takes_the_nearest_layout_to_one_that_does_not_fit():
+    found, changed, _ = layouts_of("8b", 2, H100, full=True, zero_stage=1, offload="none")
+    assert found[0].fields["zero_stage"] == 1, "as much of what was asked for as fits"
+    assert "offload none" in changed and "offload optimizer" in changed
+    assert not layouts_of("8b", 8, H100, zero_stage=3, activation_checkpointing=True)[1]
+
+
+def test_search_over_1024_devices_takes_less_than_two_seconds():
+    began_s = time.perf_counter()
+    found, _, _ = layouts_of("8b", 1024, H100, data=DatasetStats(2_000_000, 10**9, 3000), batch_size=4096)
+    assert found[0].sizes[-1] == 1024 and time.perf_counter() - began_s < 2
 
 
 async def plan(control, **body):

@@ -30,9 +30,14 @@ async def test_a_check_that_takes_too_much_is_killed_and_the_file_is_a_bad_one(t
     monkeypatch.setattr(process.sys, "executable", str(killed))
     report = await check_apart(source)
     assert not report.ok and "ended with signal 9" in report.errors[0][1]
-    source.unlink()
+
+
+async def test_check_apart_file_that_is_gone_or_disk_that_fails_is_no_bad_file(tmp_path: Path):
     with pytest.raises(FileNotFoundError):
-        await check_apart(source)
+        await check_apart(tmp_path / "gone")
+    (tmp_path / "in").write_bytes(chat_lines())
+    with pytest.raises(NotADirectoryError):
+        await check_apart(tmp_path / "in", chat_path=tmp_path / "in" / "chat")
 
 
 async def test_check_apart_ends_its_process_when_cancelled(tmp_path: Path, monkeypatch):

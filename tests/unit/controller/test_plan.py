@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import JobMetricRow
 from tests.train_support.tiny import tokenizer
@@ -55,10 +56,41 @@ async def test_a_plan_has_device_hours_where_the_box_has_trained_the_like(contro
     for step, speed in ((1, 100.0), (2, 400.0), (3, 500.0)):
         row = JobMetricRow(job_id, step, float(step), tokens_per_s=speed, devices=2)
         job_records.upsert_metric(control.db, row)
+    JobEvents(control.db, control.context.files_dir, "org").conclude(job_id)
     told = (await ask(control, training_file=file_id, hyperparameters=given)).json()
     assert told["device_hours"] == pytest.approx(told["data"]["tokens"] * 2 / 200 / 3600)
     of_another_kind = {"n_epochs": 2, "lora_rank": None}
     assert (await ask(control, training_file=file_id, hyperparameters=of_another_kind)).json()["device_hours"] is None
+
+
+async def test_ended_job_shows_what_it_took_and_corrects_the_next_estimate(control: Control):
+    file_id = await control.upload(chat_lines(40))
+    job_id = await control.job(training_file=file_id)
+    estimate = jobs.get(control.db, job_id).estimate
+    taken = int(1.2 * estimate["device_bytes"])
+    for step in (1, 2, 3):
+        row = JobMetricRow(job_id, step, float(step), tokens_per_s=100.0 * step, devices=2, memory_bytes=taken)
+        job_records.upsert_metric(control.db, row)
+    JobEvents(control.db, control.context.files_dir, "org").conclude(job_id)
+    measured = jobs.get(control.db, job_id).estimate["measured"]
+    assert measured == {"device_bytes": taken, "tokens_per_s": 100.0 * estimate["devices"]}
+    after = (await ask(control, training_file=file_id)).json()["layouts"][0]
+    assert after["device_bytes"] == pytest.approx(taken, rel=1e-3)
+    assert after["tokens_per_s"] == pytest.approx(measured["tokens_per_s"])
+
+
+async def test_layout_that_does_not_fit_gives_way_to_one_that_does(control: Control, tmp_path: Path):
+    config = {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 32000}))
+    models.update_version(control.db, "starter", "v1", disk_path=str(tmp_path))
+    device = control.scheduler.devices[0] | {"kind": "cuda", "name": "NVIDIA H100 80GB HBM3"}
+    control.scheduler.devices = [device | {"id": f"n0/{n}", "memory_bytes": 16 * 2**30} for n in range(8)]
+    given = {"full": True, "micro_batch": 64, "batch_size": 64, "max_length": 2048}
+    told = (await ask(control, hyperparameters=given)).json()
+    assert told["fits"] and told["hyperparameters"]["micro_batch"] < 64
+    assert "does not fit with micro_batch 64" in told["warnings"][0]
+    assert {"hours", "kwh", "bound_by", "device_bytes"} <= told["layouts"][0].keys()
+    assert told["layouts"][0]["hours"] > 0 and told["device_hours"] > 0
 
 
 async def test_a_plan_on_a_bad_or_unknown_file_says_so(control: Control):

@@ -40,7 +40,7 @@ async def test_held_until_a_replica_opens_in_order(start_box: Start) -> None:
     assert [response.status for response in responses] == [200] * 5
     assert sorted(order) == [0, 1, 2, 3, 4]
     assert responses[0].body == b"".join(chat_events("hel", "lo"))
-    assert box.state.holds.count == 0
+    assert box.state.holds.count() == 0
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -113,7 +113,7 @@ async def test_whoever_may_not_call_a_model_any_more_waits_for_it_no_longer(star
         else:
             box.serve("m", "e0")
             assert (await wires[0].response()).status == 200, "an admin, and whoever still may, waits on"
-        assert box.state.holds.count == 0
+        assert box.state.holds.count() == 0
     assert len(engine.requests) == 2
 
 
@@ -128,16 +128,16 @@ async def test_a_model_that_is_not_tried_soon_is_refused_with_its_reason(start_b
     for response in (await wire.response(), await box.ask("POST", "/v1/chat/completions", chat())):
         assert response.status == 503 and response.error["code"] == "model_not_ready"
         assert 38 <= int(response.headers["retry-after"]) <= 40 and "no memory" in response.error["message"]
-    assert box.state.holds.count == 0
+    assert box.state.holds.count() == 0
 
 
 async def test_client_that_leaves_while_held_is_forgotten(start_box: Start) -> None:
     box = await start_box()
     box.serve("m")
     wire = await box.send("POST", "/v1/chat/completions", chat())
-    await box.until(lambda: box.state.holds.count == 1)
+    await box.until(lambda: box.state.holds.count() == 1)
     wire.close()
-    await box.until(lambda: box.state.holds.count == 0)
+    await box.until(lambda: box.state.holds.count() == 0)
     assert box.state.buffered_bytes == 0
 
 
@@ -170,10 +170,10 @@ async def test_shutdown_lets_streams_finish_until_its_deadline(box: Box, in_time
     await stream.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
     await stream.head()
     await held.send(request_bytes("POST", "/v1/chat/completions", chat("cold")))
-    await box.until(lambda: box.state.holds.count == 1)
+    await box.until(lambda: box.state.holds.count() == 1)
     if in_time:
         held.close()
-        await box.until(lambda: box.state.holds.count == 0)
+        await box.until(lambda: box.state.holds.count() == 0)
     stopping = asyncio.ensure_future(box.gateway.stop(10 if in_time else 0.02))
     assert await idle.eof() == b""
     if in_time:
@@ -194,4 +194,4 @@ async def test_attempts_that_reach_no_engine_end_with_the_holds_deadline(
     box.serve("m", "e0", "e1")
     response = await box.ask("POST", "/v1/chat/completions", chat())
     assert (response.status, response.error["code"]) == (503, "model_not_ready")
-    assert not box.state.router.loads["e0"].inflight and not box.state.holds.count
+    assert not box.state.router.loads["e0"].inflight and not box.state.holds.count()

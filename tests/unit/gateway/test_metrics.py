@@ -1,10 +1,9 @@
-"""What a scrape of /metrics answers: by model, version and key class; all workers; the controller or without it."""
+"""What a scrape of /metrics answers: by model, version and key class; the controller or without it."""
 
 from __future__ import annotations
 
 import json
 import random
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,12 +12,8 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.gateway.core.config import GatewayConfig
-from appliance.gateway.core.load import LEAST_SAMPLES, prefill_tokens_per_s
 from appliance.gateway.core.table import NOBODY
-from appliance.gateway.server.app import STALE_S, metrics_text, write_snapshot
-from appliance.gateway.server.metrics import MOST_SERIES, Metrics
-from appliance.gateway.server.state import State
+from appliance.gateway.server.metrics import LEAST_SAMPLES, MOST_SERIES, Metrics, prefill_tokens_per_s
 
 from .conftest import Box, Start, chat
 from .upstreams import Reply, UpstreamRequest
@@ -71,25 +66,6 @@ async def test_traceparent_reaches_the_engine_only_if_well_formed(box: Box) -> N
     for bad in (f"00-{'0' * 32}-00f067aa0ba902b7-01", trace.upper(), trace + "-x", "00"):
         await box.ask("POST", "/v1/chat/completions", chat(), headers=f"traceparent: {bad}\r\n")
         assert "traceparent" not in box.engines["e0"].requests[-1].headers
-
-
-async def test_workers_make_one_answer(tmp_path: Path, monkeypatch: Any) -> None:
-    states = [State(GatewayConfig("", str(tmp_path / "bus"), name=f"gateway-{n}", workers=2)) for n in range(2)]
-    for state, count in zip(states, (2, 5), strict=True):
-        state.metrics.requests("a", 200).inc(count)
-        await write_snapshot(state)
-
-    async def counted() -> dict[str, float]:
-        text = await metrics_text(states[0])
-        assert text.count(b"# TYPE appliance_gateway_requests_total counter") == 1
-        rows = values(text)
-        assert all("worker" in dict(labels) for _, labels in rows)
-        return {dict(labels)["worker"]: value for (name, labels), value in rows.items() if name.endswith("ts_total")}
-
-    assert {name: value for name, value in (await counted()).items()} == {"gateway-0": 2, "gateway-1": 5}
-    later = time.time() + STALE_S + 1
-    monkeypatch.setattr(time, "time", lambda: later)
-    assert await counted() == {"gateway-0": 2}, "the other one is gone"
 
 
 def test_series_beyond_the_bound_replace_the_oldest() -> None:

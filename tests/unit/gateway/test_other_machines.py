@@ -64,14 +64,14 @@ async def asked(address: str) -> int:
             await response.read()
             return response.status
     finally:
-        await sessions.keep(())
+        await sessions.close()
 
 
 async def test_engine_on_another_machine_answers(engine: str) -> None:
     assert await asked(engine) == 200
     sessions = Sessions(60.0)
     assert await sessions.is_alive(engine)
-    await sessions.keep(())
+    await sessions.close()
 
 
 async def test_engine_of_another_box_or_without_listener_is_unreached(

@@ -15,7 +15,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -142,50 +141,6 @@ async def test_process_serves_the_sdk_and_logs_each_request(launch: Launch, tmp_
     assert broken["request_id"] in {line["request_id"] for line in lines}
 
 
-async def test_several_workers_share_the_port_and_a_killed_one_ends_them_all(launch: Launch, unused_port: int) -> None:
-    box = await launch(workers=2, port=unused_port)
-    assert [await box.listening() for _ in range(2)] == ["127.0.0.1"] * 2
-    children = Path(f"/proc/{box.process.pid}/task/{box.process.pid}/children").read_text().split()
-    assert len(children) == 2
-    os.kill(int(children[0]), signal.SIGKILL)
-    assert await asyncio.wait_for(box.process.wait(), 60) == 1
-    assert not Path(f"/proc/{children[1]}").exists()
-
-
-async def test_a_keys_limit_counts_at_all_workers_together(launch: Launch, unused_port: int) -> None:
-    box = await launch(workers=2, port=unused_port)
-    for _ in range(2):
-        await box.listening()
-    async with asyncio.timeout(60):
-        while len(box.bus.writers) < 2:
-            await asyncio.sleep(0.01)
-    digest = hashlib.sha256(KEY.encode()).hexdigest()
-    row = {"id": "k", "scopes": ["inference"], "requests_per_minute": 5}
-    await box.bus.push({"type": "table", "generation": 1, "models": {}, "keys": {digest: row}})
-    for gateway in ("gateway-0", "gateway-1"):
-        await box.bus.report(generation=1, gateway=gateway)
-    async with httpx.AsyncClient() as http:
-        answers = [
-            await http.post(
-                f"http://127.0.0.1:{box.port}/v1/chat/completions",
-                headers={"authorization": f"Bearer {KEY}", "connection": "close"},
-                json={"model": "nobodys", "messages": []},
-            )
-            for _ in range(12)
-        ]
-    statuses = [answer.status_code for answer in answers]
-    assert statuses == [404] * 5 + [429] * 7
-
-
-@pytest.fixture
-def unused_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_gateway_imports_nothing_heavy() -> None:
     code = (
         "import sys, appliance.gateway.main\n"
@@ -203,7 +158,6 @@ SOCKETS = {"controller_socket": "/c", "bus_socket": "/b"}
     [
         ({}, "missing required field `controller_socket`"),
         ({**SOCKETS, "port": "8000"}, "port: '8000' given"),
-        ({**SOCKETS, "workers": 2, "port": 0}, "port: 0 given"),
         ({**SOCKETS, "limits": {"sequences": -1}}, r"limits\.sequences: -1 given"),
         ({**SOCKETS, "tls_cert_path": "x"}, "tls_cert_path and tls_key_path"),
     ],

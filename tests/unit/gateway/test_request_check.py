@@ -12,7 +12,7 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Route, resolve
 from appliance.gateway.requests.fields import FIELDS, REFUSED
-from appliance.gateway.requests.request_check import Checked, check_body, check_length
+from appliance.gateway.requests.request_check import Checked, check_body
 from tests.front.request_samples import REQUESTS, changed, places
 
 from .conftest import Box, chat, request_bytes
@@ -272,28 +272,6 @@ def test_check_part_that_names_what_an_engine_keeps_is_refused(route: Route, wra
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}, "uuid": "badge"}
     error = refusal(route, **wrap(part))
     assert (error.param, error.code) == ("uuid", "unsupported_parameter")
-
-
-@pytest.mark.parametrize(
-    ("route", "fields", "fits"),
-    [
-        (CHAT, {"messages": [{"role": "user", "content": "x" * 2000}]}, False),
-        (CHAT, {"messages": [{"role": "user", "content": "x" * 1000}]}, True),
-        (COMPLETIONS, {"prompt": "x" * 2000}, False),
-        (COMPLETIONS, {"prompt": "x" * 20_000, "truncate_prompt_tokens": 5}, True),
-        (COMPLETIONS, {"prompt": [[7] * 500] * 5}, True),
-        (EMBEDDINGS, {"input": ["x" * 1000, "x" * 2000]}, False),
-        (RESPONSES, {"input": "x" * 2000, "truncation": "auto"}, True),
-    ],
-)
-def test_check_length_refuses_a_prompt_longer_than_the_context(route: Route, fields: Any, fits: bool) -> None:
-    checked = check(route, **fields)
-    if fits:
-        check_length(checked, 100)
-        return
-    with pytest.raises(HttpError) as caught:
-        check_length(checked, 100)
-    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
 
 
 # --- forms that an engine has to prepare

@@ -135,15 +135,15 @@ MOST = 6
 
 
 def ticket(model: str = "m", host: str = "", owner: str = "") -> Ticket:
-    return Ticket(model, host or model, (model,), Work(owner), (), Mock(spec=Future))
+    return Ticket(model, (host or model, False), (model,), Work(owner), (), Mock(spec=Future))
 
 
 def test_next_passes_requests_whose_rows_are_full() -> None:
     holds: Holds = Holds(MOST)
     adapter, base = ticket("adapter", "m"), ticket("m", "m")
     assert holds.add(adapter) and holds.add(base)
-    assert holds.next("m", {("adapter",)}) is base
-    assert holds.next("m", {("adapter",), ("m",)}) is None and holds.next("other") is None
+    assert holds.next(("m", False), {("adapter",)}) is base
+    assert holds.next(("m", False), {("adapter",), ("m",)}) is None and holds.next(("other", False)) is None
     assert holds.remove(adapter) and not holds.remove(adapter)
 
 

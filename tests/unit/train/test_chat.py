@@ -6,7 +6,8 @@ import pytest
 
 from tests.train_support.tiny import CHATML, tokenizer
 from train.data.chat import ChatEncoder, vocabulary_of
-from train.data.formats import BadRecord, to_chat
+from train.data.formats import convert
+from train.data.records import BadRecord
 
 QUESTION = {"role": "user", "content": "hello"}
 TALK = {
@@ -109,7 +110,7 @@ def test_encode_trains_the_thought_of_each_turn_or_refuses_it(key):
     talk = {"messages": [dict(message) for message in TALK["messages"]]}
     for number in (2, 4):
         talk["messages"][number][key] = f"\nI think of it {number} times.\n"
-    chat = to_chat(talk)
+    chat = convert(talk).record
     encoder = ChatEncoder(tokenizer(FORGETFUL))
     assert sorted(trained(encoder, chat)) == [
         "<think>\n\nI think of it 2 times.\n\n</think>\nhello, fox<|im_end|>",
@@ -120,7 +121,7 @@ def test_encode_trains_the_thought_of_each_turn_or_refuses_it(key):
         ChatEncoder(tokenizer()).encode(chat)
     both = {"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "c"}
     with pytest.raises(BadRecord, match="reasoning_content"):
-        to_chat({"messages": [QUESTION, both]})
+        convert({"messages": [QUESTION, both]})
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

@@ -106,13 +106,12 @@ def test_compare_reports_a_stored_head_of_tied_embeddings(tmp_path):
 
 def test_compare_leaves_quantised_tensors_to_their_format(tmp_path):
     tensors = write(tmp_path)
-    packed = {f"module.{name}_packed": torch.zeros(4, dtype=torch.int32) for name in tensors}
+    packed = {f"{name}_packed": torch.zeros(4, dtype=torch.int32) for name in tensors}
     save_file(packed, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "x"}}))
     found = compare(tmp_path, "LlamaForCausalLM")
-    assert found["unchecked"] and found["rows"] == 300
-    assert found["renamed"] == {name: name.removeprefix("module.") for name in packed}
+    assert found["unchecked"] and found["rows"] == 300 and not found["renamed"]
 
 
 def test_compare_finds_a_quantisation_of_which_nothing_is_left(tmp_path):

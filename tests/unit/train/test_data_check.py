@@ -5,7 +5,8 @@ import json
 import pytest
 
 from train.data.check import MAX_COUNTED_ERRORS, MAX_LISTED_ERRORS, check_training_file
-from train.data.formats import BadRecord, to_prompt
+from train.data.formats import convert
+from train.data.records import BadRecord
 from train.methods.methods import METHODS
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
@@ -189,7 +190,7 @@ PROMPT = PAIR["input"]
 @pytest.mark.parametrize("odd", [PAIR, PROMPT], ids=["pair", "prompt"])
 def test_of_a_file_of_several_shapes_the_lines_that_differ_are_wrong(tmp_path, odd, method):
     source = write(tmp_path / "f.jsonl", odd, odd, *[GOOD] * 10)
-    how = {} if method is None else {"convert": METHODS[method].convert, "refuses": METHODS[method].refuses}
+    how = {} if method is None else {"refuses": METHODS[method].refuses}
     report = check_training_file(source, chat_path=tmp_path / "out", **how)
     mine = {"dpo": PAIR, "reinforcement": PROMPT}.get(method)
     if mine is odd:
@@ -204,8 +205,11 @@ def test_of_a_file_of_several_shapes_the_lines_that_differ_are_wrong(tmp_path, o
 def test_what_a_grader_sees_of_a_prompt_is_bounded():
     asked = {"messages": [{"role": "user", "content": "How many?"}]}
     with pytest.raises(BadRecord, match="bytes long"):
-        to_prompt({**asked, "answer": "x" * (1 << 20)})
-    assert to_prompt({**asked, "answer": "x" * 1000, "tests": [[1, 2]] * 1000})["item"].keys() == {"answer", "tests"}
+        convert({**asked, "answer": "x" * (1 << 20)})
+    assert convert({**asked, "answer": "x" * 1000, "tests": [[1, 2]] * 1000}).record["item"].keys() == {
+        "answer",
+        "tests",
+    }
 
 
 def test_check_of_examples_that_become_several_rows_counts_rows(tmp_path):

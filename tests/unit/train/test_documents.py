@@ -9,30 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
-from train.control.progress import ControlSignals, Progress
 from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
-from train.data.formats import TEXT, shape_of, to_chat
-from train.data.token_set import open_token_set, pieces
+from train.data.formats import TEXT, convert, shape_of
+from train.data.records import BadRecord
+from train.data.token_set import _pieces, open_token_set
 from train.data_checks.check import Check
 from train.data_checks.process import CHECKS
-from train.methods.methods import convert, method_of
+from train.methods.methods import method_of
 from train.model.model import load_tokenizer
 from train.plan.auto import DatasetStats, steps
 from train.plan.errors import InvalidTrainingData
-from train.shapes.records import BadRecord
-from train.trainer.prepare import prepare
 
 
 @given(count=st.integers(1, 400), most=st.integers(2, 50))
 def test_pieces_predict_each_token_but_the_first_once(count, most):
-    ids = np.arange(count, dtype=np.int32)
-    rows = pieces((ids, np.ones(count, bool)), most)
-    assert all(1 <= len(tokens) <= most and len(tokens) == len(trained) for tokens, trained in rows)
-    assert [token for tokens, _ in rows for token in tokens[1:]] == list(range(1, count))
+    edges = _pieces(np.array([[0, count], [count, count + 1]]), most)[:, 0].tolist()
+    assert all(1 <= end - begin <= most for begin, end in edges) and edges[-1] == [count, count + 1]
+    assert [token for begin, end in edges for token in range(begin + 1, end)] == list(range(1, count))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +46,7 @@ def opened(base, folder, rows, max_length=32):
     data = folder / "train.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     encoder = ChatEncoder(load_tokenizer(str(base)))
-    how = {"max_length": max_length, "packing": True, "rank": 0, "world_size": 1, "barrier": lambda: None}
+    how = {"max_length": max_length, "packing": True, "rank": 0, "barrier": lambda: None}
     return open_token_set(data, base, lambda: encoder, folder / "tokens", method_of("supervised"), **how)
 
 
@@ -78,7 +74,7 @@ def test_conversation_for_a_model_without_template_is_refused_by_line(base, tmp_
 @pytest.mark.parametrize("text", ["", "  ", None, 3, ["a"]])
 def test_document_without_text_is_refused(text):
     with pytest.raises(BadRecord):
-        to_chat({"text": text}, TEXT)
+        convert({"text": text})
 
 
 def test_shape_with_a_conversation_and_a_text_is_the_conversation():
@@ -90,12 +86,12 @@ def test_shape_with_a_conversation_and_a_text_is_the_conversation():
 def test_check_of_documents_counts_and_converts_them(tmp_path):
     data = tmp_path / "docs.jsonl"
     data.write_text("".join(json.dumps({"text": "word " * n, "source": "web"}) + "\n" for n in range(1, 21)))
-    report = check_training_file(data, chat_path=tmp_path / "out.jsonl", convert=convert)
+    report = check_training_file(data, chat_path=tmp_path / "out.jsonl")
     assert (report.ok, report.shape, report.n_examples) == (True, TEXT, 20)
     assert report.left_out == {"source": 20} and not any("to chat" in note for note in report.notes)
     assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0]) == {"text": "word "}
-    check = Check(CHECKS, convert, max_tokens=8)
-    check.read(data)
+    check = Check(CHECKS, max_tokens=8)
+    check.report(data, "")
     assert not check.found["too_long"].count, "none is cut"
 
 
@@ -109,30 +105,3 @@ def test_steps_of_one_long_document_are_counted_in_rows():
     stats = DatasetStats(1, 10_000, 10_000, (10_000,), documents=True)
     assert steps(stats, fields) == 50
     assert steps(DatasetStats(40, 400, 10, documents=True), fields | {"packing": False}) == 20
-
-
-def test_run_on_two_long_documents_lowers_the_loss(base, tmp_path):
-    data = tmp_path / "train.jsonl"
-    data.write_text("".join(json.dumps({"text": f"{word} jumps over the dog " * 60}) + "\n" for word in ("fox", "cat")))
-    losses = []
-
-    def emit(event, **fields):
-        if event == "metrics":
-            losses.append(fields["loss"])
-
-    spec = host_spec(
-        base,
-        train_path=str(data),
-        run_dir=str(tmp_path / "run"),
-        shm_root=str(tmp_path / "store"),
-        n_epochs=2,
-        batch_size=2,
-        max_length=64,
-        learning_rate=1e-2,
-        precision="fp32",
-    )
-    run = prepare(spec, emit, ControlSignals(), Progress())
-    assert run.train.n_examples > 10 and run.train.n_truncated == 0
-    assert run.run()["outcome"] == "succeeded"
-    run.close()
-    assert losses[-1] < 0.5 * losses[0]

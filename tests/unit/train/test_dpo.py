@@ -14,7 +14,8 @@ from tests.train_support.tiny import make_model_dir, write_pair_file
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.control.progress import ControlSignals, Progress
 from train.data.chat import ChatEncoder
-from train.data.formats import BadRecord
+from train.data.formats import convert
+from train.data.records import BadRecord
 from train.data.token_set import open_token_set
 from train.methods import packed_objective
 from train.methods.dpo import METHOD as DPO
@@ -66,7 +67,7 @@ def parity_model(path):
 
 
 def converted(path, records):
-    path.write_text("".join(json.dumps(DPO.convert(record, "preference")) + "\n" for record in records))
+    path.write_text("".join(json.dumps(convert(record).record) + "\n" for record in records))
     return path
 
 
@@ -204,7 +205,6 @@ def opened(tmp_path, records, max_length):
         max_length=max_length,
         packing=True,
         rank=0,
-        world_size=1,
         barrier=lambda: None,
     )
     return tokens, encoder.tokenizer
@@ -230,4 +230,4 @@ def test_pairs_that_a_cut_leaves_without_an_output_are_refused_by_line(tmp_path)
     assert [line for line, _ in refused.value.errors] == [2, 3]
     with pytest.raises(BadRecord, match="non-preferred output"):
         ids = np.arange(9, dtype=np.int32)
-        DPO.cut([(ids[:4], ids[:4] > 2), (ids, ids > 6)], 5)
+        DPO.check_cut([(ids[:4], ids[:4] > 2), (ids, ids > 6)], 5)

@@ -59,6 +59,13 @@ def test_the_largest_parameter_is_found_as_transformers_builds_it():
         assert ModelShape.from_config(made.to_dict(), count).largest == pytest.approx(largest, rel=0.15)
 
 
+def test_sequence_parallelism_cuts_activations_alone():
+    long = {"full": False, "max_length": 8192, "micro_batch": 8, "batch_size": 8, "activation_checkpointing": True}
+    whole, shared = (estimate.rank_memory(LLAMA_8B, fields(**long) | {"sequence_parallel": n}, 8) for n in (1, 4))
+    assert shared.activations_bytes < 0.3 * whole.activations_bytes
+    assert (shared.weights_bytes, shared.optimizer_bytes) == (whole.weights_bytes, whole.optimizer_bytes)
+
+
 def test_tensor_parallelism_cuts_all_but_embeddings_and_head():
     eight = LLAMA_8B.n_parameters
     alone, shared = (

@@ -11,10 +11,11 @@ from tests.train_support.tiny import gradients, log_probs_of, make_model_dir
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
-from train.data.formats import BadRecord, shape_of, to_marked
+from train.data.formats import convert
 from train.data.packing import build_row
+from train.data.records import BadRecord
 from train.methods.kto import METHOD as KTO
-from train.methods.methods import METHODS, convert
+from train.methods.methods import METHODS
 from train.methods.packed_objective import to_batch
 from train.model.model import load_model, load_tokenizer
 
@@ -71,18 +72,19 @@ def test_kto_loss_and_gradients_match_trl(tmp_path, shift):
 
 @pytest.mark.parametrize("record", UNPAIRED)
 def test_marked_answer_every_shape_is_the_same(record):
-    assert shape_of(record) == "unpaired"
-    assert to_marked(record) == ({"messages": [ASK, GOOD | {"weight": 1}]}, True)
+    expected = {"sequences": [{"messages": [ASK, GOOD | {"weight": 1}]}], "label": True}
+    assert convert(record) == ("unpaired", expected, set())
     bad = {key: False if key in ("label", "kto_tag") else value for key, value in record.items()}
-    assert KTO.convert(bad, "unpaired")["label"] is False
+    assert convert(bad).record["label"] is False
     assert all(method.refuses("unpaired") for name, method in METHODS.items() if name != "kto")
     assert KTO.refuses("chat") and KTO.refuses("preference")
 
 
 def test_marked_conversation_trains_last_answer_only():
     record = {"messages": [ASK, GOOD, ASK, GOOD], "label": False}
-    chat, good = to_marked(record)
-    assert [message.get("weight") for message in chat["messages"]] == [None, 0, None, 1] and not good
+    made = convert(record).record
+    assert [message.get("weight") for message in made["sequences"][0]["messages"]] == [None, 0, None, 1]
+    assert not made["label"]
 
 
 @pytest.mark.parametrize(
@@ -96,13 +98,13 @@ def test_marked_conversation_trains_last_answer_only():
 )
 def test_marked_answer_unclear_is_refused(record):
     with pytest.raises(BadRecord):
-        KTO.convert(record, shape_of(record))
+        convert(record)
 
 
 def test_marked_file_is_checked_and_encoded(tmp_path):
     source, written = tmp_path / "t.jsonl", tmp_path / "written.jsonl"
     source.write_text("".join(json.dumps(record | {"source": "x"}) + "\n" for record in UNPAIRED))
-    report = check_training_file(source, chat_path=written, convert=convert)
+    report = check_training_file(source, chat_path=written)
     assert report.ok and report.shape == "unpaired" and report.left_out == {"source": 4}
     assert any("kto" in note for note in report.notes)
     encoder = ChatEncoder(load_tokenizer(str(make_model_dir(tmp_path / "base"))))

@@ -4,12 +4,17 @@ import json
 
 import pytest
 
-from train.data.formats import BadRecord, NoAnswer, left_out, shape_of, to_chat
+from train.data import messages
+from train.data.formats import convert
 from train.data.lines import parse
-from train.shapes.messages import read_messages
+from train.data.records import BadRecord, NoAnswer
 
 ASK, ANSWER = {"role": "user", "content": "3?"}, {"role": "assistant", "content": "12"}
 TOOL = {"name": "gauge", "parameters": {"type": "object"}}
+
+
+def read_messages(turns):
+    return messages.read_messages(turns, set())
 
 
 def call(identity: str, line: int, name: str = "gauge") -> dict:
@@ -65,7 +70,7 @@ def test_read_messages_takes_every_name_of_a_weight(key, off):
     turns = [{"from": "human", "value": "a", key: off}, {"from": "gpt", "value": "b", key: off}]
     assert [message.get("weight") for message in read_messages(turns)] == [None, 0]
     with pytest.raises(BadRecord, match="nothing to learn"):
-        to_chat({"conversations": turns}, "sharegpt")
+        convert({"conversations": turns})
     with pytest.raises(BadRecord, match="expected 0 or 1, on assistant messages only"):
         read_messages([turns[0] | {key: 1}])
     with pytest.raises(BadRecord, match="expected 0 or 1"):
@@ -90,7 +95,7 @@ def test_read_messages_takes_reasoning_and_refusals():
     ],
 )
 def test_tools_in_every_form_are_the_same(tools):
-    made = to_chat({"messages": [ASK, ANSWER], "tools": tools})
+    made = convert({"messages": [ASK, ANSWER], "tools": tools}).record
     assert made["tools"] == [{"type": "function", "function": TOOL}]
 
 
@@ -110,12 +115,12 @@ SYSTEM = {"role": "system", "content": "Be brief."}
     ],
 )
 def test_system_prompt_of_every_shape_is_a_message(record):
-    assert to_chat(record, shape_of(record)) == {"messages": [SYSTEM, ASK, ANSWER]}
+    assert convert(record).record == {"messages": [SYSTEM, ASK, ANSWER]}
 
 
 def test_answers_within_a_prompt_are_not_trained():
     record = {"prompt": [ASK, ANSWER, ASK], "completion": "13"}
-    made = to_chat(record, "prompt_completion")["messages"]
+    made = convert(record).record["messages"]
     assert [message.get("weight") for message in made] == [None, 0, None, None]
 
 
@@ -125,7 +130,7 @@ def test_left_out_names_keys_of_turns_parts_and_calls():
         {"role": "assistant", "tool_calls": [{**call("a", 3), "index": 0}], "tool_call_id": "x", "empty": []},
         ANSWER,
     ]
-    assert left_out({"messages": turns, "id": 7}, "chat") == {
+    assert convert({"messages": turns, "id": 7}).left_out == {
         "id",
         "messages[].language",
         "messages[].content[].cache",
@@ -145,7 +150,8 @@ def test_padded_keys_of_tools_and_arguments_are_dropped():
     schema = {"type": "object", "properties": {"line": {"type": "integer"}, "crane": None}, "required": None}
     tool = {"name": "gauge", "input_schema": json.dumps(schema)}
     calls = {"role": "assistant", "tool_calls": [{"name": "gauge", "input": {"line": None, "crane": None}}]}
-    made = to_chat({"messages": [ASK, calls, {"role": "tool_response", "content": "1"}, ANSWER], "tools": [tool]})
+    turns = [ASK, calls, {"role": "tool_response", "content": "1"}, ANSWER]
+    made = convert({"messages": turns, "tools": [tool]}).record
     parameters = {"type": "object", "properties": {"line": {"type": "integer"}}}
     assert made["tools"][0]["function"] == {"name": "gauge", "parameters": parameters}
     assert made["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"line": null}'

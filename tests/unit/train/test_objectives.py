@@ -10,7 +10,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import gradients, make_model_dir
-from train.data.packing import build_row
+from train.data.packing import StepPlan, build_row
 from train.methods import packed_objective
 from train.methods.packed_objective import to_batch
 from train.methods.supervised import METHOD as SUPERVISED
@@ -65,6 +65,24 @@ def test_packed_loss_and_gradients_equal_those_of_single_examples(spec, monkeypa
     assert torch.allclose(got, expected, rtol=1e-5)
     for name, gradient in gradients(model).items():
         assert torch.allclose(gradient, wanted[name], rtol=1e-4, atol=1e-5), name
+
+
+def test_step_has_the_same_loss_and_gradients_in_micro_batches_of_one_and_four_rows(spec):
+    packs = [examples(3, seed) for seed in range(8)]
+    steps = {}
+    for micro_batch in (1, 4):
+        model = load_model(spec)
+        plan, total = StepPlan(len(packs), 8, micro_batch, 1, spec.seed), 0.0
+        for _, numbers in plan.micro_batches(0, 0, 1):
+            row = build_row([packs[number] for number in numbers], 256, 0, packing=True)
+            part = SUPERVISED.objective(model, {})(to_batch(row, 1 / 100, "cpu"))
+            part.backward()
+            total += float(part.detach())
+        steps[micro_batch] = total, gradients(model)
+    (alone, of_alone), (four, of_four) = steps.values()
+    assert four == pytest.approx(alone, rel=1e-6)
+    for name, gradient in of_four.items():
+        assert torch.allclose(gradient, of_alone[name], rtol=1e-4, atol=1e-6), name
 
 
 @pytest.mark.parametrize("rows", [1000, 7])

@@ -12,7 +12,7 @@ import pytest
 
 from tests.train_support.tiny import tokenizer
 from train.data.chat import ChatEncoder
-from train.data.formats import BadRecord
+from train.data.records import BadRecord
 
 (_ROOT,) = importlib.util.find_spec("trl").submodule_search_locations
 TEMPLATES = Path(_ROOT) / "chat_templates"

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from train.data.formats import BadRecord, to_pair
+from train.data.formats import convert
+from train.data.records import BadRecord
+
+
+def to_pair(record):
+    assert (made := convert(record)).shape == "preference"
+    return made.record["sequences"]
+
 
 QUESTION = {"role": "user", "content": "2 and 2?"}
 RIGHT, WRONG = ({"role": "assistant", "content": text} for text in ("4", "5"))

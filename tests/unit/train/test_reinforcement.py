@@ -19,9 +19,9 @@ from train.control.progress import ControlSignals, Progress
 from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
 from train.data.formats import BadRecord
-from train.data.packing import RolloutRow, build_row
+from train.data.packing import build_row
 from train.graders.calls import calls_in
-from train.methods.methods import convert, method_of
+from train.methods.methods import method_of
 from train.methods.reinforcement import GROUP
 from train.methods.reinforcement import METHOD as REINFORCEMENT
 from train.methods.reinforcement_objective import ReinforcementObjective, to_batch
@@ -29,7 +29,7 @@ from train.model.model import load_model, load_tokenizer
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, InvalidSpec, InvalidTrainingData, NothingGraded
 from train.rollouts.form import Form
-from train.rollouts.grader import advantages, standard_error
+from train.rollouts.judges import advantages, standard_error
 from train.rollouts.samples import Samples, SamplesFile
 from train.trainer.prepare import prepare
 from weights.format.names import policy_name
@@ -98,19 +98,16 @@ def asked(**more):
 def test_a_file_of_prompts_is_checked_by_line(tmp_path):
     source, written = tmp_path / "p.jsonl", tmp_path / "train.jsonl"
     source.write_text("".join(json.dumps(asked(n=n)) + "\n" for n in range(12)))
-    report = check_training_file(source, chat_path=written, convert=REINFORCEMENT.convert)
+    report = check_training_file(source, chat_path=written, refuses=REINFORCEMENT.refuses)
     assert report.ok and report.shape == "prompt" and not report.warnings
     record = json.loads(written.read_bytes().splitlines()[3])
     assert record == {"messages": [{"role": "user", "content": "2 and 2?"}], "item": {"answer": "4", "n": 3}}
-    assert check_training_file(source, convert=convert).ok, "at the upload no job says which method"
     said = asked()
     said["messages"] = [*said["messages"], {"role": "assistant", "content": "4"}]
     source.write_text("".join(json.dumps(one) + "\n" for one in (asked(), said)))
-    ((line, _), *_) = check_training_file(source, convert=REINFORCEMENT.convert).errors
+    ((line, _), *_) = check_training_file(source, refuses=REINFORCEMENT.refuses).errors
     assert line == 2 and REINFORCEMENT.refuses("chat")
     assert method_of("supervised").refuses("prompt") and method_of("dpo").refuses("prompt")
-    with pytest.raises(BadRecord):
-        REINFORCEMENT.convert({"messages": ["x"]}, "prompt")
 
 
 def test_a_prompt_is_encoded_up_to_where_the_assistant_answers(tmp_path):
@@ -118,7 +115,7 @@ def test_a_prompt_is_encoded_up_to_where_the_assistant_answers(tmp_path):
     (((ids, learnt),),) = REINFORCEMENT.encode(ChatEncoder(tokenizer), asked())
     assert tokenizer.decode(ids).endswith("2 and 2?<|im_end|>\n<|im_start|>assistant\n") and not learnt.any()
     with pytest.raises(BadRecord, match=f"has {len(ids)} tokens, and 5 are left"):
-        REINFORCEMENT.cut([(ids, learnt)], 5)
+        REINFORCEMENT.check_cut([(ids, learnt)], 5)
 
 
 def test_advantages_are_rewards_less_the_mean_of_their_group():
@@ -164,9 +161,7 @@ def learnt_row(sequences, advantages, sampled, **more):
     """A row of (prompt, answer) pairs with an advantage and a log-probability for each token of the answers."""
     whole = [(np.concatenate([p, ids]), np.arange(len(p) + len(ids)) >= len(p)) for p, ids in sequences]
     row = build_row([whole], 0, 0, packing=False)
-    fields = {name: getattr(row, name) for name in row.__dataclass_fields__}
-    as_floats = {"advantages": np.float32(advantages), "sampled": np.float32(sampled)}
-    return RolloutRow(**fields, **as_floats, **more)
+    return replace(row, advantages=np.float32(advantages), sampled=np.float32(sampled), **more)
 
 
 def rollout_row(vocabulary=384, sequences=5, seed=0):

@@ -5,11 +5,12 @@ import json
 import pytest
 import torch
 from compressed_tensors.compressors import decompress_module
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.train_support.tiny import make_model_dir
-from train.convert.remake import FORMS, NotQuantisable, quantise
+from train.convert.remake import FORMS, NotQuantisable, merge, quantise
 from train.model.quantised import keep_quantised
 
 
@@ -74,3 +75,18 @@ def test_quantised_linear_decodes_what_is_stored_and_keeps_the_gradient_of_its_i
         assert torch.equal(result, torch.nn.functional.linear(inputs, weight, before.bias))
         (gradient,) = torch.autograd.grad(result.sum(), inputs)
         assert torch.equal(gradient, torch.ones_like(result) @ weight)
+
+
+def test_merge_adds_the_adapter_in_the_dtype_of_the_base(plain, tmp_path):
+    lora = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32),
+        LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], init_lora_weights=False),
+    )
+    lora.save_pretrained(tmp_path / "adapter")
+    merge(plain, tmp_path / "adapter", tmp_path / "out")
+    before, after = load_file(plain / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    layer = lora.get_submodule(f"base_model.model.{name}")
+    added = 2 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    assert torch.equal(after[f"{name}.weight"], (before[f"{name}.weight"].float() + added).bfloat16())
+    assert torch.equal(before["lm_head.weight"], after["lm_head.weight"])

@@ -160,7 +160,7 @@ function Settings({ file, validation }) {
 
 function Estimate({ plan }) {
   const { numbers, data } = plan;
-  const device = numbers && numbers.device;
+  const device = numbers && numbers.device, best = (plan.layouts || [])[0];
   return html`<div class="plan" role="status">
     <h3>${t("plan.title")}</h3>
     <p><${Badge} state=${plan.fits ? "ok" : "failed"}>${t(plan.fits ? "plan.fits" : "plan.fits_not")}</${Badge}> ${plan.waits || ""}</p>
@@ -172,6 +172,7 @@ function Estimate({ plan }) {
       [t("plan.tokens"), number(data.tokens)],
       [t("plan.longest"), number(data.longest_example_tokens)],
       [t("plan.steps"), number(data.steps)],
+      [t("plan.time"), best && best.hours !== null ? `${measure(best.hours)}, ${measure(best.kwh)}` : null],
       [t("new.epochs"), number(plan.hyperparameters.n_epochs)],
       [t("new.batch"), number(plan.hyperparameters.batch_size)],
       [t("plan.rate"), measure(plan.hyperparameters.learning_rate)],

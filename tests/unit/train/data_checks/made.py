@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 from train.data_checks.check import Check
 from train.data_checks.process import CHECKS, carried_out
-from train.methods.methods import convert
 
 
 def chat(question: str, answer: str) -> dict[str, Any]:
@@ -23,9 +22,9 @@ def write(path: Path, *records: Any) -> Path:
 
 def repeats(path: Path) -> dict[int, int]:
     """By the index of each (near) duplicate that of the example before it."""
-    check = Check(CHECKS, convert)
+    check = Check(CHECKS)
     with patch("train.data_checks.check._MOST_SHOWN", 10**6):
-        check.read(path)
+        check.report(path, "")
     found = [one for name in ("duplicates", "near_duplicates") for one in check.found[name].first]
     return {one["line"] - 1: one["of"] - 1 for one in found}
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from train.graders import formula
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
-from train.graders.graders import ScoreModel, check_threshold, leaves, parse
-from train.graders.grading import Graded, ModelAnswer, grade, requests
+from train.graders.graders import ModelAnswer, ScoreModel, check_threshold, leaves, parse
+from train.graders.grading import Graded, grade, requests
 from train.graders.templates import Sample, fill
 
 CHECK = {"type": "string_check", "name": "same", "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
@@ -177,22 +177,14 @@ def test_formulas_know_powers_and_functions() -> None:
     rewards = {"a": 3.0, "b": 0.25}
     assert formula.value("a ^ 2 + sqrt(b) - min(a, b, 9) * floor(2.7) / ceil(0.1)", rewards) == 9.0
     assert formula.value("abs(-a) + exp(0) + log(1) + max(a, b)", rewards) == 7.0
-    # Whole numbers of Python have no bound: this was one of 50 million digits, and took minutes.
-    with pytest.raises(GradingFailed):
-        formula.value("floor(1e300) ^ (max(ceil(165432), floor(1)))", rewards)
 
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "a / b",
-        "sqrt(1, 2)",
-        "min + 1",
-        "max((0 - a) ^ 0.5, 1)",
-        "9 ^ 9 ^ 9 ^ 9",
-    ],
+    # Whole numbers of Python have no bound: the last was one of 50 million digits, and took minutes.
+    ["a / b", "sqrt(1, 2)", "min + 1", "max((0 - a) ^ 0.5, 1)", "9 ^ 9 ^ 9 ^ 9", "floor(1e300) ^ max(ceil(165432), 1)"],
 )
-def test_a_formula_without_a_value_says_so(text: str) -> None:
+def test_formula_without_a_value_says_so(text: str) -> None:
     with pytest.raises(GradingFailed, match="has no value") as failure:
         formula.value(text, {"a": 1.0, "b": 0.0})
     assert failure.value.errors == GradingErrors(formula_parse_error=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import psutil
@@ -11,9 +12,8 @@ import pytest
 
 from train.graders import hosts as hosts_module
 from train.graders import worker
-from train.graders.errors import GradingErrors
-from train.graders.graders import parse
-from train.graders.grading import Graded, ModelAnswer
+from train.graders.graders import ModelAnswer, parse
+from train.graders.grading import Graded
 from train.graders.hosts import MAX_BUSY, Bounds, ForkBroke, GraderHosts
 from train.graders.templates import Sample
 
@@ -76,7 +76,7 @@ async def _child_of(hosts: GraderHosts) -> int:
     "body",
     [
         "import os; os.write(3, b'[' * 15000); os._exit(0)",
-        "import os; os.write(3, b'[{\"reward\": {}}]\\n'); os._exit(0)",
+        "import os; os.write(3, b'{\"reward\": {}}\\n'); os._exit(0)",
         "import os\n    while True: os.write(3, b'x' * 4096)",
         "import time; time.sleep(60)",
     ],
@@ -89,44 +89,47 @@ async def test_grade_code_without_a_result_is_its_own_error(
     assert graded.errors.python_grader_runtime_error and graded.reward == 0
 
 
+class Lines:
+    """The results of a child, in place of the worker: "loop" takes too long, "end" ends it."""
+
+    def __init__(self, rows: list[dict[str, Any]]):
+        self.items = iter([row["item"] for row in rows])
+
+    async def readuntil(self) -> bytes:
+        match next(self.items):
+            case "loop":
+                raise ForkBroke("it took longer than 120 s")
+            case "end":
+                raise ForkBroke("its process ended without a result")
+        return b'{"reward": 1, "passed": true}'
+
+
 @pytest.mark.parametrize(
-    ("loops", "run", "rewards"),
+    ("grader", "items", "rewards", "n_run"),
     [
         # Devices waited two minutes for each of a step's answers, and a step may have thousands.
-        ("abcde", 3, [0] * 5),
+        ("code", ["loop"] * 5, [0] * 5, 3),
         # A grader that runs what the model wrote meets answers that loop.
-        ("bcde", 5, [1, 0, 0, 0, 0]),
+        ("code", ["", *["loop"] * 4], [1, 0, 0, 0, 0], 5),
+        ("check", ["", "end", ""], [1, 0, 1], 3),
     ],
-    ids=["always", "some answers"],
 )
-async def test_grade_code_that_never_ends_is_not_run_for_every_answer(
-    hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch, loops: str, run: int, rewards: list[int]
+async def test_grade_samples_that_break_their_process_have_no_reward(
+    hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch, grader: str, items: list[str], rewards: list[int], n_run: int
 ) -> None:
-    """loops: the answers of which it never ends."""
+    began = []
 
-    async def graded(grader: object, rows: list[dict[str, Any]], *_: object) -> list[Graded]:
-        if rows[0]["sample"]["output_text"] in loops:
-            raise ForkBroke("it took longer than 120 s")
-        return [Graded(1.0, True)]
+    @asynccontextmanager
+    async def child(head: object, rows: list[dict[str, Any]], *_: object) -> AsyncIterator[Lines]:
+        began.append(len(rows))
+        yield Lines(rows)
 
-    monkeypatch.setattr(hosts, "_graded", graded)
-    found = await hosts.grade("ann", python("return 1"), [(Sample(text), None) for text in "abcde"])
-    assert [one.reward for one in found] == rewards
-    assert sum(one.errors.python_grader_runtime_error for one in found) == run - sum(rewards)
-    assert sum(one.errors.other_error for one in found) == len(found) - run
-
-
-async def test_grade_samples_without_code_that_break_their_process_are_graded_alone(
-    hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def graded(grader: object, rows: list[dict[str, Any]], *_: object) -> list[Graded]:
-        if any(row["item"] == "bad" for row in rows):
-            raise ForkBroke("its process ended without a result")
-        return [Graded(1.0, True)] * len(rows)
-
-    monkeypatch.setattr(hosts, "_graded", graded)
-    found = await hosts.grade("ann", CHECK, [(Sample(""), item) for item in ("good", "bad", "good")])
-    assert [one.reward for one in found] == [1, 0, 1] and found[1].errors == GradingErrors(other_error=True)
+    monkeypatch.setattr(hosts, "_child", child)
+    used = python("return 1") if grader == "code" else CHECK
+    found = await hosts.grade("ann", used, [(Sample(""), item) for item in items])
+    assert [one.reward for one in found] == rewards and sum(map(bool, began)) <= n_run
+    ran = [one.errors.python_grader_runtime_error if grader == "code" else True for one in found if not one.reward]
+    assert sum(ran) == n_run - sum(rewards)
 
 
 @needs_confinement
@@ -149,13 +152,15 @@ async def test_an_owner_that_grades_for_minutes_keeps_no_other_waiting(
 ) -> None:
     end, begun = asyncio.Event(), list[str]()
 
-    async def ask(head: dict[str, Any], samples: list[Any], *_: Any, **__: Any) -> bytes:
-        begun.append(samples[0]["item"] if samples else "checked")
-        if samples:
-            await end.wait()
-        return b'[{"reward": 1, "passed": true}]' if samples else b'""'
+    async def each(head: dict[str, Any], rows: list[Any], *_: Any) -> list[Any]:
+        if head["kind"] == "code":
+            begun.append("checked")
+            return [""] * len(rows)
+        begun.append(rows[0]["item"])
+        await end.wait()
+        return [Graded(1.0, True)]
 
-    monkeypatch.setattr(hosts, "_ask", ask)
+    monkeypatch.setattr(hosts, "_each", each)
 
     async def slow(owner: str) -> None:
         await hosts.grade(owner, CHECK, [(Sample(""), owner)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
@@ -11,6 +12,7 @@ import orjson
 from weights.format.foreign_json import is_deeper
 
 Record = dict[str, Any]
+Refuses = Mapping[str, tuple[Callable[[Any], bool], str]]
 MAX_DEPTH = 64
 
 # A string, which stays as it is, or a bare NaN. Possessive: linear in the text.
@@ -40,24 +42,24 @@ def loads(raw: bytes) -> Any:
     """The JSON value of a text: UTF-8, at most MAX_DEPTH levels, no key twice in an object, NaN as null. Raises
     BadRecord."""
     try:
-        found = orjson.loads(raw)
+        value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         # Python's json and pandas write an empty cell as NaN.
         if b"NaN" not in raw or (without := _without_nan(raw)) == raw:
             raise BadRecord(_why_not_json(raw, error)) from None
         return loads(without)
     # Walking is not cheap, but few records have enough brackets to be too deep.
-    if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and is_deeper(found, MAX_DEPTH):
+    if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and is_deeper(value, MAX_DEPTH):
         raise BadRecord(f"is nested deeper than {MAX_DEPTH} levels")
     # orjson keeps the last of two equal keys. Each key has one colon outside strings, so what is written again without
     # a key has fewer of them; a colon that is escaped in a string may hide that.
-    if raw.count(b":") != orjson.dumps(found).count(b":") or _ESCAPED_COLON.search(raw):
+    if raw.count(b":") != orjson.dumps(value).count(b":") or _ESCAPED_COLON.search(raw):
         _refuse_twice(raw)
-    return found
+    return value
 
 
 def _without_nan(raw: bytes) -> bytes:
-    return _STRING_OR_NAN.sub(lambda found: found[0] if found[0][:1] == b'"' else b"null", raw)
+    return _STRING_OR_NAN.sub(lambda match: match[0] if match[0][:1] == b'"' else b"null", raw)
 
 
 def _refuse_twice(raw: bytes) -> None:
@@ -116,15 +118,75 @@ def is_empty(value: Any) -> bool:
     return value is None or (not value and isinstance(value, (str, list, dict)))
 
 
-def one_of(record: Record, names: tuple[str, ...], where: str = "") -> Any:
-    """The value under the first of several names of one field; None without any. Raises BadRecord where two differ."""
-    found, first = None, ""
-    for name in names:
-        value = record.get(name)
-        if value is None:
-            continue
-        if first and not is_empty(value) and value != found:
-            raise BadRecord(f"{where}has both {first!r} and {name!r}, which differ; expected one of the two")
-        if not first:
-            found, first = value, "" if is_empty(value) else name
-    return found
+def has_value(value: Any) -> bool:
+    return not is_empty(value)
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+class Fields:
+    """One object of a row, in a `with`: a field that nothing takes within it is refused or reported as left out.
+
+    Args:
+        left: gets the names of fields that are left out: `source`, `messages[].id`.
+        where: the object's place in the row: `messages[3]`; "" for the row itself.
+        refuses: by key, which of its values make the row unusable, and why.
+    """
+
+    def __init__(self, record: Record, left: set[str], where: str = "", refuses: Refuses | None = None):
+        self.record, self.left, self._where, self._refuses = record, left, where, refuses or {}
+        self._taken: set[str] = set()
+
+    def __enter__(self) -> Fields:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            unread = self.unread()
+            path = re.sub(r"\[\d+\]", "[]", f"{self._where}." if self._where else "")
+            self.left.update(f"{path}{key}" for key, value in unread.items() if has_value(value))
+
+    def values_of(self, *names: str) -> dict[str, Any]:
+        """The values under these names that are not null."""
+        self._taken.update(names)
+        return {name: self.record[name] for name in names if self.record.get(name) is not None}
+
+    def take(self, *names: str) -> Any:
+        """The value under the first of several names of one field; None without any. Raises BadRecord where two
+        differ."""
+        given = self.values_of(*names)
+        full = [name for name, value in given.items() if has_value(value)]
+        for other in full[1:]:
+            if given[other] != given[full[0]]:
+                both = f"both {full[0]!r} and {other!r}"
+                raise BadRecord(f"{self._prefix}has {both}, which differ; expected one of the two")
+        return given[full[0]] if full else next(iter(given.values()), None)
+
+    def text(self, *names: str) -> str | None:
+        """As `take`, None for an empty value. Raises BadRecord for one that is not a string."""
+        value = self.take(*names)
+        if is_empty(value):
+            return None
+        if not isinstance(value, str):
+            raise BadRecord(f"{self._prefix}has a {kind_of(value)} as {self.name(*names)!r}, expected a string")
+        return value
+
+    def name(self, *names: str) -> str:
+        """The one of these names that the object has."""
+        return next(iter(self.values_of(*names)), next((name for name in names if name in self.record), names[0]))
+
+    def unread(self) -> Record:
+        """The fields that nothing took. Raises BadRecord for one that the object must not have."""
+        unread = {key: value for key, value in self.record.items() if key not in self._taken}
+        for key in self._refuses.keys() & unread.keys():
+            is_refused, why = self._refuses[key]
+            if is_refused(unread[key]):
+                raise BadRecord(f"{self._prefix}has {key!r}: {why}")
+        self._taken.update(unread)
+        return unread
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self._where} " if self._where else ""

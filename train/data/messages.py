@@ -1,69 +1,42 @@
-"""Reads the turns of a conversation, by whatever names their fields have, as messages of OpenAI's chat format.
-
-TURN_READS says which keys are read of the turn of each role, TURN_REFUSES which make the record unusable; all others
-are left out, and reported by `left_out_of_turns`.
-"""
+"""Reads the turns of a conversation, by whatever names their fields have, as messages of OpenAI's chat format."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from train.shapes.records import BadRecord, NoAnswer, Record, is_empty, kind_of, loads, one_of, quoted
+from train.data.records import (
+    BadRecord,
+    Fields,
+    NoAnswer,
+    Record,
+    Refuses,
+    has_value,
+    is_empty,
+    kind_of,
+    listed,
+    loads,
+    quoted,
+)
 
 # Templates may take the square of their number, and no context holds as many.
 MOST_MESSAGES = 8192
-ROLE, CONTENT = ("role", "from"), ("content", "value")
-SYSTEM = ("system", "system_prompt")
 WEIGHT = ("weight", "train", "loss", "trainable", "training", "loss_mask", "loss_scale")
-REASONING = ("reasoning", "reasoning_content", "thinking")
 CALLS = ("tool_calls", "function_call")
-ARGUMENTS = ("arguments", "parameters", "input", "args")
-
-_ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "bot": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "ipython": "tool",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-}
+_CONTENT = ("content", "value")
+_REASONING = ("reasoning", "reasoning_content", "thinking")
+_ARGUMENTS = ("arguments", "parameters", "input", "args")
 _CALL_ROLES = ("function_call", "tool_call")
-_OF_ALL = frozenset((*ROLE, *CONTENT, *WEIGHT, "name"))
-TURN_READS: Mapping[str, frozenset[str]] = {
-    "system": _OF_ALL,
-    "user": _OF_ALL,
-    "assistant": _OF_ALL | {*CALLS, *REASONING, "refusal"},
-    "tool": _OF_ALL | {"tool_call_id"},
+_ROLES = {
+    role: ours
+    for ours, roles in {
+        "system": ("system", "developer"),
+        "user": ("user", "human", "prompter"),
+        "assistant": ("assistant", "gpt", "model", "chatgpt", "bing", "bard", "bot", *_CALL_ROLES),
+        "tool": ("tool", "function", "observation", "function_response", "tool_response", "ipython"),
+    }.items()
+    for role in roles
 }
-FUNCTION_READS = frozenset(("name", *ARGUMENTS))
-CALL_READS = {True: frozenset(("id", "type", "function")), False: frozenset(("id", "type")) | FUNCTION_READS}
-"""By whether the function is in an envelope."""
-PART_READS = frozenset(("type", "text", "refusal"))
-_TEXTS = {"assistant": (("reasoning_content", REASONING),), "tool": (("tool_call_id", ("tool_call_id",)),)}
-"""Optional texts of a role's messages, with their names in a turn."""
-
-Refusals = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""By key: which of its values make a record unusable, and why."""
-
-
-def has_value(value: Any) -> bool:
-    return not is_empty(value)
 
 
 def is_off(value: Any) -> bool:
@@ -71,12 +44,12 @@ def is_off(value: Any) -> bool:
 
 
 _MEDIA_KINDS = ("image", "images", "img", "picture", "pictures", "photo", "audio", "audios", "video", "videos")
-MEDIA_REFUSES: Refusals = {
+MEDIA_REFUSES: Refuses = {
     kind + tail: (has_value, "images, audio and video cannot be trained on; leave out these examples")
     for kind in _MEDIA_KINDS
     for tail in ("", "_url", "_urls", "_path", "_paths", "_file", "_files", "_bytes")
 } | {"pixel_values": (has_value, "images cannot be trained on; leave out these examples")}
-TURN_REFUSES: Refusals = {
+TURN_REFUSES: Refuses = {
     **MEDIA_REFUSES,
     "tool_responses": (has_value, "write each result as a message with the role 'tool'"),
     "channel": (lambda value: value == "analysis", "write a thought as 'reasoning_content' of the answer after it"),
@@ -87,35 +60,33 @@ TURN_REFUSES: Refusals = {
 }
 
 
-def refuse(record: Record, refuses: Refusals, where: str = "") -> None:
-    """Raises BadRecord for a key that a record must not have."""
-    for key in refuses.keys() & record.keys():
-        is_refused, why = refuses[key]
-        if is_refused(record[key]):
-            raise BadRecord(f"{where}has {key!r}: {why}")
+def read_messages(turns: Any, left: set[str], name: str = "messages", n_calls: int = 0) -> list[Record]:
+    """Messages with only what training reads: calls have ids, results belong to calls. Raises BadRecord.
 
-
-def read_messages(turns: Any, name: str = "messages") -> list[Record]:
-    """Messages with only what training reads: calls have ids, results belong to calls. Raises BadRecord."""
+    Args:
+        left: as `Fields` has it.
+        name: where the turns are in the row.
+        n_calls: how many calls the messages before these have.
+    """
     if not isinstance(turns, list) or not turns:
         raise BadRecord(f"{name!r} must be a list with at least one message")
     if len(turns) > MOST_MESSAGES:
         raise BadRecord(f"has {len(turns)} messages, at most {MOST_MESSAGES} are allowed in one example")
     messages: list[Record] = []
     unanswered: list[Record] = []
-    calls = 0
     for index, turn in enumerate(turns):
         where = f"{name}[{index}]"
-        role = role_of(turn, where)
-        is_call = turn_role(turn) in _CALL_ROLES
-        message = _message(turn, role, is_call, where, calls)
-        if role == "tool":
+        if not isinstance(turn, dict):
+            raise BadRecord(f"{where} is a {kind_of(turn)}, expected an object with 'role' and 'content'")
+        with Fields(turn, left, where, TURN_REFUSES) as fields:
+            message = _message(fields, where, n_calls)
+        if message["role"] == "tool":
             _find_call(message, unanswered, where)
-        elif role == "assistant":
+        elif message["role"] == "assistant":
             unanswered = list(message.get("tool_calls", ()))
-            calls += len(unanswered)
+            n_calls += len(unanswered)
             last = messages[-1] if messages else {}
-            if is_call and last.get("role") == "assistant" and _is_call_alone(message, last):
+            if _role_in(turn) in _CALL_ROLES and last.get("role") == "assistant" and _is_call_alone(message, last):
                 # Several calls, or a text and its calls, are one answer of a model.
                 last["tool_calls"] = [*last.get("tool_calls", ()), *unanswered]
                 unanswered = list(last["tool_calls"])
@@ -124,159 +95,106 @@ def read_messages(turns: Any, name: str = "messages") -> list[Record]:
     return messages
 
 
-def with_system(turns: Any, record: Record) -> Any:
-    """The turns after the system prompt that a record has besides them. Raises BadRecord where they have another."""
-    text = one_of(record, SYSTEM)
-    if is_empty(text):
+def with_system(turns: Any, fields: Fields) -> Any:
+    """The turns after the system prompt that a row has in a field of its own. Raises BadRecord where they have
+    another."""
+    text = fields.text("system", "system_prompt")
+    if text is None:
         return turns
-    if not isinstance(text, str):
-        raise BadRecord(f"'system' is a {kind_of(text)}, expected a string")
     first = turns[0] if isinstance(turns, list) and turns else None
-    if _ROLES.get(turn_role(first)) != "system":
+    if role_of(first) != "system":
         return [{"role": "system", "content": text}, *listed(turns)]
-    if str(one_of(first, CONTENT)).strip() != text.strip():
+    if str(Fields(first, set()).take(*_CONTENT)).strip() != text.strip():
         raise BadRecord("has a 'system' and another system message; expected one of the two")
     return turns
 
 
 def untrained(turn: Any) -> Any:
     """A turn of a prompt: of a completion's row the completion is trained, and no earlier answer unless it says so."""
-    if _ROLES.get(turn_role(turn)) != "assistant" or any(turn.get(key) is not None for key in WEIGHT):
+    if role_of(turn) != "assistant" or any(turn.get(key) is not None for key in WEIGHT):
         return turn
     return {**turn, "weight": 0}
 
 
-def ends_with_user(turns: Any) -> bool:
-    return last_role(turns) == "user"
-
-
 def last_role(turns: Any) -> str | None:
-    return _ROLES.get(turn_role(turns[-1])) if isinstance(turns, list) and turns else None
+    return role_of(turns[-1]) if isinstance(turns, list) and turns else None
 
 
-def turn_role(turn: Any) -> str:
+def role_of(turn: Any) -> str | None:
+    """One of system, user, assistant and tool; None for what is none of them."""
+    return _ROLES.get(_role_in(turn))
+
+
+def _role_in(turn: Any) -> str:
     """The role as the turn names it, in lower case."""
     if not isinstance(turn, dict):
         return ""
-    found = turn.get("role")
-    if found is None:
-        found = turn.get("from")
-    return found.lower() if isinstance(found, str) else ""
+    role = turn.get("from") if turn.get("role") is None else turn["role"]
+    return role.lower() if isinstance(role, str) else ""
 
 
-def role_of(turn: Any, where: str) -> str:
-    """One of system, user, assistant and tool. Raises BadRecord."""
-    if not isinstance(turn, dict):
-        raise BadRecord(f"{where} is a {kind_of(turn)}, expected an object with 'role' and 'content'")
-    role = _ROLES.get(turn_role(turn))
+def _message(fields: Fields, where: str, calls_before: int) -> Record:
+    role = role_of(fields.record)
+    key = "from" if fields.take("role") is None and fields.take("from") is not None else "role"
     if role is None:
-        key = next((name for name in ROLE if name in turn), "role")
         raise BadRecord(
-            f"{where}.{key} is {quoted(turn.get(key))}; expected one of system, developer, user, assistant, tool "
-            "(or human, gpt, function_call, observation)"
+            f"{where}.{key} is {quoted(fields.record.get(key))}; expected one of system, developer, user, assistant, "
+            "tool (or human, gpt, function_call, observation)"
         )
-    return role
-
-
-def left_out_of_turns(turns: Any, name: str) -> Iterator[str]:
-    """Names of what is not read of turns: `messages[].id`."""
-    for turn in turns if isinstance(turns, list) else ():
-        if not isinstance(turn, dict):
-            continue
-        said = turn_role(turn)
-        yield from _left(turn, TURN_READS[_ROLES.get(said, "user")], f"{name}[]")
-        content = next((turn[key] for key in CONTENT if turn.get(key) is not None), None)
-        for part in content if isinstance(content, list) else ():
-            yield from _left(part, PART_READS, f"{name}[].content[]")
-        for key in CALLS:
-            if key in turn:
-                yield from _left_of_calls(turn[key], f"{name}[].{key}")
-        if said in _CALL_ROLES:
-            yield from _left_of_calls(content, f"{name}[].value")
-
-
-def _left_of_calls(calls: Any, name: str) -> Iterator[str]:
-    for call in listed(_json(calls, name) if isinstance(calls, str) else calls):
-        if isinstance(call, dict):
-            yield from _left(call, CALL_READS["function" in call], name)
-            yield from _left(call.get("function"), FUNCTION_READS, f"{name}.function")
-
-
-def _left(value: Any, reads: frozenset[str], name: str) -> Iterator[str]:
-    if isinstance(value, dict):
-        for key in value.keys() - reads:
-            if not is_empty(value[key]):
-                yield f"{name}.{key}"
-
-
-def listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def _message(turn: Record, role: str, is_call: bool, where: str, calls_before: int) -> Record:
-    refuse(turn, TURN_REFUSES, f"{where} ")
-    result: Record = {"role": role}
-    content: Any = one_of(turn, CONTENT, f"{where} ")
-    calls = _calls_in(turn, role, where)
-    if is_call:
+    message: Record = {"role": role}
+    content, calls = fields.take(*_CONTENT), _calls_in(fields, role, where)
+    if _role_in(fields.record) in _CALL_ROLES:
         if not isinstance(content, str):
             raise BadRecord(f"{where} must have a call as its text: JSON with 'name' and 'arguments'")
         calls, content = [*listed(_json(content, where)), *calls], ""
     elif role == "tool" and isinstance(content, dict):
         content = json.dumps(content, ensure_ascii=False)
     else:
-        content = _text(where, content)
+        content = _text(content, fields.left, f"{where}.content")
     if calls:
-        result["tool_calls"] = [_call(call, where, calls_before + number) for number, call in enumerate(calls, 1)]
-    if role == "assistant" and (refusal := _one_text(turn, ("refusal",), where)):
+        message["tool_calls"] = [
+            _call(call, fields.left, where, calls_before + number) for number, call in enumerate(calls, 1)
+        ]
+    if role == "assistant" and (refusal := fields.text("refusal")):
         if content:
             raise BadRecord(f"{where} has both a text and a 'refusal'; expected one of the two")
         content = refusal
     if content is None and not calls:
         raise (NoAnswer if role == "assistant" else BadRecord)(f"{where}.content is missing")
-    result["content"] = content or ""
-    if role == "assistant" and not calls and not result["content"].strip():
+    message["content"] = content or ""
+    if role == "assistant" and not calls and not message["content"].strip():
         raise NoAnswer(f"{where} is an assistant message without text")
-    _add_weight(result, turn, where)
-    for field, names in (("name", ("name",)), *_TEXTS.get(role, ())):
-        if text := _one_text(turn, names, where):
-            result[field] = text
-    return result
+    weight = _weight(fields.values_of(*WEIGHT), role, where)
+    optional = {"weight": weight, "name": fields.text("name")}
+    if role == "assistant":
+        optional["reasoning_content"] = fields.text(*_REASONING)
+    if role == "tool":
+        optional["tool_call_id"] = fields.text("tool_call_id")
+    return message | {key: value for key, value in optional.items() if value is not None}
 
 
-def _one_text(turn: Record, names: tuple[str, ...], where: str) -> str | None:
-    value = one_of(turn, names, f"{where} ")
-    if is_empty(value):
-        return None
-    if not isinstance(value, str):
-        key = next(name for name in names if turn.get(name) is value)
-        raise BadRecord(f"{where}.{key} is a {kind_of(value)}, expected a string")
-    return value
-
-
-def _add_weight(result: Record, turn: Record, where: str) -> None:
-    given = {key: turn[key] for key in WEIGHT if turn.get(key) is not None}
+def _weight(given: dict[str, Any], role: str, where: str) -> int | None:
     for key, value in given.items():
         is_weight = isinstance(value, (bool, int, float)) and value in (0, 1)
-        if not is_weight or (value and result["role"] != "assistant"):
+        if not is_weight or (value and role != "assistant"):
             raise BadRecord(f"{where}.{key} is {quoted(value)}; expected 0 or 1, on assistant messages only")
     if len(weights := {int(value) for value in given.values()}) > 1:
         raise BadRecord(f"{where} has two different weights: {', '.join(map(repr, given))}")
-    if weights and result["role"] == "assistant":
-        result["weight"] = weights.pop()
+    return weights.pop() if weights and role == "assistant" else None
 
 
-def _text(where: str, content: Any) -> str | None:
+def _text(content: Any, left: set[str], where: str) -> str | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadRecord(f"{where}.content is a {kind_of(content)}, expected a string or a list of text parts")
+        raise BadRecord(f"{where} is a {kind_of(content)}, expected a string or a list of text parts")
     texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+    for index, part in enumerate(content):
+        with Fields(part if isinstance(part, dict) else {}, left, f"{where}[{index}]") as fields:
+            kind = fields.take("type")
+            text = fields.take("refusal" if kind == "refusal" else "text")
         if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
-            raise BadRecord(f"{where}.content has a part of type {quoted(kind)}; only text can be trained on")
+            raise BadRecord(f"{where} has a part of type {quoted(kind)}; only text can be trained on")
         texts.append(text)
     return "".join(texts)
 
@@ -284,14 +202,13 @@ def _text(where: str, content: Any) -> str | None:
 # -- calls and their results -------------------------------------------------------------------------------------------
 
 
-def _calls_in(turn: Record, role: str, where: str) -> list[Any]:
-    found = {key: turn[key] for key in CALLS if key in turn and not is_empty(turn[key])}
-    for key in found:
-        if role != "assistant":
-            raise BadRecord(f"{where}.{key} belongs to assistant messages only")
-    if len(found) > 1:
+def _calls_in(fields: Fields, role: str, where: str) -> list[Any]:
+    given = {key: calls for key, calls in fields.values_of(*CALLS).items() if has_value(calls)}
+    if given and role != "assistant":
+        raise BadRecord(f"{where}.{next(iter(given))} belongs to assistant messages only")
+    if len(given) > 1:
         raise BadRecord(f"{where} has both 'tool_calls' and 'function_call'; expected one of the two")
-    for key, calls in found.items():
+    for key, calls in given.items():
         if isinstance(calls, str):
             calls = _json(calls, f"{where}.{key}")
         if key == "tool_calls" and not isinstance(calls, list):
@@ -300,16 +217,18 @@ def _calls_in(turn: Record, role: str, where: str) -> list[Any]:
     return []
 
 
-def _call(call: Any, where: str, number: int) -> Record:
+def _call(call: Any, left: set[str], where: str, number: int) -> Record:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise BadRecord(f"{where} has a call without a 'name'; expected {{'name': text, 'arguments': {{…}}}}")
-    arguments = _arguments(one_of({**call, **function}, ARGUMENTS, f"{where} "), function["name"], where)
-    identity = call.get("id")
+    merged = {key: value for key, value in call.items() if key != "function"} | function
+    with Fields(merged, left, f"{where}.tool_calls") as fields:
+        name, identity, _ = (fields.take(key) for key in ("name", "id", "type"))
+        arguments = _arguments(fields.take(*_ARGUMENTS), name, where)
     return {
         "id": f"call_{number}" if is_empty(identity) else str(identity),
         "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
+        "function": {"name": name, "arguments": arguments},
     }
 
 
@@ -372,20 +291,17 @@ def _json(text: str, where: str) -> Any:
 # -- tools -------------------------------------------------------------------------------------------------------------
 
 
-def read_tools(record: Record) -> Record:
-    """{"tools"} of a record that has any, as a list or as JSON text, by either of OpenAI's names; else {}. Functions
+def read_tools(fields: Fields) -> Record:
+    """{"tools"} of a row that has any, as a list or as JSON text, by either of OpenAI's names; else {}. Functions
     without an envelope get one. Raises BadRecord."""
-    given = {key: record[key] for key in ("tools", "functions") if not is_empty(record.get(key))}
-    if len(given) > 1:
-        raise BadRecord("has both 'tools' and 'functions', which is OpenAI's older name of the same")
-    for key, tools in given.items():
-        if isinstance(tools, str):
-            tools = _json(tools, repr(key)) if tools.strip() else []
-        if not is_empty(tools) and not isinstance(tools, list):
-            raise BadRecord(f"{key!r} is a {kind_of(tools)}, expected a list")
-        if tools:
-            return {"tools": [_tool(tool, f"{key}[{index}]") for index, tool in enumerate(tools)]}
-    return {}
+    tools, key = fields.take("tools", "functions"), fields.name("tools", "functions")
+    if isinstance(tools, str):
+        tools = _json(tools, repr(key)) if tools.strip() else []
+    if is_empty(tools):
+        return {}
+    if not isinstance(tools, list):
+        raise BadRecord(f"{key!r} is a {kind_of(tools)}, expected a list")
+    return {"tools": [_tool(tool, f"{key}[{index}]") for index, tool in enumerate(tools)]}
 
 
 def _tool(tool: Any, where: str) -> Record:
@@ -396,15 +312,14 @@ def _tool(tool: Any, where: str) -> Record:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRecord(f"{where} needs 'type': 'function' and 'function' with a 'name'")
-    parameters = one_of(function, ("parameters", "input_schema"), f"{where} ")
+    fields = Fields(function, set(), where)
+    parameters = fields.take("parameters", "input_schema")
     if isinstance(parameters, str) and parameters.strip():
         parameters = _json(parameters, f"{where}.parameters")
     if not is_empty(parameters) and not isinstance(parameters, dict):
         raise BadRecord(f"{where}.parameters is a {kind_of(parameters)}, expected a JSON schema as an object")
-    function = {key: value for key, value in function.items() if key not in ("parameters", "input_schema")}
-    if isinstance(parameters, dict):
-        function["parameters"] = parameters
-    return _without_null({**tool, "function": function})
+    schema = {"parameters": parameters} if isinstance(parameters, dict) else {}
+    return _without_null({**tool, "function": fields.unread() | schema})
 
 
 def _without_null(value: Any) -> Any:

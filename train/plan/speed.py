@@ -1,0 +1,152 @@
+"""Estimates the time of an optimizer step before a job starts. Pure arithmetic on shapes.
+
+A rank computes a micro-batch, and meanwhile sends and fetches what ZeRO shares out; the longer of the two counts, and
+LOST of the shorter. For each token, N being the weights that it passes, s the tokens that it attends to on average,
+passes 3 for all weights, 2 for adapters (their base needs no gradients), again 1 with activation checkpointing:
+
+    products     2 N (passes + again) FLOPs, the head's without `again`, at the rate that large products reach, times
+                 h / (h + NARROW), since narrow ones reach less; those of experts at EXPERTS of that
+    attention    2 q s layers (3.5 + again) FLOPs, causal, FlashAttention's backward pass being 2.5 forward ones (Dao,
+                 "FlashAttention-2", arXiv:2307.08691), at ATTENTION of that rate
+    memory       TRAFFIC x what its layers keep (train.plan.estimate) for each of 3 + again passes, as every kernel that
+                 is not a product reads and writes; with adapters ADAPTER bytes more per element into and out of a layer
+    4-bit base   DEQUANTISED bytes of memory traffic per weight of a micro-batch for each of 2 + again passes
+    launches     no less than LAYER_S for each layer of a micro-batch: small models do not fill a device
+
+Links carry per rank, b being the bytes of an element (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 7, with
+fp32 gradients):
+
+    ZeRO-3       2 b P (N - 1) / N in a micro-batch: weights for both passes; and gradients as ZeRO-2
+    ZeRO-2       4 T (N - 1) / N in a micro-batch; ZeRO-1 the same once in a step
+    ZeRO-1, 2    b T (N - 1) / N once in a step: the new weights
+    tensor       4 + 2 again all-reduces of tokens x h for each layer, which nothing hides (Shoeybi et al.,
+                 "Megatron-LM", arXiv:1909.08053)
+    sequence     4 + 2 again exchanges of tokens x (q + k) for each layer, which nothing hides (Jacobs et al.,
+                 "DeepSpeed Ulysses", arXiv:2309.14509)
+    offload      weights b P / N for both passes of a micro-batch; gradients 4 T / N down and weights b T / N up; 28 T
+                 bytes of the host's memory for Adam
+
+The constants were set by the calibration points of tests/unit/train/published_points.csv, which has their sources; the
+others of its points show the error (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.devices.published import Accelerator
+from train.plan.estimate import ELEMENT_BYTES, ModelShape, layer_bytes, trained_parameters
+
+NARROW = 512.0
+EXPERTS = 0.3
+ATTENTION = 0.6
+TRAFFIC, FUSED_TRAFFIC = 3.0, 1.2  # kernel by kernel, as here; compiled
+ADAPTER = 6.0
+HEAD_TRAFFIC = 40.0  # bytes of a logit
+DEQUANTISED = 13.0
+MEMORY_SHARE = 0.85  # of its published rate
+LOST = 0.3
+LAYER_S = 0.002
+HOST_MEMORY_RATE = 100e9  # of one machine: two sockets reach twice that where every thread reads its own
+UNKNOWN = Accelerator(100e12, 1e12, 20e9, 25e9, 300, 0.6)
+"""Stands for a device that no table has: it orders layouts, and nobody is shown its hours."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of an optimizer step on one rank: it computes, and links to other ranks or to the host are busy."""
+
+    compute_s: float
+    links_s: float
+    host_s: float
+    step_s: float
+
+    @property
+    def bound_by(self) -> str:
+        parts = {"compute": self.compute_s, "links": self.links_s, "host": self.host_s}
+        return max(parts, key=lambda name: parts[name])
+
+    def watts(self, device: Accelerator) -> float:
+        """Power of one device: a node of 8 H100s draws at most 0.8 of its rated power (arXiv:2412.08602), and a device
+        that waits about 0.15."""
+        return device.board_w * (0.15 + 0.65 * min(1.0, self.compute_s / self.step_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """row_tokens: of one row of a step, on average. attended: tokens of the sequence that a token is in, on average
+    over tokens. forwards: further forward passes that the method makes for each token."""
+
+    row_tokens: float
+    attended: float
+    forwards: float = 0.0
+
+
+def step_time(
+    shape: ModelShape,
+    fields: Mapping[str, Any],
+    ranks: int,
+    device: Accelerator,
+    *,
+    load: Load,
+    traffic: float = TRAFFIC,
+) -> StepTime:
+    """The time of a step on `ranks` devices.
+
+    Args:
+        fields: of a TrainSpec.
+        traffic: bytes of memory traffic for each byte that a layer keeps.
+    """
+    shards, stage, offload = fields.get("tensor_parallel", 1), max(1, fields["zero_stage"]), fields["offload"]
+    parts, groups, element = fields.get("sequence_parallel", 1), ranks // shards, ELEMENT_BYTES[fields["precision"]]
+    again, passes = float(fields["activation_checkpointing"]), 3 if fields["full"] else 2
+    tokens, forwards = load.row_tokens * fields["micro_batch"] / parts, load.forwards
+    micro_batches = fields["batch_size"] * parts / (fields["micro_batch"] * groups)
+    width = shape.hidden or 4096  # unknown
+    rate = device.peak_flops * device.product_share * width / (width + NARROW)
+    memory_rate = device.memory_rate * MEMORY_SHARE
+
+    heads, head = shape.queries + shape.kv_heads * shape.head_dim, shape.vocab * shape.hidden
+    weights = shape.layers * shape.hidden * (2 * heads + 3 * shape.ffn) if shape.layers else shape.n_parameters
+    layers = 3 + again + forwards
+    if shape.experts:
+        weights += (1 / EXPERTS - 1) * shape.layers * 3 * shape.hidden * shape.ffn
+    flops = 2 * weights * (passes + again + forwards) / shards + 2 * head * (passes + forwards)
+    flops += 2 * shape.layers * shape.queries * load.attended * (0.5 + layers) / shards / ATTENTION
+    kept = layer_bytes(shape.hidden, heads, shape.ffn, experts=shape.experts, norms=shape.norms, shards=shards)
+    moved = traffic * shape.layers * kept * layers + HEAD_TRAFFIC * shape.vocab
+    moved += 0 if fields["full"] else ADAPTER * shape.lora_sides * layers
+    compute = tokens * (flops / rate + moved * element / 2 / memory_rate)
+    if shape.quantised_bytes:
+        compute += DEQUANTISED * (shape.n_parameters - shape.outside) * (2 + again + forwards) / memory_rate
+    compute = max(compute, LAYER_S * max(1, shape.layers))
+
+    trained = trained_parameters(shape, fields)
+    cut, others = trained / shards, (groups - 1) / groups
+    base = shape.base_bytes(element) / shards
+    fetched = 2 * base * others if stage == 3 else 0.0
+    links = fetched + (4 * cut * others if stage > 1 else 0.0)
+    links_of_step = (4 * cut * others if stage == 1 else 0.0) + (element * cut * others if stage < 3 else 0.0)
+    heads_sent = (4 + 2 * again) * shape.layers * tokens * heads * element * (parts - 1) / parts
+    reduced = heads_sent + (4 + 2 * again) * shape.layers * tokens * shape.hidden * element * 2 * (shards - 1) / shards
+    host = host_of_step = 0.0
+    if offload == "parameters":
+        host += 2 * base / groups
+    if offload != "none":
+        host += (4 if stage > 1 else 0) * cut / groups
+        host_of_step = ((4 if stage == 1 else 0) + element) * cut / groups
+    host_rate = min(device.host_rate, 2 * HOST_MEMORY_RATE / ranks)
+    adam_s = 28 * trained / (HOST_MEMORY_RATE if offload != "none" else ranks * memory_rate)
+
+    links_s, host_s = links / device.link_rate, host / host_rate
+    parts = (compute, links_s, host_s)
+    each = max(parts) + LOST * (sum(parts) - max(parts)) + reduced / device.link_rate
+    once = links_of_step / device.link_rate + host_of_step / host_rate + adam_s
+    return StepTime(
+        compute_s=micro_batches * compute,
+        links_s=micro_batches * (links + reduced) / device.link_rate + links_of_step / device.link_rate,
+        host_s=micro_batches * host_s + host_of_step / host_rate + (adam_s if offload != "none" else 0.0),
+        step_s=micro_batches * each + once,
+    )
