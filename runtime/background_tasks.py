@@ -117,8 +117,8 @@ class BackgroundTasks:
         for name, trouble in list(self._troubles.items()):
             if trouble.next_try_s is not None and now_s - trouble.next_try_s >= STEADY_S:
                 self._well(name)
-        found = [{"name": name, **asdict(trouble)} for name, trouble in sorted(self._troubles.items())]
-        return [one if (one["next_try_s"] or 0.0) > now_s else one | {"next_try_s": None} for one in found]
+        rows = [{"name": name, **asdict(trouble)} for name, trouble in sorted(self._troubles.items())]
+        return [row if (row["next_try_s"] or 0.0) > now_s else row | {"next_try_s": None} for row in rows]
 
     async def stop(self) -> None:
         """Cancel all tasks and wait for them to end."""

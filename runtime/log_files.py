@@ -1,4 +1,4 @@
-"""The logs of a folder: which there are, and how one ends."""
+"""Lists the logs of a folder, and reads the end of one."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class LogFile(NamedTuple):
 
 def logs_in(folder: Path) -> list[LogFile]:
     """Those written last first."""
-    found = []
+    logs = []
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
             try:
-                told = path.stat()
+                status = path.stat()
             except FileNotFoundError:
                 continue  # turned over meanwhile
-            found.append(LogFile(told.st_mtime, told.st_size, path.relative_to(folder).as_posix()))
-    return sorted(found, reverse=True)
+            logs.append(LogFile(status.st_mtime, status.st_size, path.relative_to(folder).as_posix()))
+    return sorted(logs, reverse=True)
 
 
 def end_of(path: Path, most_bytes: int) -> tuple[str, int]:

@@ -81,9 +81,9 @@ def readable(text: str) -> str:
 
 def _readable(line: str) -> str:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except ValueError:
         return line
-    if not isinstance(found, dict) or not isinstance(found.get("event"), str):
+    if not isinstance(record, dict) or not isinstance(record.get("event"), str):
         return line
-    return "\n".join(filter(None, (f"{found.get('level', '')}: {found['event']}", found.get("exception"))))
+    return "\n".join(filter(None, (f"{record.get('level', '')}: {record['event']}", record.get("exception"))))

@@ -29,17 +29,19 @@ def shares(events: Sequence[Any], seconds: float, collectives: str) -> dict[str,
     """
     # Not annotations (torch.profiler.record_function, a collective's and an optimizer's own among them): the profiler
     # gives each a range on the device too, over the kernels that stand beside it.
-    on_device = [one for one in events if one.device_type.name != _HOST and not one.is_user_annotation]
+    on_device = [event for event in events if event.device_type.name != _HOST and not event.is_user_annotation]
     stepping = max(_by_thread(events).items(), key=lambda item: item[1], default=(0, 0.0))[0]
-    measured = on_device or [one for one in events if one.thread == stepping or _collective(one.name, collectives)]
+    measured = on_device or [
+        event for event in events if event.thread == stepping or _collective(event.name, collectives)
+    ]
     spent: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)
-    for one in measured:
-        micros = one.device_time_total if on_device else one.self_cpu_time_total
-        spent[one.name] += micros / 1e6
-        count[one.name] += 1
+    for event in measured:
+        micros = event.device_time_total if on_device else event.self_cpu_time_total
+        spent[event.name] += micros / 1e6
+        count[event.name] += 1
     if on_device:
-        spent[INPUT] += sum(one.cpu_time_total for one in events if one.name == INPUT) / 1e6
+        spent[INPUT] += sum(event.cpu_time_total for event in events if event.name == INPUT) / 1e6
     share = {"compute": 0.0, "communication": 0.0, "input": 0.0}
     for name, took in spent.items():
         share[_kind(name, collectives)] += took
@@ -54,9 +56,9 @@ def shares(events: Sequence[Any], seconds: float, collectives: str) -> dict[str,
 
 def _by_thread(events: Sequence[Any]) -> dict[int, float]:
     spent: dict[int, float] = defaultdict(float)
-    for one in events:
-        if one.device_type.name == _HOST and not one.is_async:
-            spent[one.thread] += one.self_cpu_time_total
+    for event in events:
+        if event.device_type.name == _HOST and not event.is_async:
+            spent[event.thread] += event.self_cpu_time_total
     return spent
 
 

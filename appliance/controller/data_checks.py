@@ -23,7 +23,7 @@ from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs import settings
 from appliance.store.objects import files
 from appliance.store.rows import TaskRow
-from runtime.processes.ended import heard_out
+from runtime.processes.ended import run_command
 from train.data_checks.process import BadOption, CheckFailed, answer_of, command_of
 from train.methods.methods import METHODS
 
@@ -74,7 +74,7 @@ class DataWork:
 
     async def _process(self, file_id: str, options: dict[str, Any]) -> dict[str, Any]:
         request = {"file": str(self._context.files_dir / file_id), "name": file_id, "check": options}
-        status, out, err = await heard_out(*command_of(request))
+        status, out, err = await run_command(*command_of(request))
         try:
             return answer_of(status, out, err)
         except CheckFailed as error:  # its messages name no path of the box

@@ -25,7 +25,7 @@ from weights.checkpoint.folder import (
     read_json,
     read_tokenizer_config,
 )
-from weights.checkpoint.turns import Turns, told, warnings_of
+from weights.checkpoint.turns import Turns, turns_of, warnings_of
 from weights.format.layout import Layout, Placed
 from weights.format.rename import rename_tensors
 
@@ -64,7 +64,7 @@ def put_right(directory: Path, facts: Facts, tried: Tried, found: Mapping[str, A
     if tried.rendered:
         turns, ends = _turns(tried.rendered, tokenizer, generation.eos_ids(given, config))
         notes += warnings_of(turns)
-    settled, more = generation.settled(
+    settled, more = generation.settle(
         given, config, rows=tensors["rows"], ends=ends.values(), unreadable=tokenizer["generation"]
     )
     if settled is not None:
@@ -85,7 +85,7 @@ def _turns(
     if special.get("bos_token") != special.get("eos_token"):
         added.pop(special.get("bos_token", ""), None)
     known = {token for token, number in added.items() if number in eos}
-    turns = told(rendered, added, known | {special.get("eos_token", "")} - {""})
+    turns = turns_of(rendered, added, known | {special.get("eos_token", "")} - {""})
     return turns, {token: added[token] for token in turns.new}
 
 

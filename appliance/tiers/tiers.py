@@ -28,7 +28,7 @@ from weights.format.errors import (
     VersionNotFound,
 )
 from weights.format.manifest import Manifest
-from weights.format.names import KINDS, Name, step_of, version_path
+from weights.format.names import KINDS, Name, step_of
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
 from weights.tiers.directory import DirectoryTier, verify
@@ -93,7 +93,8 @@ class Tiers:
         self.disk = Tier("disk", on_disk, disk.versions, disk.snapshots)
         self.all = [self.disk]
         if remote.url is not None:
-            self.all.append(Tier("remote", RemoteTier(objects_at(remote)), remote.versions, remote.snapshots))
+            copies = RemoteTier(objects_at(remote), int8_moments=remote.moments == "int8")
+            self.all.append(Tier("remote", copies, remote.versions, remote.snapshots))
 
     def nudge(self) -> None:
         """Wake the flow: something new is there, or something has to go. Call it on the loop's thread."""
@@ -198,7 +199,7 @@ class Tiers:
 
     def tiers_of(self, name: Name) -> list[str]:
         """Names of the tiers that have `name`, or that had it at the last pass."""
-        memory = ["memory"] if version_path(self.store.root, *name).is_dir() else []
+        memory = ["memory"] if (self.store.root / name.key).is_dir() else []
         return memory + [tier.name for tier in self.all if name in tier.here]
 
     def tiers_of_version(self, model: str, version: str) -> list[str]:
@@ -251,13 +252,13 @@ class Tiers:
             if name in tier.here if path is None else path.is_dir():
                 yield tier, str(path or tier.copies.where), partial(tier.copies.verify, name)
         for root in (self.store.root, self._jobs_dir / name.model / "snapshots"):
-            if (path := version_path(root, *name)).is_dir():
+            if (path := root / name.key).is_dir():
                 yield None, str(path), partial(verify, path)
                 return
 
     def _discard(self, name: Name, tier: str) -> str:
         """Removes a copy that is damaged in memory and whole in this tier; says what came of it."""
-        ours = version_path(self.store.root, *name).is_dir()
+        ours = (self.store.root / name.key).is_dir()
         try:
             (self.store if ours else self.beside_job(name.model)).discard(*name)
         except VersionLeased:

@@ -111,10 +111,10 @@ class Cuda(DeviceKind):
         # Each is compiled by a program that loads NVRTC by its path (humming/csrc/nvrtc_compile.cpp). NVRTC then looks
         # for a second library by its name alone, which without an installed CUDA is among the packages, where nobody
         # looks: no kernel could be compiled, and no such engine started.
-        found = {str(file.parent) for entry in sys.path for file in Path(entry).glob(NVRTC_BUILTINS)}
-        if found:
+        folders = {str(file.parent) for entry in sys.path for file in Path(entry).glob(NVRTC_BUILTINS)}
+        if folders:
             own = os.environ.pop(LIBRARY_PATH, "")
-            os.environ[LIBRARY_PATH] = ":".join(filter(None, (own, *sorted(found))))
+            os.environ[LIBRARY_PATH] = ":".join(filter(None, (own, *sorted(folders))))
 
     def library_environment(self, caches: Path) -> dict[str, str]:
         return {

@@ -79,26 +79,26 @@ def probe() -> tuple[Found, ...]:
             handles = dict(enumerate(_handles()))
             old = {index: words for index, handle in handles.items() if (words := _too_old(handle))}
             peers = {index: handle for index, handle in handles.items() if index not in old}
-            found = [_found(index, peers) for index in peers]
+            gpus = [_found(index, peers) for index in peers]
     except NO_DRIVER:
         return ()
     except pynvml.NVMLError as error:
         raise DevicesRefused(_broken(error)) from error
-    if old and not found:
+    if old and not gpus:
         raise DevicesRefused(f"the NVIDIA GPUs of this machine are too old: {next(iter(old.values()))}. {_ON_CPU}")
-    if found and not CONTROL.exists():  # by which every process that computes decides, before it imports anything
+    if gpus and not CONTROL.exists():  # by which every process that computes decides, before it imports anything
         raise DevicesRefused(
-            f"NVML names {len(found)} NVIDIA GPUs ({found[0].name}), and there is no {CONTROL}, as under WSL2, on "
+            f"NVML names {len(gpus)} NVIDIA GPUs ({gpus[0].name}), and there is no {CONTROL}, as under WSL2, on "
             f"which the box does not run. {_ON_CPU}"
         )
-    # One whose memory is not known is taken for one like the others: plans are made for devices that are alike.
-    alike_bytes = min((one.memory_bytes for one in found if one.memory_bytes), default=0)
-    if found and not alike_bytes:
+    # A GPU of unknown memory counts as like the others: plans are made for devices that are alike.
+    alike_bytes = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes), default=0)
+    if gpus and not alike_bytes:
         raise DevicesRefused(
-            f"the driver names {len(found)} NVIDIA GPUs and none of them can be used (the first {found[0].unfit}); "
+            f"the driver names {len(gpus)} NVIDIA GPUs and none of them can be used (the first {gpus[0].unfit}); "
             f"`nvidia-smi` and `dmesg | grep -i xid` say more. {_ON_CPU}"
         )
-    return tuple(one if one.memory_bytes else replace(one, memory_bytes=alike_bytes) for one in found)
+    return tuple(gpu if gpu.memory_bytes else replace(gpu, memory_bytes=alike_bytes) for gpu in gpus)
 
 
 def foreign() -> dict[int, str]:
@@ -170,10 +170,10 @@ def _too_old(handle: Any) -> str:
         return ""
     if capability >= LEAST_CAPABILITY:
         return ""
-    least, its = (".".join(map(str, one)) for one in (LEAST_CAPABILITY, capability))
+    least, actual = (".".join(map(str, number)) for number in (LEAST_CAPABILITY, capability))
     return (
-        f"{name} is of compute capability {its}, and the box computes in bfloat16 and with FlashAttention, which begin "
-        f"with {least} (Ampere)"
+        f"{name} is of compute capability {actual}, and the box computes in bfloat16 and with FlashAttention, which "
+        f"begin with {least} (Ampere)"
     )
 
 
@@ -222,16 +222,16 @@ def unfit(handle: Any) -> str:
 
 def _processes(handle: Any) -> str:
     try:
-        found = pynvml.nvmlDeviceGetComputeRunningProcesses(_answering(handle))
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(_answering(handle))
         used_bytes = pynvml.nvmlDeviceGetMemoryInfo(handle).used
     except pynvml.NVMLError:
         return ""
-    if not found:
+    if not processes:
         return ""
-    shown = ", ".join(str(process.pid) for process in found[:4]) + (", …" if len(found) > 4 else "")
+    shown = ", ".join(str(process.pid) for process in processes[:4]) + (", …" if len(processes) > 4 else "")
     return (
-        f"is used by {len(found)} other process{'es' * (len(found) > 1)} (pid {shown}), {used_bytes / 1e9:.1f} GB of "
-        "its memory are taken: engines and ranks there will not find what was planned for them"
+        f"is used by {len(processes)} other process{'es' * (len(processes) > 1)} (pid {shown}), {used_bytes / 1e9:.1f} "
+        "GB of its memory are taken: engines and ranks there will not find what was planned for them"
     )
 
 
@@ -286,9 +286,9 @@ class Watch:
         self._events: Any = None
         self._xids: dict[int, Counter[int]] = {index: Counter() for index in self._devices}
 
-    def read(self, let_go: Collection[str]) -> tuple[Reading, ...]:
-        """One reading of each GPU except those to release, which are given by id."""
-        kept = tuple(index for index, device_id in self._devices.items() if device_id not in let_go)
+    def read(self, released: Collection[str]) -> tuple[Reading, ...]:
+        """One reading of each GPU except those to release, given by id."""
+        kept = tuple(index for index, device_id in self._devices.items() if device_id not in released)
         faults = {} if self._events is None else self._new_faults()
         if self._events is None or kept != self._watched:
             self._open(kept)
@@ -307,12 +307,12 @@ class Watch:
         self._watched, self._events = indices, events
 
     def _new_faults(self) -> dict[int, tuple[str, ...]]:
-        found: dict[int, tuple[str, ...]] = {}
+        faults: dict[int, tuple[str, ...]] = {}
         while True:
             try:
                 event = pynvml.nvmlEventSetWait_v2(self._events, 0)
             except pynvml.NVMLError:  # usually the timeout: there is no other event
-                return found
+                return faults
             try:
                 index = pynvml.nvmlDeviceGetIndex(event.device)
             except pynvml.NVMLError:  # the GPU fell off the bus with this Xid: its reading says that it is lost
@@ -320,16 +320,16 @@ class Watch:
             xid = int(event.eventData)
             self._xids[index][xid] += 1
             if fault := fault_of(xid):
-                found[index] = (*found.get(index, ()), fault)
+                faults[index] = (*faults.get(index, ()), fault)
 
     def _reading(self, index: int, faults: tuple[str, ...]) -> Reading:
         device_id, now_s = self._devices[index], time.time()
         try:
-            found = _answered(pynvml.nvmlDeviceGetHandleByIndex(index))
+            fields = _answered(pynvml.nvmlDeviceGetHandleByIndex(index))
         except pynvml.NVMLError as error:
-            found = {"lost": str(error)}
-        faults += found.pop("faults", ())
-        return Reading(device_id, now_s, faults, driver_errors=tuple(self._xids[index].items()), **found)
+            fields = {"lost": str(error)}
+        faults += fields.pop("faults", ())
+        return Reading(device_id, now_s, faults, driver_errors=tuple(self._xids[index].items()), **fields)
 
 
 def _answered(handle: Any) -> dict[str, Any]:
@@ -399,16 +399,16 @@ class NvmlPower(PowerControl):
     """Controls the power of all GPUs of this machine, by UUID. NVML is open during a call alone."""
 
     def limits(self) -> dict[str, PowerLimits]:
-        found = {}
+        limits = {}
         with _refusals(), session():
             for handle in _handles():
                 try:
                     default = pynvml.nvmlDeviceGetPowerManagementDefaultLimit(_answering(handle))
                     limit = pynvml.nvmlDeviceGetPowerManagementLimit(handle)
-                    found[pynvml.nvmlDeviceGetUUID(handle)] = PowerLimits(limit / 1000, default / 1000)
+                    limits[pynvml.nvmlDeviceGetUUID(handle)] = PowerLimits(limit / 1000, default / 1000)
                 except pynvml.NVMLError:  # lost, or of a kind whose limit cannot be set: it is left out
                     continue
-        return found
+        return limits
 
     def set_limit(self, uuid: str, limit_w: float) -> None:
         with _refusals(), session():

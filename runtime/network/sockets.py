@@ -14,14 +14,14 @@ def private_socket(path: str | Path) -> socket.socket:
     It does not change the umask: that is the process's, and a folder that another thread made meanwhile could not be
     entered by anybody. Linux gives the file the mode that the socket has before it is bound.
     """
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        os.fchmod(made.fileno(), 0o600)
-        made.bind(str(path))
+        os.fchmod(listener.fileno(), 0o600)
+        listener.bind(str(path))
     except BaseException:
-        made.close()
+        listener.close()
         raise
-    return made
+    return listener
 
 
 def check_free(host: str, port: int) -> None:
@@ -30,7 +30,7 @@ def check_free(host: str, port: int) -> None:
     The check does not use SO_REUSEPORT: with it a port looks free if another process of the same user uses it too, and
     two boxes would get each other's requests. If a name has several addresses, one must be this machine's.
     """
-    absent, found = None, False
+    absent, usable = None, False
     for family, kind, number, _, address in socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     ):
@@ -40,10 +40,10 @@ def check_free(host: str, port: int) -> None:
                 if family == socket.AF_INET6:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind(address)
-                found = True
+                usable = True
         except OSError as error:
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise
             absent = error
-    if absent is not None and not found:
+    if absent is not None and not usable:
         raise absent

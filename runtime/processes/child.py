@@ -16,6 +16,7 @@ from runtime.processes.ended import how_it_ended
 from runtime.processes.kernel import group_alive, kill_group, tail
 from runtime.processes.oom import kills_so_far
 
+KILLS_EVERY_S = 2.0
 ENDED_TIMEOUT_S, STATUS_POLL_S = 2.0, 0.01
 CORE_KILLED = "CoreKilled"  # of serve.core.errors: the front end of an engine reports a kill of its core or a worker
 KILL_TIMEOUT_S = 30.0  # while a disk is busy, killed processes that wait for it took more than 10 s to go
@@ -38,7 +39,9 @@ class Child:
         self._waiting: dict[int, asyncio.Future] = {}
         self._events: asyncio.Queue[dict | None] = asyncio.Queue()
         self._gone = asyncio.Event()
-        self._kills, self._killed, self.starved = kills_so_far(), False, False
+        self._kills = self._newest_kills = kills_so_far()
+        self._killed = self.starved = False
+        self._watch = asyncio.create_task(self._watch_kills(), name=f"memory of {name}")
         self._reader = asyncio.create_task(self._read(), name=f"lifeline of {name}")
 
     @classmethod
@@ -107,11 +110,11 @@ class Child:
         return event
 
     def log_end(self) -> str:
-        """The last lines of what it wrote into its log."""
+        """The last lines that it wrote into its log."""
         return tail(self.log_path, self._log_begin)
 
     async def closed(self) -> None:
-        """Returns when the child is dead."""
+        """Wait until the child is dead."""
         await self._gone.wait()
 
     def kill(self) -> None:
@@ -128,12 +131,12 @@ class Child:
                 await asyncio.sleep(0.002)
 
     async def how_it_ended(self) -> str:
-        """Completes "the process …", for one that `kill_and_wait` has seen the end of; "ended" if nobody knows more."""
+        """Words that complete "the process …", once `kill_and_wait` has returned; "ended" if the status is unknown."""
         status = await self._status()
         return "ended" if status is None else how_it_ended(status)
 
     async def _status(self) -> int | None:
-        """The exit status as subprocess has it, from its parent; None if that died: another one knows nothing of it."""
+        """The exit status (as in subprocess) that its warm parent knows; None if that parent was replaced."""
         try:
             async with asyncio.timeout(ENDED_TIMEOUT_S):
                 while True:
@@ -172,8 +175,9 @@ class Child:
         except ChannelClosed:
             pass
         finally:  # whatever ended the reading, no caller may wait for ever for an unreachable child
-            # The kernel counts its kills but does not name processes: this one was among them if it was killed, or a
-            # process of it, and not by us.
+            self._watch.cancel()
+            # The kernel counts its kills but does not name processes: one in these seconds was this one if it was
+            # killed, or a process of it, and not by us.
             try:
                 if kills_so_far() > self._kills:
                     core_killed = self.fatal is not None and CORE_KILLED in self.fatal["kinds"]
@@ -186,6 +190,12 @@ class Child:
                     if not answer.done():
                         answer.set_exception(self._death())
                 self._events.put_nowait(None)
+
+    async def _watch_kills(self) -> None:
+        while True:
+            await asyncio.sleep(KILLS_EVERY_S)
+            # The count before last: an engine's front end takes a moment to report that its core was killed.
+            self._kills, self._newest_kills = self._newest_kills, kills_so_far()
 
     def _dispatch(self, message: dict[str, Any]) -> None:
         if "event" in message:

@@ -1,4 +1,4 @@
-"""How a process ended, in words for people, and one that is heard out to its end."""
+"""Describes how a process ended, and runs a command to its end."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def status_of(process: BaseProcess) -> int:
     return status
 
 
-async def heard_out(
+async def run_command(
     *command: str, within_s: float | None = None, env: Mapping[str, str] | None = None
 ) -> tuple[int, bytes, bytes]:
-    """The exit status of a command, its output and its errors. It is killed if it does not end in time, or nobody waits
-    for it any more. Raises TimeoutError."""
+    """Run a command, and return its exit status, output and errors. It is killed if it does not end in time, or if this
+    is cancelled. Raises TimeoutError."""
     null, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=pipe, stderr=pipe, env=env)
     try:
         async with asyncio.timeout(within_s):
-            said, complained = await process.communicate()
+            output, errors = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    return int(process.returncode or 0), said, complained
+    return int(process.returncode or 0), output, errors

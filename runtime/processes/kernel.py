@@ -69,17 +69,17 @@ def group_pids(pgid: int) -> list[int]:
     has ended, but memory and open files, a GPU's among them, are given back when the last one ends. A killed process
     with a hundred threads (CUDA, NCCL, torch) is in that state for a while.
     """
-    found = []
+    pids = []
     for pid in psutil.pids():
         try:
             if os.getpgid(pid) == pgid:
                 process = psutil.Process(pid)
                 # The thread count of a zombie includes its first thread (proc_pid_stat(5)).
                 if process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1:
-                    found.append(pid)
+                    pids.append(pid)
         except (psutil.Error, ProcessLookupError):
             continue
-    return sorted(found)
+    return sorted(pids)
 
 
 def group_alive(pgid: int) -> bool:

@@ -47,9 +47,9 @@ def _cpus_of(root: Path) -> dict[int, frozenset[int]]:
 
 def parse_list(text: str) -> frozenset[int]:
     """Parses the kernel's list format: "0-3,8" is 0, 1, 2, 3 and 8. A node without processors has an empty line."""
-    found: set[int] = set()
+    cpus: set[int] = set()
     for part in text.strip().split(","):
         if part:
             first, _, last = part.partition("-")
-            found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+            cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)

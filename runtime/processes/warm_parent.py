@@ -13,9 +13,9 @@ Rules
 - It stays single-threaded: a lock that another thread holds at the fork would stay locked in the child for ever.
 - `gc.freeze()` after the imports keeps the collector from touching, and thereby copying, the shared pages.
 
-`{"ended": PID}` in place of a request is answered with `{"status": ..., "living": ...}`: how a child ended that has (as
-subprocess has it, negative for a signal), which only its parent knows, else None; and whether it is a child that has
-not ended.
+`{"ended": PID}` in place of a request asks how a child ended, which only its parent knows. The answer is
+`{"status": ..., "living": ...}`: its exit status (negative for a signal, as in subprocess), None if it lives or was not
+forked here; and whether it lives.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ log = logging.getLogger(__name__)
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 """Handled by no library: one that prints the native stack first keeps a dead process alive for five seconds."""
-ENDED_KEPT = 256  # of children that ended last, how they did
-SILENCE_S = 5.0  # no other fork happens meanwhile
+ENDED_KEPT = 256  # exit statuses of the children that ended last
+SILENCE_S = 5.0  # that a connection may wait with its request; nothing is forked for others meanwhile
 _ended: dict[int, int] = {}
 _living: set[int] = set()
 
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _accept_loop(listener: socket.socket) -> tuple[BlockingChannel, dict[str, Any]]:
-    """Forks for each request. Returns the request in the child; a parent that is told to stop exits."""
+    """Forks for each request. Returns the request in the child; the parent exits at SIGTERM."""
     signal.signal(signal.SIGCHLD, lambda *_: _reap())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     while True:
@@ -100,8 +100,8 @@ def _accept_loop(listener: socket.socket) -> tuple[BlockingChannel, dict[str, An
             message = channel.receive()
             if "ended" in message:
                 _reap()
-                asked = message["ended"]
-                channel.send({"status": _ended.get(asked), "living": asked in _living})
+                pid = message["ended"]
+                channel.send({"status": _ended.get(pid), "living": pid in _living})
             elif pid := os.fork():
                 _living.add(pid)
             else:

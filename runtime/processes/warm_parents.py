@@ -48,8 +48,8 @@ class NodeAgent:
         self._background = BackgroundTasks()
         self._tasks: list[asyncio.Task[None]] = []
         self._pids: dict[str, int] = {}
-        # "" once it accepts requests, or how it died before it did; absent while an import goes on.
-        self._known: dict[str, str] = {}
+        # "" once it accepts requests, else how it died before that; absent during an import.
+        self._outcomes: dict[str, str] = {}
 
     async def start(self) -> None:
         """Start all warm parents and return at once. `wait_warm` waits for one."""
@@ -65,9 +65,9 @@ class NodeAgent:
         spec = self._specs[name]
         try:
             async with asyncio.timeout(timeout_s):
-                while name not in self._known:
+                while name not in self._outcomes:
                     await asyncio.sleep(POLL_S)
-            how = self._known[name]
+            how = self._outcomes[name]
         except TimeoutError:
             how = f"has not done so within {timeout_s} s"
         if how:
@@ -89,7 +89,7 @@ class NodeAgent:
         await self._background.stop()
 
     def _is_ready(self, name: str) -> bool:
-        return self._known.get(name) == ""
+        return self._outcomes.get(name) == ""
 
     async def _keep(self, spec: WarmSpec) -> None:
         """One life of a warm parent. Raises WarmParentError at its end."""
@@ -108,10 +108,10 @@ class NodeAgent:
             while not dead.done() and not Path(spec.socket_path).exists():
                 await asyncio.wait([dead], timeout=POLL_S)
             if not dead.done():
-                self._known[spec.name] = ""
+                self._outcomes[spec.name] = ""
             how = how_it_ended(await asyncio.shield(dead))
             if not self._is_ready(spec.name):
-                self._known[spec.name] = how
+                self._outcomes[spec.name] = how
             raise WarmParentError(f"warm parent {spec.name} {how}; its log is {spec.log_path}")
         except asyncio.CancelledError:
             if process.returncode is None:
@@ -120,4 +120,4 @@ class NodeAgent:
             raise
         finally:
             if self._is_ready(spec.name):
-                del self._known[spec.name]
+                del self._outcomes[spec.name]

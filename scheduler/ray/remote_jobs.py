@@ -133,7 +133,7 @@ class ResultTransfer:
 
 
 def name_at(path: Path) -> Name:
-    """The name of the version at `path` in a store (see weights.format.names.version_path)."""
+    """The name of the version at `path` in a store (see weights.format.names.Name.key)."""
     model, version = decode_name(path.parent.name), decode_name(path.name)
     assert model is not None and version is not None, path
     return Name(path.parent.parent.name.removesuffix("s"), model, version)

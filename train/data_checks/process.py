@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from runtime.processes.bounds import Bounds
-from runtime.processes.ended import heard_out
+from runtime.processes.ended import run_command
 from train.data.check import COUNTED_EXAMPLES, Count, DataReport, check_training_file
 from train.data.records import Record
 from train.methods import methods
@@ -77,7 +77,7 @@ async def check_apart(path: Path, **how: Any) -> DataReport:
     Raises OSError."""
     job = {"path": path, **how}
     request = {"job": {name: str(value) if isinstance(value, Path) else value for name, value in job.items()}}
-    status, out, _ = await heard_out(*command_of(request))
+    status, out, _ = await run_command(*command_of(request))
     try:
         answer = json.loads(out)
         if number := answer.get("errno"):  # it is gone, or the disk is full

@@ -128,11 +128,11 @@ def _strings(key: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict):
-        for inner, one in value.items():
-            yield from _strings(inner, one)
+        for inner, item in value.items():
+            yield from _strings(inner, item)
     elif isinstance(value, list):
-        for one in value:
-            yield from _strings(key, one)
+        for item in value:
+            yield from _strings(key, item)
 
 
 def _is_elsewhere(directory: Path, name: str) -> bool:

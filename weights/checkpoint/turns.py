@@ -1,7 +1,6 @@
-"""What a chat template does with the parts of a conversation, told by what it makes of a few short ones.
+"""Reads off a chat template's renderings of a few short conversations what it does with their parts.
 
-Pure. The renderings are those of PROBES: text by the probe's name, None where the template raised an
-error.
+Pure. The renderings are those of PROBES: text by the probe's name, None where the template raised an error.
 """
 
 from __future__ import annotations
@@ -55,20 +54,22 @@ PROBES: Mapping[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Turns:
-    """ends: tokens that end a turn of the model, as the template writes them. new: those of them that nothing else has
-    as an end. unstopped: text that it writes after an
-    answer and that begins with no token of its own. header: how an answer's turn begins where a request's prompt does
-    not, though the template was asked for it."""
+    """How the template writes the model's turns."""
 
-    ends: tuple[str, ...] = ()
-    new: tuple[str, ...] = ()
-    unstopped: str = ""
-    header: str = ""
+    ends: tuple[str, ...] = ()  # tokens that end one
+    new: tuple[str, ...] = ()  # of `ends`, those that no file names as an end
+    unstopped: str = ""  # text after an answer that begins with no token of its own
+    header: str = ""  # the beginning of an answer's turn that is missing from a prompt with add_generation_prompt
     uses: Mapping[str, Use] = field(default_factory=dict)
 
 
-def told(rendered: Mapping[str, str | None], added: Collection[str], known: Collection[str]) -> Turns:
-    """added: tokens of the tokenizer that are read whole. known: those that end an answer anyway."""
+def turns_of(rendered: Mapping[str, str | None], added: Collection[str], known: Collection[str]) -> Turns:
+    """The turns in these renderings.
+
+    Args:
+        added: Tokens that the tokenizer reads whole.
+        known: Tokens that end an answer anyway.
+    """
     tokens = sorted((token for token in added if token.strip()), key=len, reverse=True)
     ends = _ends_of_answers(rendered, tokens, known)
     ends += [end for end in _ends_of_calls(rendered, tokens, [*known, *ends]) if end not in ends]
@@ -93,7 +94,7 @@ _PARTS = {
 
 
 def warnings_of(turns: Turns) -> list[str]:
-    """For whoever imports the model: what the template does not do, and what then happens."""
+    """Warnings for the person who imports the model: parts that the template does not write, and the consequence."""
     notes = []
     for part, words in _PARTS.items():
         if part in ("calls", "results") and turns.uses.get("tools") != "used":
@@ -117,7 +118,7 @@ def warnings_of(turns: Turns) -> list[str]:
 
 
 def _use(rendered: Mapping[str, str | None], probe: str, mark: str, before: str | None = "") -> Use:
-    """before: a rendering that has the mark already; then one more is looked for."""
+    """Whether the probe's rendering has the mark once more than the rendering `before`."""
     if probe not in rendered:
         return "used"
     text = rendered[probe]
@@ -128,8 +129,7 @@ def _use(rendered: Mapping[str, str | None], probe: str, mark: str, before: str 
 
 def _ends_of_answers(rendered: Mapping[str, str | None], tokens: list[str], known: Collection[str]) -> list[str]:
     for probe in ("answered", "again"):
-        # What follows an answer in the middle is looked at only where nothing ends the last one: there it may end a
-        # part of a turn alone (gpt-oss).
+        # After an answer in the middle a token may end only a part of the turn (gpt-oss), so the last one comes first.
         group = _group(_after(rendered.get(probe), ANSWER), tokens)
         if group:
             end = next((token for token in group if token in known), group[0])
@@ -138,7 +138,7 @@ def _ends_of_answers(rendered: Mapping[str, str | None], tokens: list[str], know
 
 
 def _before_answer(rendered: Mapping[str, str | None]) -> str:
-    """What the template writes in the model's turn before its answer: no end of a turn is in there."""
+    """The text of the model's turn before its answer: it has no end of a turn."""
     before = (rendered.get("answered") or "").partition(ANSWER)[0].rpartition(QUESTION)[2]
     opened = (rendered.get("asked") or "").rpartition(QUESTION)[2]
     return before.removeprefix(os.path.commonprefix([before, opened]))
@@ -153,7 +153,7 @@ def _ends_of_calls(rendered: Mapping[str, str | None], tokens: list[str], known:
     if not _group(_after(rendered.get("answered"), ANSWER), tokens):  # GLM's turns end where the next one begins
         result = rendered.get("result") or ""
         return _group(result.removeprefix(rest), tokens)[:1] if result.startswith(rest) else []
-    while (token := next((one for one in tokens if rest.endswith(one)), None)) is not None:
+    while (token := next((token for token in tokens if rest.endswith(token)), None)) is not None:
         group.append(token)
         rest = rest.removesuffix(token)
     if not group:
@@ -172,7 +172,7 @@ def _after(text: str | None, mark: str) -> str:
 def _group(tail: str, tokens: list[str]) -> list[str]:
     """The tokens side by side with which the tail begins, after white space."""
     group, rest = [], tail.lstrip()
-    while (token := next((one for one in tokens if rest.startswith(one)), None)) is not None:
+    while (token := next((token for token in tokens if rest.startswith(token)), None)) is not None:
         group.append(token)
         rest = rest.removeprefix(token)
     return group

@@ -1,4 +1,4 @@
-"""Which tokens a tokenizer has, by its files. They are searched, not parsed: that would take seconds.
+"""Finds tokens in a tokenizer's files. They are searched, not parsed: that would take seconds.
 
 A token of a JSON file is a string of its own there; `tokenizer.model` has its pieces as plain bytes.
 """

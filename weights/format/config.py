@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 URL = r"^https?://[^\s/@]+(/\S*)?$"
@@ -59,6 +61,11 @@ class Location(_Strict):
 class RemoteTier(Location):
     """A directory on a mount, or an S3-compatible store. Off without `url`."""
 
+    moments: Literal["exact", "int8"] = Field(
+        default="exact",
+        description="Adam moments of snapshots; 'int8': one byte per element and a scale per 256, a job resumed from "
+        "it goes on close to, not exactly as before",
+    )
     versions: KeepRules = Field(default_factory=KeepRules, description="versions kept")
     snapshots: SnapshotRules = Field(default_factory=SnapshotRules, description="snapshots kept")
 

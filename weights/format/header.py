@@ -133,21 +133,21 @@ class FileLayout:
             length = int.from_bytes(prefix, "little")
             if len(prefix) < LENGTH_BYTES or length > MAX_HEADER_BYTES or LENGTH_BYTES + length > file_bytes:
                 raise ValueError(f"announces a header of {length} bytes in a file of {file_bytes} bytes")
-            found = cls(name, header := prefix + file.read(length), _parsed(name, header))
-            if found.nbytes != file_bytes:
-                raise ValueError(f"tensors end at byte {found.nbytes}, the file has {file_bytes} (cut or extended)")
+            layout = cls(name, header := prefix + file.read(length), _parsed(name, header))
+            if layout.nbytes != file_bytes:
+                raise ValueError(f"tensors end at byte {layout.nbytes}, the file has {file_bytes} (cut or extended)")
         except ValueError as error:
             raise IntegrityError(str(error), path=path, file=name) from error
-        return found
+        return layout
 
 
 def _placed(file: str, specs: Iterable[TensorSpec], position: int) -> tuple[Placed, ...]:
     """These tensors one after another, from `position` on."""
-    found = []
+    tensors = []
     for spec in specs:
-        found.append(Placed(spec, file, position, position + spec.nbytes))
+        tensors.append(Placed(spec, file, position, position + spec.nbytes))
         position += spec.nbytes
-    return tuple(found)
+    return tuple(tensors)
 
 
 def _parsed(file: str, header: bytes) -> tuple[Placed, ...]:

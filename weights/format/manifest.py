@@ -103,8 +103,8 @@ class Manifest:
             body = outer["body"]
             if checksum(_canonical(body)) != outer["manifest_checksum"]:
                 raise fault("its own checksum does not match: the manifest was damaged or edited")
-            if (found := body.pop("format")) != FORMAT:
-                raise fault(f"format {found!r} is not known; this version reads {FORMAT}")
+            if (number := body.pop("format")) != FORMAT:
+                raise fault(f"format {number!r} is not known; this version reads {FORMAT}")
             files = {check_file_name(name): FileRecord(**record) for name, record in body.pop("files").items()}
             manifest = cls(**body, files=files)
             if not manifest.name.key or not isinstance(manifest.meta, dict):
@@ -124,10 +124,10 @@ class Manifest:
 
     def check_layout(self, layout: Layout, *, path: object) -> None:
         """Raises IntegrityError unless `layout`, read from the files, equals the recorded one."""
-        found = {file.name: (file.nbytes, checksum(file.header)) for file in layout.files}
+        actual = {file.name: (file.nbytes, checksum(file.header)) for file in layout.files}
         recorded = {name: (file.nbytes, file.header) for name, file in self.files.items() if file.header}
-        for name in {**found, **recorded}:
-            if found.get(name) != recorded.get(name):
+        for name in {**actual, **recorded}:
+            if actual.get(name) != recorded.get(name):
                 reason = "size or header differ from the manifest, or the file is missing"
                 raise IntegrityError(reason, path=path, file=name)
 

@@ -6,7 +6,6 @@ Pure. A name is percent-encoded (RFC 3986) so that `ft:starter:acme/x:1` is one 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
@@ -108,12 +107,7 @@ class Name(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its relative path in shared memory and at a remote place. Raises InvalidName."""
+        """The version's path below the root of a store, and at a remote place. Raises InvalidName."""
         if self.kind not in KINDS:
             raise InvalidName(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
         return f"{self.kind}s/{encode_name(self.model)}/{encode_name(self.version)}"
-
-
-def version_path(root: Path, kind: str, model: str, version: str) -> Path:
-    """Path of a committed version of this name in the store at `root`. Raises InvalidName."""
-    return root / Name(kind, model, version).key

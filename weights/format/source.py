@@ -1,4 +1,4 @@
-"""Reads the files of a checkpoint directory on any file system: what a version takes of it, what is refused."""
+"""Reads the files that a version takes of a checkpoint directory, on any file system."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from weights.format.names import MANIFEST_FILE
 AUX_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm")
 MAX_AUX_BYTES = 256 << 20
 CHUNK_BYTES = 32 << 20
+Chunks = Callable[[str], Iterable[bytes]]
+"""Returns the bytes of the file of this name in a version."""
 
 
 def aux_files_of(directory: Path) -> dict[str, bytes]:
     """The top-level files of `directory` with one of `AUX_SUFFIXES`; other files and sub-directories are ignored.
     Raises IntegrityError for a symlink among them."""
-    found = {}
+    contents = {}
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
         name = entry.name
         if name == MANIFEST_FILE or name.startswith(".") or not name.endswith(AUX_SUFFIXES):
@@ -34,14 +36,14 @@ def aux_files_of(directory: Path) -> dict[str, bytes]:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_AUX_BYTES:
                 raise IntegrityError(f"{size} bytes, at most {MAX_AUX_BYTES} are taken", path=directory, file=name)
-            found[name] = file.readall()
-    return found
+            contents[name] = file.readall()
+    return contents
 
 
 def chunks_of(directory: Path, manifest: Manifest, name: str) -> Iterator[bytes]:
     """A file of the version in chunks of CHUNK_BYTES. Raises IntegrityError if it has another size than recorded."""
     nbytes = manifest.files[name].nbytes
-    with io.BufferedReader(open_regular(directory, name)) as file:  # whose `read` is never short before the end
+    with io.BufferedReader(open_regular(directory, name)) as file:  # buffered: its `read` is short at the end alone
         if (size := os.fstat(file.fileno()).st_size) != nbytes:
             raise IntegrityError(f"{size} bytes, expected {nbytes}", path=directory, file=name)
         while nbytes > 0:  # reads instead of mapping, so that a shrinking file is an error and not a SIGBUS
@@ -53,24 +55,24 @@ def chunks_of(directory: Path, manifest: Manifest, name: str) -> Iterator[bytes]
 
 
 def hashed(
-    chunks: Iterable[bytes], expected: str | None, found: dict[str, str], *, path: object, file: str
+    chunks: Iterable[bytes], expected: str | None, checksums: dict[str, str], *, path: object, file: str
 ) -> Iterator[bytes]:
-    """Passes on the chunks of a file, and then puts their checksum into `found`, by the file's name. Raises
-    IntegrityError after the last one if it is not `expected`; None: it is not known."""
+    """Yields the chunks of a file, and then puts their checksum into `checksums` under the file's name. Raises
+    IntegrityError after the last chunk unless it is as `expected` (None: not known)."""
     running = blake3()
     for chunk in chunks:
         running.update(chunk)
         yield chunk
-    found[file] = checksum(running)
-    if expected not in (None, found[file]):
-        raise IntegrityError(f"expected {expected}, the bytes give {found[file]}", path=path, file=file)
+    checksums[file] = checksum(running)
+    if expected not in (None, checksums[file]):
+        raise IntegrityError(f"expected {expected}, the bytes give {checksums[file]}", path=path, file=file)
 
 
-def read_whole(manifest: Manifest, chunks: Callable[[str], Iterable[bytes]], *, source: object) -> Manifest:
+def read_whole(manifest: Manifest, chunks: Chunks, *, source: object) -> Manifest:
     """`manifest` with every checksum, after reading the `chunks` of each file and comparing them. Raises
-    IntegrityError, in which `source` is where they are from."""
-    found: dict[str, str] = {}
+    IntegrityError, which names `source`."""
+    checksums: dict[str, str] = {}
     for name, record in manifest.files.items():
-        for _ in hashed(chunks(name), record.checksum, found, path=source, file=name):
+        for _ in hashed(chunks(name), record.checksum, checksums, path=source, file=name):
             pass
-    return manifest.with_checksums(found)
+    return manifest.with_checksums(checksums)

@@ -11,7 +11,7 @@ from weights.format.errors import StoreError, VersionExists
 from weights.format.files import write_file
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
-from weights.format.names import DRAFT_FILE, MANIFEST_FILE, PINNED_FILE, TENSOR_SUFFIX, Name, version_path
+from weights.format.names import DRAFT_FILE, MANIFEST_FILE, PINNED_FILE, TENSOR_SUFFIX, Name
 from weights.memory.lease import Mapped, StoredVersion
 from weights.memory.locks import DirectoryLock
 from weights.memory.pool import Pool
@@ -35,7 +35,7 @@ class Draft(Mapped):
     @property
     def target(self) -> Path:
         """Path of the version after the commit."""
-        return version_path(self._root, *self.name)
+        return self._root / self.name.key
 
     def commit(self, *, meta: Mapping[str, Any], checksums: bool = True, pinned: bool = True) -> StoredVersion:
         """Makes the version visible atomically and closes the draft.
@@ -79,7 +79,7 @@ class Draft(Mapped):
 
 def free_path(root: Path, name: Name) -> Path:
     """The path of a version to be written. Raises VersionExists, InvalidName."""
-    path = version_path(root, *name)
+    path = root / name.key
     if path.exists():
         raise VersionExists(f"{name} exists; choose another version name or remove it")
     return path

@@ -27,14 +27,14 @@ class Pool:
 
     def files(self) -> list[tuple[Path, int]]:
         """All segments with their bytes, the first freed first."""
-        found = []
+        files = []
         for path in self.directory.iterdir():
             try:
                 status = path.lstat()
             except FileNotFoundError:  # claimed by another process meanwhile
                 continue
-            found.append((status.st_mtime_ns, path, status.st_size))
-        return [(path, nbytes) for _, path, nbytes in sorted(found)]
+            files.append((status.st_mtime_ns, path, status.st_size))
+        return [(path, nbytes) for _, path, nbytes in sorted(files)]
 
     @property
     def nbytes(self) -> int:

@@ -88,10 +88,9 @@ def window(path: Path, nbytes: int, access: Access, keeps: DirectoryLock | None)
     with _guard:
         _forget_unnamed()
         key = (status.st_dev, status.st_ino, access)
-        known = _mapped.get(key)
-        if known is not None and known.size >= nbytes:
+        mapped = _mapped.get(key)
+        if mapped is not None and mapped.size >= nbytes:
             file.close()
-            mapped = known
         else:
             mapped = _mapped[key] = _Mapped(file, nbytes, access)
     array = np.frombuffer(mapped.map, dtype=np.uint8, count=nbytes).view(_Window)

@@ -15,7 +15,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,9 +32,8 @@ from weights.format.names import (
     Name,
     check_aux_name,
     encode_name,
-    version_path,
 )
-from weights.format.source import hashed
+from weights.format.source import Chunks, hashed
 from weights.memory import segment
 from weights.memory.draft import Draft, free_path, publish
 from weights.memory.lease import Lease, StoredVersion, take_lease
@@ -80,8 +79,8 @@ class WeightStore:
     file system's. `pool_bytes` bounds the pool of freed segments (default: only by the budget). The root is
     made if it is absent. Raises StoreError if it is a symlink, belongs to another user or is open to others.
 
-    Methods with an underscore, but `_staged` and `_discard`, are called under the store's mutex: then a lock probe
-    never looks like a lease to another process, and no space is allocated twice.
+    `_full` and the methods from `_make_room` on are called under the store's mutex: then a lock probe never looks like
+    a lease to another process, and no space is allocated twice.
     """
 
     def __init__(self, root: Path | str, *, budget_bytes: int | None, pool_bytes: int | None = None) -> None:
@@ -128,23 +127,21 @@ class WeightStore:
             write_file(path / DRAFT_FILE, json.dumps(name).encode())
             return Draft(self.root, name, path, layout, lock, owner=True)
 
-    def receive(
-        self, manifest: Manifest, chunks: Callable[[str], Iterable[bytes]], *, source: object, pinned: bool = False
-    ) -> StoredVersion:
+    def receive(self, manifest: Manifest, chunks: Chunks, *, source: object, pinned: bool = False) -> StoredVersion:
         """The version of a manifest, created now, from the `chunks` of each of its files. Checks every byte whose
         checksum is known before it becomes visible. `source`: where the bytes are from. Raises IntegrityError,
         StoreFull, VersionExists."""
         free_path(self.root, manifest.name)
-        found: dict[str, str] = {}
+        checksums: dict[str, str] = {}
         segments = {file: record.nbytes for file, record in manifest.files.items() if record.header}
         with self._staged(segments, manifest.nbytes) as (path, lock), closing(lock):
             for file, record in manifest.files.items():
                 if file not in segments:
                     segment.create(path / file, 0)
                 with open(path / file, "r+b") as out:
-                    for chunk in hashed(chunks(file), record.checksum, found, path=source, file=file):
+                    for chunk in hashed(chunks(file), record.checksum, checksums, path=source, file=file):
                         out.write(chunk)
-            manifest = replace(manifest.with_checksums(found), created_s=time.time())
+            manifest = replace(manifest.with_checksums(checksums), created_s=time.time())
             manifest.check_layout(Layout.read(path), path=source)
             return publish(self.root, path, manifest, pinned=pinned)
 
@@ -206,7 +203,7 @@ class WeightStore:
 
     def find(self, kind: str, model: str, version: str) -> StoredVersion | None:
         """The committed version of this name, or None. Raises IntegrityError if it is damaged."""
-        path = version_path(self.root, kind, model, version)
+        path = self.root / Name(kind, model, version).key
         try:
             return StoredVersion.read(path) if path.exists() else None
         except IntegrityError:
@@ -217,13 +214,13 @@ class WeightStore:
     def list(self, kind: str, model: str | None = None) -> list[StoredVersion]:
         """All readable versions of `kind`, or those of one model, oldest first. Damaged ones are reported by `sweep`,
         not here."""
-        found = []
+        versions = []
         for path in self._committed(kind, model):
             try:
-                found.append(StoredVersion.read(path))
+                versions.append(StoredVersion.read(path))
             except IntegrityError:
                 continue
-        return sorted(found, key=lambda stored: stored.manifest.created_s)
+        return sorted(versions, key=lambda stored: stored.manifest.created_s)
 
     def lease(self, stored: StoredVersion) -> Lease:
         """Takes a lease on `stored`; see `weights.memory.lease.take_lease`."""
@@ -248,7 +245,7 @@ class WeightStore:
 
     def discard(self, kind: str, model: str, version: str) -> None:
         """Removes the version of this name, even if unreadable. Idempotent. Raises VersionLeased."""
-        self._discard(version_path(self.root, kind, model, version))
+        self._discard(self.root / Name(kind, model, version).key)
 
     def _discard(self, path: Path) -> bool:
         with self.mutex():
@@ -274,7 +271,7 @@ class WeightStore:
         for path in (path for kind in KINDS for path in self._committed(kind)):
             try:
                 stored = StoredVersion.read(path)
-                if version_path(self.root, *stored.manifest.name) != path:
+                if self.root / stored.manifest.name.key != path:
                     raise IntegrityError(f"its manifest names {stored.manifest.name}", path=path)
                 stored.manifest.check_layout(Layout.read(path), path=path)
             except IntegrityError as error:
@@ -403,7 +400,7 @@ class WeightStore:
         """Removes everything unlocked in staging."""
         for path in list(self.staging.iterdir()):
             if path.is_symlink() or not path.is_dir():
-                path.unlink()
+                path.unlink(missing_ok=True)  # a draft that was committed meanwhile
             else:
                 self.pool.take_unheld(path, keep=False)
 

@@ -68,16 +68,16 @@ def unpack(
 ) -> None:
     """Write the files of an archive, which comes in `parts`, into the new directory `folder`, without the manifest.
 
-    `moved` gets the bytes that have come and those of all files. Raises IntegrityError for a file that the manifest
+    `moved` gets the bytes received and those of all files. Raises IntegrityError for a file that the manifest
     does not have or that differs from its checksum, and for an archive that ends early.
     """
     folder.mkdir()
-    parts, come = iter(parts), 0
+    parts, received = iter(parts), 0
     manifest: Manifest | None = None
 
     def read(_size: int) -> bytes:
-        nonlocal come
-        come += len(part := next(parts, b""))
+        nonlocal received
+        received += len(part := next(parts, b""))
         return part
 
     try:
@@ -96,7 +96,7 @@ def unpack(
                 with open(folder / entry.name, "xb") as out:
                     for chunk in hashed(chunks, expected, {}, path="the archive", file=entry.name):
                         out.write(chunk)
-                        moved(come, manifest.nbytes)
+                        moved(received, manifest.nbytes)
     except tarfile.TarError as error:
         raise IntegrityError(f"is not a whole tar file: {error}", path="the archive") from error
     if manifest is None or {path.name for path in folder.iterdir()} != set(manifest.files):

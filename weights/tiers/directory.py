@@ -16,9 +16,9 @@ from weights.format.files import replace_file, sync
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
 from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE, Name, encode_name
-from weights.format.source import aux_files_of, chunks_of, read_whole
+from weights.format.source import Chunks, aux_files_of, chunks_of, read_whole
 from weights.memory.lease import StoredVersion
-from weights.memory.store import WeightStore
+from weights.memory.store import WeightStore, directories
 from weights.tiers.objects import tier_errors
 from weights.tiers.tier import Tier
 
@@ -43,13 +43,14 @@ class DirectoryTier(Tier):
         return str(self.path(name))
 
     def manifests(self) -> dict[Name, Manifest]:
-        found = {}
-        for folder in (path for root in (self._models, self._snapshots) for path in root.glob("*/*/")):
+        manifests = {}
+        families = (family for root in (self._models, self._snapshots) for family in directories(root))
+        for folder in (folder for family in families for folder in directories(family)):
             with suppress(IntegrityError):
                 manifest = Manifest.read(folder)
                 if self.path(name := manifest.name) == folder:  # not one that is being copied or removed
-                    found[name] = manifest
-        return found
+                    manifests[name] = manifest
+        return manifests
 
     def remove(self, name: Name) -> bool:
         path = self.path(name)
@@ -80,9 +81,7 @@ class DirectoryTier(Tier):
         path = self.path(name)
         return chunks_of(path, Manifest.read(path), file)
 
-    def _write(
-        self, manifest: Manifest, chunks: Callable[[str], Iterable[bytes]], sealed: Callable[[], Manifest]
-    ) -> None:
+    def _write(self, manifest: Manifest, layout: Layout, chunks: Chunks, sealed: Callable[[], Manifest]) -> None:
         target = self.path(name := manifest.name)
         with tier_errors(target):
             partial = self._staged(target, "copy")
@@ -104,11 +103,11 @@ class DirectoryTier(Tier):
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
 
-    def _staged(self, path: Path, what: str) -> Path:
+    def _staged(self, path: Path, purpose: str) -> Path:
         # The model library's sweep reads the process id from the name.
         staging = path.parent.parent / STAGING
         staging.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return staging / f"{what}-{os.getpid()}-{uuid.uuid4().hex}"
+        return staging / f"{purpose}-{os.getpid()}-{uuid.uuid4().hex}"
 
 
 def verify(directory: Path) -> Manifest:

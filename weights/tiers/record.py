@@ -30,5 +30,5 @@ def keep(records: Iterable[Kept], rules: KeepRules) -> list[Name]:
     kept = {record.key for record in newest_first if record.protected or rules.keeps_everything}
     for family in {record.family for record in newest_first}:
         for ranked, count in ((newest_first, rules.keep_last), (best_first, rules.keep_best)):
-            kept |= {record.key for record in [one for one in ranked if one.family == family][: count or 0]}
+            kept |= {record.key for record in [record for record in ranked if record.family == family][: count or 0]}
     return [record.key for record in newest_first if record.key in kept]

@@ -3,28 +3,37 @@
     copies/<kind>s/<model>/<version>               the manifest; written last, so a version with a record is complete
     parts/<kind>s/<model>/<version>/<file>.<n>     the n-th part of a file of the version
 
-One process writes a place; any may read it.
+With moments in 8 bits a part has blocks (weights.tiers.moments). One process writes a place; any may read it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from blake3 import blake3
 
 from weights.format.errors import IntegrityError, ObjectDamaged, TierUnavailable, VersionNotFound
-from weights.format.manifest import Manifest
+from weights.format.layout import Layout
+from weights.format.manifest import Manifest, checksum
 from weights.format.names import Name
-from weights.format.source import CHUNK_BYTES
+from weights.format.source import CHUNK_BYTES, Chunks
+from weights.tiers import moments
 from weights.tiers.objects import Objects
 from weights.tiers.tier import Tier
 
 OWNER_KEY = "owner"
+MOMENTS = "moments_in_8_bits"
+"""Of a manifest's meta: where the files of a snapshot have them (weights.tiers.moments.Range)."""
 log = logging.getLogger(__name__)
 
 
 class RemoteTier(Tier):
-    def __init__(self, objects: Objects) -> None:
-        self.where, self._objects = objects.where, objects
+    """`int8_moments`: Adam's moments of snapshots are stored in 8 bits."""
+
+    def __init__(self, objects: Objects, *, int8_moments: bool = False) -> None:
+        self.where, self._objects, self._int8_moments = objects.where, objects, int8_moments
         self._records: dict[Name, Manifest] | None = None
 
     def claim(self, owner: str, first: bool) -> None:
@@ -34,22 +43,22 @@ class RemoteTier(Tier):
         remove each other's objects.
         """
         try:
-            found = self._objects.get(OWNER_KEY).decode(errors="replace")
+            holder = self._objects.get(OWNER_KEY).decode(errors="replace")
         except ObjectDamaged:
             if not first:
                 raise TierUnavailable(f"{self.where} is empty, and this box wrote to it; is it mounted?") from None
             self._objects.put(OWNER_KEY, owner.encode())
-            found = owner
-        if found != owner:
+            holder = owner
+        if holder != owner:
             raise TierUnavailable(
-                f"{self.where} belongs to box {found[:40]!r}, this is {owner!r}; give each box a place of its own, or "
+                f"{self.where} belongs to box {holder[:40]!r}, this is {owner!r}; give each box a place of its own, or "
                 f"delete {OWNER_KEY} there to take it over"
             )
 
     def manifests(self) -> dict[Name, Manifest]:
-        """What the place had when it was first read, and what this process has put and removed since."""
+        """Every version with a readable manifest. The place is read once: this process alone writes it."""
         if self._records is None:
-            known = {}
+            records = {}
             for key in list(self._objects.list("copies/")):
                 try:
                     manifest = Manifest.from_bytes(self._objects.get(key), path=f"{self.where}/{key}")
@@ -57,8 +66,8 @@ class RemoteTier(Tier):
                     log.error("the remote tier has a damaged record: %s", error)
                     continue
                 if key == f"copies/{manifest.name.key}":
-                    known[manifest.name] = manifest
-            self._records = known
+                    records[manifest.name] = manifest
+            self._records = records
         return self._records
 
     def remove(self, name: Name) -> bool:
@@ -81,18 +90,29 @@ class RemoteTier(Tier):
         return self.manifests()[name]
 
     def _chunks(self, name: Name, file: str) -> Iterator[bytes]:
-        for number in range(-(-self._manifest(name).files[file].nbytes // CHUNK_BYTES)):
-            yield self._objects.get(_part_key(name, file, number))
+        manifest = self._manifest(name)
+        ranges, nbytes = manifest.meta.get(MOMENTS, {}).get(file), manifest.files[file].nbytes
+        for number, start in enumerate(range(0, nbytes, CHUNK_BYTES)):
+            data = self._objects.get(_part_key(name, file, number))
+            yield moments.decode(data, ranges, start, min(CHUNK_BYTES, nbytes - start)) if ranges else data
 
-    def _write(
-        self, manifest: Manifest, chunks: Callable[[str], Iterable[bytes]], sealed: Callable[[], Manifest]
-    ) -> None:
-        name = manifest.name
+    def _write(self, manifest: Manifest, layout: Layout, chunks: Chunks, sealed: Callable[[], Manifest]) -> None:
+        name, checksums = manifest.name, dict[str, str]()
+        ranges = moments.ranges_of(layout) if self._int8_moments and name.kind == "snapshot" else {}
         for file in manifest.files:
-            for number, chunk in enumerate(chunks(file)):
-                self._objects.put(_part_key(name, file, number), chunk)
-        self._objects.put(f"copies/{name.key}", sealed().to_bytes())
-        self.manifests()[name] = sealed()
+            decoded = blake3()
+            for number, data in enumerate(chunks(file)):
+                if file in ranges:
+                    start, nbytes = number * CHUNK_BYTES, len(data)
+                    data = moments.encode(data, ranges[file], start)
+                    decoded.update(moments.decode(data, ranges[file], start, nbytes))
+                self._objects.put(_part_key(name, file, number), data)
+            if file in ranges:
+                checksums[file] = checksum(decoded)  # of the bytes that come back
+        meta = {key: value for key, value in manifest.meta.items() if key != MOMENTS}
+        manifest = replace(sealed(), meta=meta | ({MOMENTS: ranges} if ranges else {})).with_checksums(checksums)
+        self._objects.put(f"copies/{name.key}", manifest.to_bytes())
+        self.manifests()[name] = manifest
 
 
 def _part_key(name: Name, file: str, number: int) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
 from weights.format.names import Name
-from weights.format.source import chunks_of, hashed, read_whole
+from weights.format.source import Chunks, chunks_of, hashed, read_whole
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
 
@@ -44,9 +44,7 @@ class Tier(ABC):
         """The bytes of a file. Raises IntegrityError."""
 
     @abstractmethod
-    def _write(
-        self, manifest: Manifest, chunks: Callable[[str], Iterable[bytes]], sealed: Callable[[], Manifest]
-    ) -> None:
+    def _write(self, manifest: Manifest, layout: Layout, chunks: Chunks, sealed: Callable[[], Manifest]) -> None:
         """Stores the files, each from its `chunks`; then `sealed` returns the manifest with which they become visible,
         in place of what is here under its name. Raises TierFull."""
 
@@ -59,16 +57,16 @@ class Tier(ABC):
 
         Raises TierFull, and IntegrityError if its bytes differ from its manifest; nothing becomes visible then.
         """
-        manifest, found = Manifest.read(source), dict[str, str]()
-        manifest.check_layout(Layout.read(source), path=source)
+        manifest, layout, checksums = Manifest.read(source), Layout.read(source), dict[str, str]()
+        manifest.check_layout(layout, path=source)
 
         def chunks(file: str) -> Iterator[bytes]:
             read, expected = chunks_of(source, manifest, file), manifest.files[file].checksum
-            for chunk in hashed(read, expected, found, path=source, file=file):
+            for chunk in hashed(read, expected, checksums, path=source, file=file):
                 yield chunk
                 moved(len(chunk))
 
-        self._write(manifest, chunks, lambda: manifest.with_checksums(found))
+        self._write(manifest, layout, chunks, lambda: manifest.with_checksums(checksums))
 
     def restore(self, store: WeightStore, name: Name) -> StoredVersion:
         """Restores `name` into `store`, evictable, and checks every byte before it becomes visible. Raises

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from appliance.controller.interfaces.errors import OperationFailed
-from runtime.processes.ended import heard_out
+from runtime.processes.ended import run_command
 
 LIMIT_S = 30.0
 KEPT_S = 30.0
@@ -30,7 +30,7 @@ class Doctor:
         async with self._looking:
             if not 0 <= self._clock() - self._result["at_s"] < KEPT_S:
                 try:
-                    status, out, err = await heard_out(*self._command, within_s=LIMIT_S)
+                    status, out, err = await run_command(*self._command, within_s=LIMIT_S)
                 except TimeoutError:
                     raise OperationFailed(f"The checks did not end within {LIMIT_S:.0f} s.", code=FAILED) from None
                 if status != 0:

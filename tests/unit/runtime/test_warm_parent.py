@@ -181,12 +181,17 @@ async def test_warm_parent_with_a_silent_client_still_forks(warm, tmp_path):
 
 @pytest.mark.parametrize(
     ("end", "starved"),
-    [("kill", True), ("killed by us", False), ("exit", False), ("core killed", True)],
+    [("kill", True), ("killed long after", False), ("killed by us", False), ("exit", False), ("core killed", True)],
 )
 async def test_starved_is_who_was_killed_while_the_kernel_counted_a_kill(warm, tmp_path, monkeypatch, end, starved):
+    monkeypatch.setattr("runtime.processes.child.KILLS_EVERY_S", 0.01 if end == "killed long after" else 3600.0)
     child = await spawn(warm, tmp_path)
-    monkeypatch.setattr("runtime.processes.child.kills_so_far", lambda: 1 << 40)
-    if end == "kill":
+    counted = []
+    monkeypatch.setattr("runtime.processes.child.kills_so_far", lambda: counted.append(1) or 1 << 40)
+    if end == "killed long after":
+        while len(counted) < 3:
+            await asyncio.sleep(0.01)
+    if end.startswith("kill") and end != "killed by us":
         os.kill(child.pid, signal.SIGKILL)
     elif end == "killed by us":
         child.kill()

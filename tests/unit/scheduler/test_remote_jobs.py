@@ -9,15 +9,15 @@ import pytest
 
 from scheduler.core.errors import EffectFailed
 from scheduler.ray.remote_jobs import ResultTransfer
-from weights.format.names import version_path
+from weights.format.names import Name
 
 THERE = Path("/dev/shm/there")
-SNAPSHOT = {"event": "snapshot", "step": 5, "path": str(version_path(THERE, "snapshot", "job-1", "step-5"))}
+SNAPSHOT = {"event": "snapshot", "step": 5, "path": str(THERE / Name("snapshot", "job-1", "step-5").key)}
 PUBLISHED = {
     "event": "published",
     "step": 9,
     "version": "step-9",
-    "path": str(version_path(THERE, "adapter", "ft:m:a/b", "step-9")),
+    "path": str(THERE / Name("adapter", "ft:m:a/b", "step-9").key),
 }
 
 

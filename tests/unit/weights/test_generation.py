@@ -2,7 +2,7 @@
 
 import pytest
 
-from weights.checkpoint.generation import settled
+from weights.checkpoint.generation import settle
 
 CONFIG = {"eos_token_id": 2}
 
@@ -28,24 +28,24 @@ CONFIG = {"eos_token_id": 2}
     ],
 )
 def test_settled_keeps_what_engines_can_apply(given, stored, notes):
-    made, said = settled(given, CONFIG, rows=100)
+    made, said = settle(given, CONFIG, rows=100)
     assert made == stored and len(said) == notes
 
 
 def test_settled_adds_ends_to_the_file_or_to_what_config_has():
-    assert settled({"eos_token_id": 2, "top_p": 0.9}, {}, rows=0, ends=[7])[0] == {"eos_token_id": [2, 7], "top_p": 0.9}
-    assert settled(None, {"eos_token_id": [2, 3], "bos_token_id": 1}, rows=0, ends=[7])[0] == {
+    assert settle({"eos_token_id": 2, "top_p": 0.9}, {}, rows=0, ends=[7])[0] == {"eos_token_id": [2, 7], "top_p": 0.9}
+    assert settle(None, {"eos_token_id": [2, 3], "bos_token_id": 1}, rows=0, ends=[7])[0] == {
         "eos_token_id": [2, 3, 7],
         "bos_token_id": 1,
     }
-    assert settled(None, CONFIG, rows=0) == (None, [])
+    assert settle(None, CONFIG, rows=0) == (None, [])
 
 
 def test_settled_reads_sampling_of_config_where_there_is_no_file():
-    made, said = settled(None, {"eos_token_id": 2, "max_new_tokens": 16, "temperature": 0.5}, rows=0)
+    made, said = settle(None, {"eos_token_id": 2, "max_new_tokens": 16, "temperature": 0.5}, rows=0)
     assert made == {"eos_token_id": 2, "temperature": 0.5} and len(said) == 1
 
 
 def test_settled_keeps_sampling_and_ends_of_an_unreadable_file():
-    made, said = settled({"eos_token_id": 2, "top_p": 0.9, "cache_config": 1}, {}, rows=0, unreadable="ValueError")
+    made, said = settle({"eos_token_id": 2, "top_p": 0.9, "cache_config": 1}, {}, rows=0, unreadable="ValueError")
     assert made == {"eos_token_id": 2, "top_p": 0.9} and len(said) == 1

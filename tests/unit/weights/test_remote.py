@@ -7,14 +7,17 @@ import os
 import shutil
 import signal
 
+import numpy as np
 import pytest
 from moto.server import ThreadedMotoServer
 
 from tests.unit.weights.conftest import check, write
 from weights.format.config import Location
 from weights.format.errors import IntegrityError, TierUnavailable, VersionNotFound
+from weights.format.layout import Layout, TensorSpec
 from weights.format.names import KINDS, Name
 from weights.memory.store import WeightStore
+from weights.tiers import moments
 from weights.tiers.objects import DirectoryObjects, objects_at
 from weights.tiers.objects_s3 import S3Objects
 from weights.tiers.remote import RemoteTier
@@ -205,6 +208,34 @@ def test_claim_refuses_another_box_and_an_emptied_place(tier, home):
     (home / "owner").unlink()
     with pytest.raises(TierUnavailable, match="mounted"):
         tier.claim("box-1", first=False)
+
+
+def test_int8_moments_come_back_within_their_error(store, home, tier, monkeypatch):
+    monkeypatch.setattr("weights.format.source.CHUNK_BYTES", 5000)
+    monkeypatch.setattr("weights.tiers.remote.CHUNK_BYTES", 5000)
+    values = np.random.default_rng(0).standard_normal(3000).astype(np.float32) * 1e-3
+    arrays = {"master.w": values, "exp_avg.w": values, "exp_avg_sq.w": values**2}
+    layout = Layout.plan([TensorSpec(name, "F32", (3000,)) for name in arrays])
+    with store.reserve(layout, kind="snapshot", model="job", version="step-1") as draft:
+        for name, array in arrays.items():
+            draft.view(name)[:] = memoryview(array).cast("B")
+        stored = draft.commit(meta={"step": 1})
+    lossy = RemoteTier(DirectoryObjects(home), int8_moments=True)
+    lossy.put(stored.path)
+    assert sum((home / name).stat().st_size for name in files(home) if name.startswith("parts/")) < 0.53 * 36000
+    lossy.verify(name_of(stored))
+    store.remove(stored)
+    restored = RemoteTier(DirectoryObjects(home)).restore(store, name_of(stored))
+    with store.lease(restored) as lease:
+        master, first, second = (np.frombuffer(bytes(lease.view(name)), np.float32) for name in arrays)
+    assert np.array_equal(master, values)
+    assert np.abs(first - values).max() <= np.abs(values).max() / 254 * 1.001
+    root, exact = np.sqrt(second), np.abs(values)
+    assert (root >= exact * (1 - 1e-6)).all() and (root - exact).max() <= exact.max() / 255 * 1.001
+    tier.put(restored.path)  # exactly, although it came from blocks
+    tier.verify(name_of(stored))
+    with pytest.raises(IntegrityError):
+        moments.decode(b"short", [(0, 396, moments.FIRST)], 0, 396)
 
 
 def test_s3_lists_only_below_its_prefix(server, bucket):

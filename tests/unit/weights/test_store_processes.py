@@ -13,6 +13,7 @@ import pytest
 from tests.unit.weights.conftest import SPECS, check, content, fill, write
 from weights.format.errors import StoreError, StoreFull
 from weights.format.layout import Layout, TensorSpec
+from weights.memory.pool import Pool
 from weights.memory.store import WeightStore
 
 LAYOUT = Layout.plan(SPECS)
@@ -61,6 +62,19 @@ def test_sweep_removes_only_what_a_killed_writer_left(store, root):
     assert store.sweep() == () and not path.exists()
     assert store.usage() == before
     check(store, stored)
+
+
+def test_sweep_beside_a_commit_leaves_the_committed_version(store, monkeypatch):
+    drafts = [store.reserve(LAYOUT, kind="version", model="starter", version=version) for version in "12"]
+    take_unheld = Pool.take_unheld
+
+    def committing(pool, path, *, keep):
+        monkeypatch.undo()
+        take_unheld(pool, path, keep=keep)
+        next(draft for draft in drafts if draft.path != path).commit(meta={})
+
+    monkeypatch.setattr(Pool, "take_unheld", committing)
+    assert store.sweep() == () and len(store.list("version")) == 1
 
 
 def test_handles_are_closed_in_a_forked_child(store):

@@ -3,7 +3,7 @@
 import pytest
 
 from appliance.models.template_trial import try_here
-from weights.checkpoint.turns import Turns, told, warnings_of
+from weights.checkpoint.turns import Turns, turns_of, warnings_of
 from weights.format.tool_template import with_tools
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -52,7 +52,7 @@ TOKENS = (
 
 def of(template: str, *known: str, added=TOKENS) -> Turns:
     verdict = try_here(str(with_tools(template)), SPECIAL)
-    return told(verdict["rendered"], added, known or ("</s>",))
+    return turns_of(verdict["rendered"], added, known or ("</s>",))
 
 
 @pytest.mark.parametrize(

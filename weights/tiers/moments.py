@@ -1,0 +1,78 @@
+"""Stores Adam's moments in 8 bits: blocks of 256 elements share a float32 scale, and each element takes one byte.
+
+Lossy; pure functions of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from weights.format.errors import ObjectDamaged
+from weights.format.layout import Layout
+
+BLOCK = 256
+FIRST, SECOND = "exp_avg", "exp_avg_sq"
+Range = tuple[int, int, str]
+"""The bytes [start, end) of a file, and the moment that they hold."""
+
+
+def ranges_of(layout: Layout) -> dict[str, list[Range]]:
+    """The moments of each file that has some, in the order of their bytes."""
+    ranges: dict[str, list[Range]] = {}
+    for placed in layout:
+        moment = placed.spec.name.partition(".")[0]
+        if moment in (FIRST, SECOND) and placed.spec.dtype == "F32":
+            ranges.setdefault(placed.file, []).append((placed.start, placed.end, moment))
+    return ranges
+
+
+def encode(data: bytes, ranges: Iterable[Range], start: int) -> bytes:
+    """The bytes of a file from `start` on, with moments in blocks.
+
+    First moment: 255 equal steps between -max and max of its block, to the nearest. Second moment: 255 steps of its
+    square root, rounded up, so that Adam's divisor never shrinks and no element takes a larger step than exactly.
+    """
+    encoded, at = bytearray(), 0
+    for nbytes, moment in _parts(ranges, start, start + len(data)):
+        part, at = data[at : at + nbytes], at + nbytes
+        encoded += _blocks(np.frombuffer(part, np.float32), moment) if moment else part
+    return bytes(encoded)
+
+
+def decode(data: bytes, ranges: Iterable[Range], start: int, nbytes: int) -> bytes:
+    """An approximation of the `nbytes` bytes that `encode` got. Raises ObjectDamaged."""
+    decoded, at = bytearray(), 0
+    for size, moment in _parts(ranges, start, start + nbytes):
+        blocks, count = -(-size // (4 * BLOCK)), size // 4
+        part, at = data[at : at + (stored := 4 * blocks + count if moment else size)], at + stored
+        if len(part) != stored:
+            raise ObjectDamaged("it is too short", path=moment)
+        if moment:
+            codes = np.frombuffer(part, np.uint8 if moment == SECOND else np.int8, count, 4 * blocks)
+            values = codes * np.repeat(np.frombuffer(part, np.float32, blocks), BLOCK)[:count]
+            part = (values * values if moment == SECOND else values).tobytes()
+        decoded += part
+    return bytes(decoded)
+
+
+def _parts(ranges: Iterable[Range], start: int, end: int) -> Iterator[tuple[int, str]]:
+    """Size and moment ("" for other bytes) of each part of the bytes [start, end) of a file, in order."""
+    for first, last, moment in ranges:
+        first, last = max(start, first), min(end, last)
+        if first < last:
+            yield first - start, ""
+            yield last - first, moment
+            start = last
+    yield end - start, ""
+
+
+def _blocks(values: np.ndarray, moment: str) -> bytes:
+    """The scales of all blocks, then the codes of all elements."""
+    padded = np.zeros((-(-values.size // BLOCK), BLOCK), np.float32)
+    padded.flat[: values.size] = np.sqrt(values) if moment == SECOND else values
+    scales = np.abs(padded).max(axis=1) / np.float32(255 if moment == SECOND else 127)
+    ratio = padded / np.where(scales > 0, scales, 1)[:, None]
+    codes = np.ceil(ratio).clip(0, 255).astype(np.uint8) if moment == SECOND else np.rint(ratio).astype(np.int8)
+    return scales.tobytes() + codes.reshape(-1)[: values.size].tobytes()
