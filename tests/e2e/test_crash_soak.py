@@ -43,13 +43,13 @@ class Rounds:
     def steps(self, after: int) -> list[tuple[str, str]]:
         """(verb, state) of the steps of hand-overs above this number, in the order they began."""
         return self.journal.execute(
-            "SELECT verb, state FROM handover_steps WHERE CAST(handover_id AS INTEGER) > ? "
-            "ORDER BY CAST(handover_id AS INTEGER), position",
+            "SELECT value ->> '$.verb', value ->> '$.state' FROM handovers, json_each(steps) WHERE handovers.id > ? "
+            "ORDER BY handovers.id, key",
             [after],
         ).fetchall()
 
     def last(self) -> int:
-        return int(self.journal.execute("SELECT max(CAST(id AS INTEGER)) FROM handovers").fetchone()[0] or 0)
+        return int(self.journal.execute("SELECT max(id) FROM handovers").fetchone()[0] or 0)
 
     def open_handovers(self) -> int:
         return self.journal.execute("SELECT count(*) FROM handovers WHERE ended_s IS NULL").fetchone()[0]
