@@ -152,8 +152,8 @@ class Bus:
         return -1 if self._report is None else self._report.generation
 
     def _is_drained(self, replica_id: str) -> bool:
-        replicas = (one for model in self.models.values() for one in model["replicas"])
-        if any(one["id"] == replica_id and one["state"] == "open" for one in replicas):
+        replicas = (replica for model in self.models.values() for replica in model["replicas"])
+        if any(replica["id"] == replica_id and replica["state"] == "open" for replica in replicas):
             return False
         if self._writer is None and self._report is None:
             return True
