@@ -205,7 +205,8 @@ class Bus:
         if isinstance(report, Usage):
             with self._background.guard("usage"):
                 self.on_usage(report.rows)
-            writer.write(b'{"type":"counted"}\n')  # also invalid rows, or they would come without end
+            if not writer.is_closing():
+                writer.write(b'{"type":"counted"}\n')  # also invalid rows, or they would come without end
         if isinstance(report, Usage) or self._writer is not writer:
             return
         self.arrivals.add(report)
