@@ -127,14 +127,14 @@ class Table(Generic[Row]):
         owned = " AND ".join(["1", *(f"{column} = ?" for column in scope)])
         conditions, values = [owned, f"({where})"], [*scope.values(), *parameters]
         if after is not None:
-            found = db.execute(
+            position = db.execute(
                 f"SELECT {', '.join(places)} FROM {self._name} WHERE {owned} AND id = ?", [*scope.values(), after]
             ).fetchone()
-            if found is None:
+            if position is None:
                 raise UnknownCursor(after)
             marks = ", ".join("?" * len(places))
             conditions.append(f"({', '.join(places)}) {'<' if descending else '>'} ({marks})")
-            values += list(found)
+            values += list(position)
         order = ", ".join(f"{place} {'DESC' if descending else 'ASC'}" for place in places)
         columns = ", ".join(f"NULL AS {name}" if name in unread else name for name in self._columns)
         cursor = db.execute(

@@ -226,8 +226,8 @@ class DeploymentView:
 
     def asleep(self, now_s: float) -> bool:
         """Whether that time is over. A model that never had a request has no such time."""
-        asked = self.demand.last_request_s is not None
-        return asked and not self.demand.requests and now_s >= self.last_s + self.idle_after_s
+        known = self.demand.last_request_s is not None
+        return known and not self.demand.requests and now_s >= self.last_s + self.idle_after_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,10 +51,10 @@ def logical_devices(count: int, node: str = HOME_NODE) -> tuple[Device, ...]:
 def _devices(kind: DeviceKind, found: Iterable[Found], node: str) -> tuple[Device, ...]:
     return tuple(
         Device(
-            **asdict(one) | {"linked": frozenset(f"{node}/{other}" for other in one.linked)},
-            id=f"{node}/{one.index}",
+            **asdict(device) | {"linked": frozenset(f"{node}/{other}" for other in device.linked)},
+            id=f"{node}/{device.index}",
             node=node,
             kind=kind.name,
         )
-        for one in found
+        for device in found
     )

@@ -155,8 +155,8 @@ def _fires_s(cron: str, tz: str, from_s: float, way: Literal["get_next", "get_pr
     """The nearest firing, without the second of an hour that occurs twice: croniter fires in both, which is right for
     "every half hour" and wrong for "at half past two"."""
     step = getattr(croniter(cron, datetime.fromtimestamp(int(from_s), ZoneInfo(tz))), way)
-    found: datetime = step(datetime)
+    firing: datetime = step(datetime)
     if not cron.split()[1].startswith("*"):
-        while found.fold and found.utcoffset() != found.replace(fold=0).utcoffset():
-            found = step(datetime)
-    return found.timestamp()
+        while firing.fold and firing.utcoffset() != firing.replace(fold=0).utcoffset():
+            firing = step(datetime)
+    return firing.timestamp()

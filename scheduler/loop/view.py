@@ -94,7 +94,7 @@ def _fields(of: object, names: str) -> dict[str, Any]:
 def status(box: Box, shown: PlanInput, allocation: Allocation, in_force: InForce, now_s: float) -> dict[str, Any]:
     """Mode, devices with their holders, replicas and jobs (in the order of the queue) as plain values for JSON."""
     policy, window, held = in_force.policy, in_force.window, box.holders
-    of_device = "id node index kind name memory_bytes health health_reason"
+    of_device = "id node index kind name memory_bytes uuid health health_reason"
     return {
         "policy": {
             **_fields(policy, "kind train_devices serving_floor"),

@@ -49,9 +49,9 @@ class Shares:
         waiting = self.plan_input.jobs
 
         def serving_beside(budget: int) -> tuple[dict[str, int], queue.Queue]:
-            given = queue.allot(waiting, budget, self.now_s, dwell_s, why, self.works_on, side_by_side)
-            lendable = self._total - sum(given.sizes.values())
-            return self._replicas(lendable, limits, eager=False, base=claimed), given
+            jobs = queue.allot(waiting, budget, self.now_s, dwell_s, why, self.works_on, side_by_side)
+            lendable = self._total - sum(jobs.sizes.values())
+            return self._replicas(lendable, limits, eager=False, base=claimed), jobs
 
         serving, jobs = serving_beside(budget)
         for job in self._without_engine(serving, jobs):
@@ -60,7 +60,7 @@ class Shares:
             if job.id in smaller.sizes and fewer.get(job.sampled_by):
                 serving, jobs, budget = fewer, smaller, left
             elif job.starved:  # by turns: it comes back when its samples are there
-                waiting = tuple(replace(one, lacks=_STARVED) if one is job else one for one in waiting)
+                waiting = tuple(replace(j, lacks=_STARVED) if j is job else j for j in waiting)
                 serving, jobs = serving_beside(budget)
         return claimed, serving, jobs
 
@@ -134,8 +134,8 @@ class Shares:
 
     def _of_idle(self, replicas: Mapping[str, int]) -> str:
         """How many of those devices no request needs now. It names no model, because the owner of a job reads it."""
-        asked = {d.model for d in self.deployments.values() if d.demand.requests or d.floor_replicas}
-        kept = self._cost({model: count for model, count in replicas.items() if model not in asked})
+        needed = {d.model for d in self.deployments.values() if d.demand.requests or d.floor_replicas}
+        kept = self._cost({model: count for model, count in replicas.items() if model not in needed})
         if not kept:
             return ""
         least_s, most_s = self.config.give_back_after_s, self.config.give_back_at_latest_s

@@ -146,21 +146,20 @@ class Nodes:
         return {known.config.name: known.memory for known in away if known.memory is not None}
 
     def status(self) -> list[dict[str, Any]]:
-        """Each node, home first, as it answered the last look. answered_s: None if it did not. memory: as it last
-        said."""
-        known = sorted(self._known.values(), key=lambda one: (one.config != self.home, one.config.name))
+        """Each node, home first, at the last look. answered_s: None if it did not answer. memory: as last reported."""
+        home = self.home.name
         return [
             {
-                "id": one.config.name,
-                "address": one.config.address,
-                "home": one.config.name == self.home.name,
-                "answered_s": one.answered_s,
-                "leaves": one.leaves,
-                "devices": [device.id for device in one.config.devices],
-                "memory_bytes": None if one.memory is None else one.memory.total,
-                "memory_available_bytes": None if one.memory is None else one.memory.available,
+                "id": name,
+                "address": known.config.address,
+                "home": name == home,
+                "answered_s": known.answered_s,
+                "leaves": known.leaves,
+                "devices": [device.id for device in known.config.devices],
+                "memory_bytes": None if known.memory is None else known.memory.total,
+                "memory_available_bytes": None if known.memory is None else known.memory.available,
             }
-            for one in known
+            for name, known in sorted(self._known.items(), key=lambda item: (item[0] != home, item[0]))
         ]
 
     async def on(self, node: str, method: str, *arguments: Any) -> Any:

@@ -37,7 +37,8 @@ Body = dict[str, Any] | Callable[[], Awaitable[dict[str, Any]]]
 
 
 class Asking:
-    """
+    """Send the requests of the box's own work, and send again what the gateway refuses for a while.
+
     Args:
         transport: to the gateway's private socket.
         table: the models of the routing table.

@@ -49,8 +49,8 @@ class Bus:
     """Serves the gateway from `start` to `stop`: a new connection replaces the last. All methods belong to one event
     loop.
 
-    on_load: called after every report. on_usage: called with the
-    rows of every usage message. They must not block; their errors are recorded in `background` and break no connection.
+    on_load: called after every report. on_usage: called with the rows of every usage message. They must not block;
+    their errors are recorded in `background` and break no connection.
 
     models, keys, generation: of the last published table; keys by SHA-256 in hex. first_generation: above any of an
     earlier controller's, or a gateway that still routes by an old table would count as having applied a new one.
@@ -152,8 +152,8 @@ class Bus:
         return -1 if self._report is None else self._report.generation
 
     def _is_drained(self, replica_id: str) -> bool:
-        replicas = (one for model in self.models.values() for one in model["replicas"])
-        if any(one["id"] == replica_id and one["state"] == "open" for one in replicas):
+        replicas = (replica for model in self.models.values() for replica in model["replicas"])
+        if any(replica["id"] == replica_id and replica["state"] == "open" for replica in replicas):
             return False
         if self._writer is None and self._report is None:
             return True
@@ -185,7 +185,7 @@ class Bus:
         sender = asyncio.create_task(self._send_tables(writer, self._wake), name="bus sender")
         try:
             while line := await reader.readline():
-                self._take(line)
+                self._take(line, writer)
         except (ValueError, msgspec.DecodeError) as error:
             log.warning("bus: the gateway sent an invalid message, connection closed: %s", error)
         except OSError as error:
@@ -198,15 +198,16 @@ class Bus:
                 self._changed.set()
             writer.close()
 
-    def _take(self, line: bytes) -> None:
+    def _take(self, line: bytes, writer: asyncio.StreamWriter) -> None:
         """Raises msgspec.DecodeError for a message that is none of a gateway's. Our own errors, such as a full disk,
-        are recorded, and the connection stays."""
+        are recorded, and the connection stays. Of a connection that was replaced, only usage still counts."""
         report = MESSAGE.decode(line)
         if isinstance(report, Usage):
             with self._background.guard("usage"):
                 self.on_usage(report.rows)
-            if self._writer is not None:
-                self._writer.write(b'{"type":"counted"}\n')  # also invalid rows, or they would come without end
+            if not writer.is_closing():
+                writer.write(b'{"type":"counted"}\n')  # also invalid rows, or they would come without end
+        if isinstance(report, Usage) or self._writer is not writer:
             return
         self.arrivals.add(report)
         self._report, self._load = report, Load.of(report)

@@ -17,7 +17,9 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView
 
 LOOK_S = 0.25
-"""Minimum interval: several gateways report more often than there is something to learn."""
+"""Minimum interval: reports come more often than there is something to learn."""
+MOST_REPLICAS = 64
+"""Largest standby that is learned: all numbers up to it are simulated, so its cost grows with its square."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class DemandLearning:
             return replace(deployment, kv_tokens=traffic.kv_tokens)
         deployment = replace(deployment, kv_tokens=traffic.kv_tokens, prefill_tokens_per_s=rate)
         replicas = self._devices // deployment.tensor_parallel  # with tensor parallelism one is several devices
-        bounds = Bounds(replicas, deployment.floor_replicas, deployment.max_replicas, target_s)
+        bounds = Bounds(replicas, deployment.floor_replicas, min(deployment.max_replicas, MOST_REPLICAS), target_s)
         learner = self._learned.get(deployment.model)
         if learner is None or learner.bounds != bounds:
             learner = self._learned[deployment.model] = StandbyLearner(self._config, bounds)

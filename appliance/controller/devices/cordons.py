@@ -157,13 +157,13 @@ def in_view(db: Database, there: Sequence[dict[str, Any]]) -> list[dict[str, Any
     """
     away = {name: row for name, row in box.get(db, NODES, {}).items() if row["lost"] is not None}
     rows = read(db)
-    found = [{**shown(rows, device), "lost": None} for device in there if device["node"] not in away]
+    devices = [{**shown(rows, device), "lost": None} for device in there if device["node"] not in away]
     for _, node in sorted(away.items()):
         since = {"health": "lost", "health_reason": node["lost"]["reason"], "holder": None, "lost": node["lost"]}
         for device in node["devices"]:
             drain = (_of(rows, device) or NONE)["drain"]
-            found.append({**device, **since, "drain": drain, "cordon": None})
-    return found
+            devices.append({**device, **since, "drain": drain, "cordon": None})
+    return devices
 
 
 def metered(devices: Sequence[dict[str, Any]], readings: Mapping[str, Reading]) -> list[dict[str, Any]]:

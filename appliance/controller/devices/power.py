@@ -49,7 +49,7 @@ class PowerKeeper:
         mode = mode_in_force(self._db, self._floor, time.time()).policy.kind
         self._limit_w = self._limits_w.get(mode)
         drained = cordons.drained(self._db)
-        kept = {device.uuid: device.id for device in self._devices if device.uuid and device.uuid not in drained}
+        kept = {d.uuid: d.id for d in self._devices if d.uuid and drained.isdisjoint((d.id, d.uuid))}
         refused = await asyncio.to_thread(_set, self._control, kept, self._limit_w)
         for device_id, why in refused.items() if refused != self._refused else ():
             log.error("its power limit cannot be set: %s", why, extra={"device": device_id})

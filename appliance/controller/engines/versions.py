@@ -64,8 +64,10 @@ class VersionProvider:
         return stored.path
 
     def taken(self, model: str, version: str) -> None:
-        if leases := self._leases[model, version]:
+        if leases := self._leases.get((model, version)):
             leases.pop().release()
+            if not leases:
+                del self._leases[model, version]
 
     def _found(self, name: str) -> Resolved:
         """Of a model in training it is its base: its engines are set up alike."""
@@ -77,7 +79,7 @@ class VersionProvider:
 
     def holds(self, name: Name) -> bool:
         """Whether an engine serves this version, or is about to. May be called from any thread."""
-        for model, version in (*self._served.items(), *(key for key, leases in self._leases.items() if leases)):
+        for model, version in (*self._served.items(), *self._leases):
             if version == name.version and (found := resolve(self._db, model)) is not None:
                 if found.model.id == name.model:
                     return True

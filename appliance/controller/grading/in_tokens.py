@@ -70,15 +70,18 @@ def sampling_request(
 
 def samples_of(body: Any, n: int) -> list[Sampled]:
     """The n answers of a response. Raises ValueError, in words, if one is missing or incomplete."""
-    found = [
-        Sampled(list(choice["token_ids"] or ()), list(choice["logprobs"]["token_logprobs"]), choice["text"])
-        for choice in sorted(body["choices"], key=lambda choice: choice["index"])
-    ]
-    if len(found) != n or any(not one.ids or len(one.ids) != len(one.log_probs) for one in found):
-        raise ValueError(f"{len(found)} of {n} samples, or one without tokens or log-probabilities")
-    if any(value is None or value <= _NONE for one in found for value in one.log_probs):
+    try:
+        samples = [
+            Sampled(list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"]), choice["text"])
+            for choice in sorted(body["choices"], key=lambda choice: choice["index"])
+        ]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"an engine's samples lack tokens or log-probabilities: {error}") from error
+    if len(samples) != n or any(not one.ids or len(one.ids) != len(one.log_probs) for one in samples):
+        raise ValueError(f"{len(samples)} of {n} samples, or one without tokens or log-probabilities")
+    if any(value is None or value <= _NONE for one in samples for value in one.log_probs):
         raise ValueError("an engine's samples lack the log-probability of a token")
-    return found
+    return samples
 
 
 def scoring_request(model: str, tokens: Sequence[int]) -> dict[str, Any]:
@@ -88,13 +91,12 @@ def scoring_request(model: str, tokens: Sequence[int]) -> dict[str, Any]:
 
 def scores_of(body: Any, tokens: Sequence[int], last: int) -> list[float]:
     """The log-probability of each of the last tokens, given those before it. Raises ValueError, in words."""
-    places = (body["choices"][0].get("prompt_logprobs") or ())[-last:]
-    if len(places) != last:
-        raise ValueError(f"log-probabilities of {len(places)} of {last} tokens")
-    found = []
-    for token, place in zip(tokens[-last:], places, strict=True):
-        value = (place.get(str(token)) or {}).get("logprob")
+    try:
+        places = body["choices"][0]["prompt_logprobs"][-last:]
+        scores = [place[str(token)]["logprob"] for token, place in zip(tokens[-last:], places, strict=True)]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"no log-probability of a token: {error}") from error
+    for token, value in zip(tokens[-last:], scores, strict=True):
         if value is None or not value > _NONE:
             raise ValueError(f"{value} as the log-probability of token {token}")
-        found.append(float(value))
-    return found
+    return scores

@@ -65,8 +65,8 @@ class JobMemory:
         ascending."""
         if row.resolved is None:
             return {1: 0}
-        found = {size: self._numbers(row.id, (size,)) for size in row.allowed_sizes or (1,)}
-        return {size: numbers["host_memory"]["job_bytes"] for size, numbers in found.items()}
+        numbers = {size: self._numbers(row.id, (size,)) for size in row.allowed_sizes or (1,)}
+        return {size: of_size["host_memory"]["job_bytes"] for size, of_size in numbers.items()}
 
     def _computed(self, job_id: str, sizes: tuple[int, ...]) -> dict[str, Any]:
         return self._verdict(jobs.get(self._db, job_id), self._facts, sizes).numbers

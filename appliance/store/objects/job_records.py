@@ -61,9 +61,9 @@ def factors(db: Database, model: str, method: str, full: bool) -> tuple[float | 
         "AND estimate ->> '$.measured' IS NOT NULL ORDER BY seq DESC LIMIT 20",
         [model, method, int(full)],
     )
-    found = [(one, one["measured"]) for one in map(json.loads, rows)]
-    speeds = [taken["tokens_per_s"] / one["devices"] / one["modelled_tokens_per_s"] for one, taken in found]
-    grown = [(taken["device_bytes"] or 0) * one["memory_factor"] / one["device_bytes"] for one, taken in found]
+    pairs = [(row, row["measured"]) for row in map(json.loads, rows)]
+    speeds = [measured["tokens_per_s"] / row["devices"] / row["modelled_tokens_per_s"] for row, measured in pairs]
+    grown = [(measured["device_bytes"] or 0) * row["memory_factor"] / row["device_bytes"] for row, measured in pairs]
     return (median(speeds) if speeds else None), min(MOST_GROWN, max([1.0, *grown]))
 
 

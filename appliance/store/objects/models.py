@@ -48,10 +48,10 @@ def is_visible(db: Database, name: str, viewer: str | None) -> bool:
 
 def callable_names(db: Database, viewer: str | None) -> list[str]:
     """What this owner may call, None: an admin, all: models, oldest first, then their checkpoints."""
-    seen, given = ("SELECT id FROM models", []) if viewer is None else (_VISIBLE, [viewer])
-    found = f"SELECT id FROM models WHERE active_version IS NOT NULL AND id IN ({seen}) ORDER BY seq"
-    checkpoints = f"SELECT checkpoint FROM versions WHERE checkpoint IS NOT NULL AND model IN ({seen}) ORDER BY seq"
-    return db.column(found, given) + db.column(checkpoints, given)
+    visible, parameters = ("SELECT id FROM models", []) if viewer is None else (_VISIBLE, [viewer])
+    named = f"SELECT id FROM models WHERE active_version IS NOT NULL AND id IN ({visible}) ORDER BY seq"
+    checkpoints = f"SELECT checkpoint FROM versions WHERE checkpoint IS NOT NULL AND model IN ({visible}) ORDER BY seq"
+    return db.column(named, parameters) + db.column(checkpoints, parameters)
 
 
 def audiences(db: Database) -> dict[str, list[str] | None]:
@@ -136,5 +136,5 @@ def delete_version(db: Database, model: str, version: str) -> None:
 
 def version_before(db: Database, model: str, version: str) -> VersionRow | None:
     """The version made just before this one that has answered, which a rollback without an argument goes to."""
-    made = "SELECT seq FROM versions WHERE model = ?1 AND version = ?2"
-    return VERSIONS.first(db, f"model = ?1 AND NOT held_back AND seq < ({made})", model, version, last=True)
+    position = "SELECT seq FROM versions WHERE model = ?1 AND version = ?2"
+    return VERSIONS.first(db, f"model = ?1 AND NOT held_back AND seq < ({position})", model, version, last=True)

@@ -233,3 +233,22 @@ async def test_usage_that_cannot_be_stored_keeps_the_connection(tmp_path: Path):
             await reported(bus, "r1", rows)
         assert taken == [1, 2]
         assert [(await gateway.table())["type"] for _ in range(3)] == ["table", "counted", "counted"]
+
+
+async def test_replaced_connection_counts_usage_but_no_load(tmp_path: Path):
+    taken: list[Any] = []
+    async with running(tmp_path) as (bus, path):
+        bus.on_usage = taken.extend
+        old = await GatewayEnd.connect(path, "old")
+        await old.report(100, {"r1": 1})
+        await reported(bus, "r1", 1)
+        writer = bus._writer
+        assert writer is not None
+        new = await GatewayEnd.connect(path, "new")
+        await new.report(100, {"r1": 2})
+        await reported(bus, "r1", 2)
+        for last in ({"type": "load", "gateway": "old", "generation": 100}, {"type": "usage", "rows": [{}]}):
+            bus._take(json.dumps({"replicas": {}, "models": {}, **last}).encode(), writer)
+        assert bus.inflight("r1") == 2 and taken == [{}]
+        bus.set_models(models(r1="open"))
+        assert [(await new.table())["type"] for _ in range(2)] == ["table", "table"], "it has no usage that was counted"

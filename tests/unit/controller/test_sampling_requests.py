@@ -19,6 +19,18 @@ def test_answers_are_read_in_their_order():
         in_tokens.samples_of({"choices": [choice(0, [3], [-1.0]), choice(1, [3], [-9999.0])]}, 2)
 
 
+@pytest.mark.parametrize("odd", [{"logprobs": None}, {"logprobs": {}}, {"token_ids": None}, {"index": None}])
+def test_samples_of_incomplete_answers_raise_in_words(odd):
+    with pytest.raises(ValueError):
+        in_tokens.samples_of({"choices": [choice(0, [3], [-1.0]), choice(1, [3], [-1.0]) | odd]}, 2)
+
+
+@pytest.mark.parametrize("places", [None, [], [None], [{}], [{"3": None}], [{"3": {"logprob": None}}]])
+def test_scores_of_incomplete_answers_raise_in_words(places):
+    with pytest.raises(ValueError):
+        in_tokens.scores_of({"choices": [{"prompt_logprobs": places}]}, [1, 3], 1)
+
+
 def test_vllm_draws_from_the_policys_own_distribution():
     asked = CompletionRequest.model_validate(
         in_tokens.sampling_request("m@1", [1, 2], n=2, seed=9, max_tokens=5, ends=[2]), strict=False

@@ -90,3 +90,10 @@ def test_learned_without_rate_or_target_has_no_standby(box):
     assert box.live(1, flat).standby.replicas <= 2, "what came before the rate was known is no burst"
     box.model = DeploymentView("m", "v1", max_replicas=8)
     assert box.seen().standby is None
+
+
+def test_learned_standby_of_an_unlimited_model_simulates_few_numbers():
+    box = Box()
+    box.model = DeploymentView("m", "v1", max_replicas=65536, ttft_target_s=2.0)
+    box.live(0.1, lambda now_s: 0.1)
+    assert len(box.learning._learned["m"]._shadows) < 200

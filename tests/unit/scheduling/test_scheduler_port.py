@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +46,7 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
     add_model()
     add_job(allowed_sizes=[1, 2])
     deployments.update(db, "starter", min_replicas=1, max_replicas=1)
-    world = World(box_of(3))
+    world = World(tuple(replace(device, uuid=f"GPU-{device.id}") for device in box_of(3)))
     states = states_of(db, events, 0)
     write_mode(db, Mode("serve"))
     journal = SqliteJournal(db)
@@ -53,13 +54,15 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
     port = scheduler_of(loop=loop, journal=journal)
     running = asyncio.create_task(loop.run())
     await loop.wait_settled(loop.nudge())
-    (device,) = [d["id"] for d in port.status()["devices"] if d["holder"]]
+    (row,) = [d for d in port.status()["devices"] if d["holder"]]
+    device = row["id"]
     assert [(place["reason"], place["position"]) for place in port.status()["queue"]] == [("Resources", 1)]
 
     told = port.explain(Policy("train"))
     assert any("ftjob-1 runs on 2 devices" in step and ", because training gets" in step for step in told["steps"])
 
-    cordons.drain(db, {"id": device}, "a test", "ops", 1.0)
+    cordons.drain(db, row, "a test", "ops", 1.0)
+    assert list(cordons.read(db)) == [f"GPU-{device}"]
     port.nudge(f"drain of {device}", "ops")
     await loop.wait_settled(loop.nudge())
     held = {d["id"]: d["holder"] for d in port.status()["devices"]}

@@ -51,6 +51,8 @@ async def test_it_is_held_until_all_engines_that_it_was_brought_in_for_have_it(p
     provider.taken("starter", "v1")
     await provider.in_memory("other", "v1")
     assert store.find("version", "starter", "v1") is None
+    provider.taken("other", "v1")
+    assert not provider._leases, "nothing stays of the versions that a job makes in each step"
 
 
 async def test_what_may_not_be_opened_reaches_no_engine(provider, store: WeightStore, monkeypatch):
