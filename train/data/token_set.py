@@ -46,9 +46,9 @@ class Rows(Protocol):
 
 
 def set_of(path: Path, base_path: Path) -> str:
-    """The key of the set of a file's tokens by the tokenizer in `base_path`."""
-    digest, stat = hashlib.sha256(), path.stat()
-    digest.update(f"{FORMAT}:{path.name}:{stat.st_size}:{stat.st_mtime_ns}".encode())
+    """The key of the set of a file's tokens by the tokenizer in `base_path`. A job's file never changes: it is made of
+    the same upload whenever it is made, and is copied to other nodes with its tokens."""
+    digest = hashlib.sha256(f"{FORMAT}:{path.name}:{path.stat().st_size}".encode())
     for name in _RENDERED_BY:
         if (file := base_path / name).exists():
             digest.update(name.encode() + file.read_bytes())

@@ -1,6 +1,7 @@
 """Token sets on disk: a set that is there is opened as it was, and without the tokenizer."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -54,7 +55,8 @@ def test_checked_file_is_opened_without_its_tokenizer(tmp_path):
     data = tmp_path / "job" / "train.jsonl"
     data.parent.mkdir()
     report = checked(source, chat_path=data, method="supervised", tokenizer=base)
-    tokens = opened(data, base, data.parent)
+    moved = shutil.copytree(data.parent, tmp_path / "another node", copy_function=shutil.copyfile)
+    tokens = opened(moved / "train.jsonl", base, moved)
     assert report.ok and report.n_tokens_estimate == tokens.n_tokens and tokens.n_examples == 30
 
 
