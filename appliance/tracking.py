@@ -116,7 +116,7 @@ class Follower:
             del self._sent[job.id]
 
     def _job(self, row: sqlite3.Row) -> Job:
-        published = self._rows("SELECT version FROM checkpoints WHERE job_id = ? ORDER BY seq DESC LIMIT 1", row["id"])
+        published = self._rows("SELECT version FROM versions WHERE job_id = ? ORDER BY seq DESC LIMIT 1", row["id"])
         params = flat(json.loads(row["resolved"] or "{}"))
         params |= {name: str(row[name]) for name in ("model", "method", "seed")}
         for name in ("training_file", "validation_file"):

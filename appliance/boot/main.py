@@ -37,7 +37,6 @@ from appliance.invitation import InvitationError, prepare
 from appliance.paths import BoxPaths, UnsafeFolder, write_secret
 from appliance.store.database import Database
 from appliance.store.errors import StoreError
-from appliance.store.ids import new_id
 from appliance.store.records import audit, keys
 from appliance.store.rows import AuditRow
 from runtime.background_tasks import BackgroundTasks
@@ -136,7 +135,7 @@ def make_first_key(paths: BoxPaths) -> bool:
         if keys.list_all(db):
             return False
         row, key = keys.create(db, "first", ["inference", "fine_tuning", "admin"])
-        audit.insert(db, AuditRow(new_id("audit_"), None, "key.create", row.id, "done", "", row.created_s, {}))
+        audit.insert(db, AuditRow("key.create", row.id, created_s=row.created_s))
         paths.first_key.unlink(missing_ok=True)  # that of an earlier box here
         write_secret(paths.first_key, key + "\n")
         return True

@@ -15,10 +15,10 @@ from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.runner import insert_run
 from appliance.controller.interfaces.errors import ApiError, SwapFailed
-from appliance.controller.jobs.events import add_message, serve_version
+from appliance.controller.jobs.events import add_message
 from appliance.controller.models import activation
 from appliance.store.errors import RowNotFound
-from appliance.store.objects import evals, job_records, jobs, models
+from appliance.store.objects import evals, jobs, models
 from appliance.store.rows import EvalRunRow, JobRow
 
 LOOK_EVERY_S = 1.0
@@ -45,7 +45,7 @@ class Gates:
     async def _look_at(self, job: JobRow) -> None:
         gate, name = job.gate or {}, job.output_model
         if gate["verdict"] is None:
-            made, model = models.versions_made_by(self._db, name, job.id), models.find(self._db, name)
+            made, model = models.versions_made_by(self._db, job.id), models.find(self._db, name)
             versions: dict[str, str | None] = {}
             if job.phase == "succeeded" and made and model is not None:
                 versions = {"version": made[-1].version, "before": model.active_version}
@@ -107,9 +107,10 @@ class Gates:
         if of is None or like is None:
             raise ApiError(404, f"{eval_id} or its run was deleted")
         # The version before has engines of its own.
-        checkpoint = None if runs else job_records.checkpoint_of(self._db, job.output_model, version)
+        made = None if runs else models.find_version(self._db, job.output_model, version)
+        asked = made.checkpoint if made is not None else None
         with self._db.transaction():
-            source = {**like.data_source, "model": checkpoint or f"{job.output_model}@{version}"}
+            source = {**like.data_source, "model": asked or f"{job.output_model}@{version}"}
             run = insert_run(self._context, of, caller_of(self._db, job.key_id), source, name=f"gate of {job.id}")
             self._set(job.id, runs={**runs, version: run.id})
         return run
@@ -123,7 +124,7 @@ class Gates:
                 if model is None:
                     return "the model was deleted"
                 if model.active_version is None:
-                    serve_version(self._db, name, version)
+                    models.serve(self._db, name, version)
                     self._context.routing.models_changed()
                     self._context.scheduler.nudge(why)
                 elif model.active_version != version:

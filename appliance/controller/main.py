@@ -43,7 +43,7 @@ from appliance.controller.bus.demand_learning import DemandLearning
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.doctor import Doctor
 from appliance.controller.context.model_files import LibraryOps
-from appliance.controller.context.scheduler import RSS_EVERY_S, Scheduler
+from appliance.controller.context.scheduler import Scheduler
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.device_watch import DeviceWatch
 from appliance.controller.devices.power import LOOK_EVERY_S as POWER_EVERY_S
@@ -60,8 +60,7 @@ from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import removal
 from appliance.controller.models.capacity import BoxFacts
 from appliance.controller.scheduling.job_runs import TIDY_EVERY_S, JobRuns
-from appliance.controller.scheduling.journal import SqliteJournal
-from appliance.controller.scheduling.state_store import BoxSize, JobMemory, SqliteStateStore
+from appliance.controller.scheduling.state_store import JobMemory, SqliteStateStore
 from appliance.controller.scheduling.wishes import Wishes
 from appliance.memory.box_memory import LOOK_EVERY_S, BoxMemory, Means
 from appliance.models.hub import HubSettings
@@ -69,6 +68,7 @@ from appliance.models.library import ModelLibrary
 from appliance.node_config import node_config_of, weight_budget_bytes
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
+from appliance.store.records.journal import SqliteJournal
 from appliance.tiers.flow import TierFlow
 from appliance.tiers.tiers import Tiers
 from runtime.background_tasks import BackgroundTasks
@@ -199,7 +199,8 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     states = SqliteStateStore(
         db,
         events,
-        BoxSize(floor, len(home), config.serve.max_replicas),
+        floor,
+        config.serve.max_replicas,
         routing,
         Wishes(db, bus, routing, asking, floor),
         DemandLearning(routing.traffic, bus.arrivals.take, config.scheduler, len(home)),
@@ -330,7 +331,6 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
     keep_every("health of devices", partial(context.health.look, context.nodes.readings), look_s, at_once=True)
     keep_every("energy of devices", parts.energy.look, look_s)
     keep_every("power profile", context.power.look, POWER_EVERY_S, at_once=True)
-    keep_every("resident memory of engines", context.scheduler.read_memory, RSS_EVERY_S, at_once=True)
     keep_every("host memory", lambda: parts.memory.look(parts.loop.status()), LOOK_EVERY_S, at_once=True)
     keep_every("what is degraded", partial(_report_degraded, context), DEGRADED_EVERY_S)
     keep_every("usage", context.spending.flush, USAGE_EVERY_S)

@@ -27,9 +27,7 @@ _JOB_GOES = (
     f"NOT {UNFINISHED['jobs']} AND snapshot IS NULL"
     " AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.output_model AND (NOT jobs.stable_name"
     "  OR models.job_id = jobs.id OR EXISTS"
-    "  (SELECT 1 FROM versions WHERE model = output_model AND meta ->> '$.job_id' = jobs.id)))"
-    " AND NOT EXISTS (SELECT 1 FROM checkpoints JOIN models ON models.id = checkpoints.model"
-    " WHERE checkpoints.job_id = jobs.id)"
+    "  (SELECT 1 FROM versions WHERE job_id = jobs.id)))"
 )
 _FILE_NEEDED = (
     f"(id IN (SELECT input_file_id FROM batches WHERE {UNFINISHED['batches']})"
@@ -64,7 +62,7 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
     for job_id in db.column(f"SELECT id FROM jobs WHERE finished_s < ? AND {_JOB_GOES}", [records_s]):
         # The folder first: after a crash in between, the row leads here again.
         shutil.rmtree(context.jobs_dir / job_id, ignore_errors=True)
-        for table in ("job_events", "job_metrics", "checkpoints"):  # up to 100,000 rows each
+        for table in ("job_events", "job_metrics"):  # up to 100,000 rows each
             db.delete(table, "job_id = ?", [job_id])
         db.execute("DELETE FROM jobs WHERE id = ?", [job_id])
     for job_id in _with_folders(db, context.jobs_dir, now_s):

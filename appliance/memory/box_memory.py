@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from appliance.memory import memory_policy
 from appliance.memory.memory_policy import Action, Holdings, MemoryState, gb
 from appliance.store.database import Database
-from appliance.store.ids import new_id
 from appliance.store.records import audit
 from appliance.store.rows import AuditRow, JobRow
 from scheduler.core.errors import EffectFailed
@@ -199,7 +198,7 @@ class HostMemory:
             verb = "memory.taken" if action.back else "memory.given"
             target = action.what or ("box" if self._node == HOME_NODE else self._node)
             detail = {"what": action.kind, "reason": action.why}
-            audit.insert(self._db, AuditRow(new_id("audit_"), None, verb, target, "done", "", now_s, detail))
+            audit.insert(self._db, AuditRow(verb, target, detail=detail, created_s=now_s))
         self._means.nudge()
 
     async def _holdings(self, status: Mapping[str, Any], wanted: int) -> Holdings:

@@ -11,16 +11,17 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
+import msgspec
 import orjson
 
-from appliance.store.errors import DatabaseUnusable, OtherSchema, UnknownCursor
+from appliance.store.errors import DatabaseUnusable, OtherSchema
 
 Row = TypeVar("Row")
 BUSY_TIMEOUT_MS = 5000
@@ -42,11 +43,12 @@ class Page(Generic[Row]):
 
 
 class Part(TypedDict, total=False):
-    """Which part of a list, as `Database.page` takes it."""
+    """Which part of a list, as `Table.page` takes it."""
 
     after: str | None
     limit: int
     descending: bool
+    order_by: str
 
 
 TABLES: dict[str, tuple[set[str], str]] = {}
@@ -177,10 +179,10 @@ class Database:
 
     def one(self, kind: type[Row], sql: str, parameters: Sequence[Any] = ()) -> Row | None:
         row = self.execute(sql, parameters).fetchone()
-        return None if row is None else _decode(kind, row)
+        return None if row is None else decode(kind, row)
 
     def all(self, kind: type[Row], sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
-        return [_decode(kind, row) for row in self.execute(sql, parameters)]
+        return [decode(kind, row) for row in self.execute(sql, parameters)]
 
     def value(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
         """The first column of the first row; None if there is no row."""
@@ -190,56 +192,6 @@ class Database:
     def column(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
         """The first column of what the statement finds."""
         return [row[0] for row in self.execute(sql, parameters)]
-
-    def page(
-        self,
-        kind: type[Row],
-        table: str,
-        *,
-        scope: Mapping[str, Any] | None = None,
-        where: str = "1",
-        parameters: Sequence[Any] = (),
-        after: str | None = None,
-        limit: int = 20,
-        descending: bool = True,
-        order_by: str = "",
-        unread: Collection[str] = (),
-    ) -> Page[Row]:
-        """Rows in the order of their creation (`seq`), from the one behind the row whose id is `after`.
-
-        order_by: a column that comes before that order. scope: column values that say whose list it is. where,
-        parameters: a filter on it. Raises UnknownCursor if `after` is not a row of the list. The filter may hide that
-        row: a cursor is only a position.
-
-        A page ends before `limit` once its text is longer than PAGE_BYTES; it has one row at least. unread: columns
-        that the list does not show, and that are None in its rows.
-        """
-        scope, places = scope or {}, (order_by, "seq") if order_by else ("seq",)
-        owned = " AND ".join(["1", *(f"{column} = ?" for column in scope)])
-        conditions, values = [owned, f"({where})"], [*scope.values(), *parameters]
-        if after is not None:
-            found = self.execute(
-                f"SELECT {', '.join(places)} FROM {table} WHERE {owned} AND id = ?", [*scope.values(), after]
-            ).fetchone()
-            if found is None:
-                raise UnknownCursor(after)
-            marks = ", ".join("?" * len(places))
-            conditions.append(f"({', '.join(places)}) {'<' if descending else '>'} ({marks})")
-            values += list(found)
-        order = ", ".join(f"{place} {'DESC' if descending else 'ASC'}" for place in places)
-        columns = ", ".join(f"NULL AS {name}" if name in unread else name for name in columns_of(kind))
-        cursor = self.execute(
-            f"SELECT {columns} FROM {table} WHERE {' AND '.join(conditions)} ORDER BY {order} LIMIT ?",
-            [*values, limit + 1],
-        )
-        rows, size, has_more = list[Row](), 0, False
-        for row in cursor:
-            size += sum(len(value) for value in row if isinstance(value, str))
-            if has_more := len(rows) == limit or (bool(rows) and size > PAGE_BYTES):
-                break
-            rows.append(_decode(kind, row))
-        cursor.close()  # it may have more to give, and would keep its snapshot of the store
-        return Page(rows, has_more)
 
 
 HAS_PAIR = "EXISTS (SELECT 1 FROM json_each(metadata) AS pair WHERE pair.key = ? AND pair.value = ?)"
@@ -255,10 +207,11 @@ _SQL = {str: "TEXT", int: "INTEGER", bool: "INTEGER", float: "REAL"}
 
 
 class Column(NamedTuple):
-    """is_json: stored as JSON text; NULL stays None."""
+    """is_json: stored as JSON text; NULL stays None. kind: of a tuple of dataclasses, its type."""
 
     sql: str
     is_json: bool
+    kind: Any
 
 
 _COLUMNS: dict[Any, dict[str, Column]] = {}
@@ -278,7 +231,7 @@ def _column(name: str, hint: Any) -> Column:
     words = get_args(inner) if get_origin(inner) is Literal else ()
     sql = f"{name} {_SQL.get(str if words else inner, 'TEXT')}" + ("" if optional else " NOT NULL")
     sql += f" CHECK ({name} IN ({sql_list(words)}))" if words else ""
-    return Column(sql, inner not in _SQL and not words)
+    return Column(sql, inner not in _SQL and not words, inner if get_origin(inner) is tuple else None)
 
 
 def encode(value: Any, column: Column) -> Any:
@@ -290,11 +243,12 @@ def encode(value: Any, column: Column) -> Any:
     return value
 
 
-def _decode(kind: type[Row], row: sqlite3.Row) -> Row:
-    found = dict(zip(row.keys(), row, strict=True))
-    return kind(
-        *(
-            orjson.loads(found[name]) if column.is_json and found[name] is not None else found[name]
-            for name, column in columns_of(kind).items()
-        )
-    )
+def decode(kind: type[Row], row: sqlite3.Row) -> Row:
+    return kind(*(_value(row[name], column) for name, column in columns_of(kind).items()))
+
+
+def _value(stored: Any, column: Column) -> Any:
+    if not column.is_json or stored is None:
+        return stored
+    value = orjson.loads(stored)
+    return value if column.kind is None else msgspec.convert(value, column.kind)

@@ -4,12 +4,16 @@ dataclass cannot say (indexes, triggers, tables of counters) is in schema.sql.""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, get_args
 
 from appliance.store.database import sql_list
+from appliance.store.ids import new_id
 from appliance.store.table import Table
 from scheduler.core.workload import PolicyKind
+from scheduler.handover.ports import StepRecord
 
 JobPhase = Literal["validating", "queued", "running", "suspended", "succeeded", "failed", "cancelled"]
 JobWanted = Literal["run", "pause", "cancel"]
@@ -119,7 +123,11 @@ class ModelRow:
 class VersionRow:
     """One set of weights of a model. shm_path: its directory in shared memory while it is there; disk_path: its copy
     on disk once persisted. pinned: no retention rule drops it. held_back: its job did not
-    let it answer, and nothing else has since."""
+    let it answer, and nothing else has since.
+
+    One that a job published is a checkpoint too, by its public name `MODEL:ckpt-step-N`: id: of the API's checkpoint.
+    metrics: as of its step.
+    """
 
     model: str
     version: str
@@ -128,10 +136,14 @@ class VersionRow:
     created_s: float
     disk_path: str | None = None
     shm_path: str | None = None
-    fingerprint: dict[str, Any] | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     pinned: int = 0
     held_back: int = 0
+    id: str = ""
+    checkpoint: str | None = None
+    job_id: str | None = None
+    step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,49 +328,18 @@ class JobMetricRow:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointRow:
-    """A published version of a job's output model, by its public name `ft:…:ckpt-step-N`."""
-
-    id: str
-    job_id: str
-    name: str
-    model: str
-    version: str
-    step: int
-    created_s: float
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointNameRow:
-    name: str
-    model: str
-    version: str
-
-
-@dataclass(frozen=True, slots=True)
 class HandoverRow:
-    id: str
+    """asked_by: a key's name, "box", "window <id>" or "scheduler"; asked_for: what that asked for."""
+
+    id: int
     reason: str
-    state: str
     started_s: float
+    asked_by: str = ""
+    asked_for: str = ""
+    state: Literal["running", "done", "undone", "failed"] = "running"
     ended_s: float | None = None
-    detail: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class HandoverStepRow:
-    """One journalled step: written before it runs (state) and after it ran (state, detail)."""
-
-    handover_id: str
-    position: int
-    verb: str
-    target: str
-    state: str
-    started_s: float | None = None
-    ended_s: float | None = None
-    arguments: dict[str, Any] = field(default_factory=dict)
-    detail: dict[str, Any] = field(default_factory=dict)
+    steps: tuple[StepRecord, ...] = ()
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,14 +354,16 @@ class IdempotencyRow:
 
 @dataclass(frozen=True, slots=True)
 class AuditRow:
-    id: str
-    key_id: str | None
+    """key_id None: the box itself did it."""
+
     action: str
     target: str
-    outcome: Literal["done", "refused", "failed"]
-    request_id: str
-    created_s: float
+    outcome: Literal["done", "refused", "failed"] = "done"
     detail: dict[str, Any] = field(default_factory=dict)
+    key_id: str | None = None
+    request_id: str = ""
+    id: str = field(default_factory=partial(new_id, "audit_"))
+    created_s: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True, slots=True)
@@ -619,11 +602,7 @@ CANARIES = Table("canaries", CanaryRow, "model", order="created_s, model", paren
 JOBS = Table("jobs", JobRow)
 JOB_EVENTS = Table("job_events", JobEventRow, parents={"job_id": "jobs"})
 JOB_METRICS = Table("job_metrics", JobMetricRow, "job_id", "step", order="step", parents={"job_id": "jobs"})
-CHECKPOINTS = Table("checkpoints", CheckpointRow, "name", parents={"job_id": "jobs"})
 HANDOVERS = Table("handovers", HandoverRow)
-HANDOVER_STEPS = Table(
-    "handover_steps", HandoverStepRow, "handover_id", "position", order="position", parents={"handover_id": "handovers"}
-)
 IDEMPOTENCY = Table("idempotency", IdempotencyRow, "seq")
 AUDIT = Table("audit", AuditRow)
 OPERATIONS = Table("operations", OperationRow)

@@ -17,7 +17,7 @@ CREATE INDEX IF NOT EXISTS versions_adapters ON versions (model, version)
 CREATE INDEX IF NOT EXISTS versions_on ON versions (json_extract(meta, '$.adapter.base'), seq)
     WHERE json_extract(meta, '$.adapter.base') IS NOT NULL;
 CREATE INDEX IF NOT EXISTS versions_silent ON versions (model, version) WHERE json_extract(meta, '$.chat_template') = 0;
-CREATE INDEX IF NOT EXISTS versions_of_job ON versions (model, meta ->> '$.job_id');
+CREATE INDEX IF NOT EXISTS versions_of_job ON versions (job_id, seq);
 CREATE INDEX IF NOT EXISTS jobs_phase ON jobs (phase, seq);
 CREATE INDEX IF NOT EXISTS jobs_owner ON jobs (owner, seq);
 CREATE INDEX IF NOT EXISTS jobs_of_key ON jobs (key_id) WHERE phase IN ('validating', 'queued', 'running', 'suspended');
@@ -28,15 +28,9 @@ CREATE INDEX IF NOT EXISTS jobs_making ON jobs (output_model)
 CREATE INDEX IF NOT EXISTS jobs_gated ON jobs (seq) WHERE gate IS NOT NULL AND gate ->> '$.activated' IS NULL;
 CREATE INDEX IF NOT EXISTS job_events_job ON job_events (job_id, seq);
 CREATE INDEX IF NOT EXISTS job_metrics_profiled ON job_metrics(job_id, step) WHERE communication IS NOT NULL;
-CREATE UNIQUE INDEX IF NOT EXISTS checkpoints_id ON checkpoints (id);
-CREATE INDEX IF NOT EXISTS checkpoints_job ON checkpoints (job_id, seq);
-CREATE INDEX IF NOT EXISTS checkpoints_of_version ON checkpoints (model, version, name);
+CREATE UNIQUE INDEX IF NOT EXISTS versions_id ON versions (id) WHERE id != '';
+CREATE UNIQUE INDEX IF NOT EXISTS versions_checkpoint ON versions (checkpoint) WHERE checkpoint IS NOT NULL;
 CREATE INDEX IF NOT EXISTS handovers_ended ON handovers (ended_s);
-CREATE TRIGGER IF NOT EXISTS handovers_delete AFTER DELETE ON handovers WHEN OLD.ended_s IS NOT NULL BEGIN
-    INSERT INTO handovers_gone VALUES (OLD.state, 1, CAST(round(1000 * (OLD.ended_s - OLD.started_s)) AS INTEGER))
-        ON CONFLICT DO UPDATE
-        SET number = number + 1, milliseconds = milliseconds + excluded.milliseconds;
-END;
 CREATE UNIQUE INDEX IF NOT EXISTS idempotency_keyed ON idempotency (key_id, route, idempotency_key)
     WHERE idempotency_key IS NOT NULL;
 CREATE INDEX IF NOT EXISTS idempotency_body ON idempotency (key_id, route, body_sha256, seq);
@@ -88,8 +82,3 @@ CREATE INDEX IF NOT EXISTS eval_runs_unfinished ON eval_runs (seq, eval_id, owne
 CREATE UNIQUE INDEX IF NOT EXISTS eval_items_of ON eval_items (run_id, place);
 CREATE UNIQUE INDEX IF NOT EXISTS page_sessions_secret ON page_sessions (sha256);
 CREATE INDEX IF NOT EXISTS page_sessions_of ON page_sessions (key_id, seen_s);
-
--- Totals of deleted hand-overs by outcome, so that counters never fall.
-CREATE TABLE IF NOT EXISTS handovers_gone (
-    state TEXT PRIMARY KEY, number INTEGER NOT NULL, milliseconds INTEGER NOT NULL
-) WITHOUT ROWID;

@@ -4,11 +4,11 @@ and `records` take their `insert`, `find` and `update` from it, and write the SQ
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
-from typing import Any, Generic, Unpack
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Generic
 
-from appliance.store.database import TABLES, Database, Page, Part, Row, columns_of, encode, owned_by
-from appliance.store.errors import DuplicateRow, RowNotFound
+from appliance.store.database import PAGE_BYTES, TABLES, Database, Page, Row, columns_of, decode, encode, owned_by
+from appliance.store.errors import DuplicateRow, RowNotFound, UnknownCursor
 
 
 class Table(Generic[Row]):
@@ -73,25 +73,86 @@ class Table(Generic[Row]):
         """Whether there was one."""
         return db.execute(f"DELETE FROM {self._name} WHERE {self._where}", key).rowcount > 0
 
-    def list_all(self, db: Database, where: str = "1", *parameters: Any) -> list[Row]:
-        return db.all(self._kind, f"SELECT * FROM {self._name} WHERE {where} ORDER BY {self._order}", parameters)
+    def list_all(
+        self, db: Database, where: str = "1", *parameters: Any, limit: int = -1, last: bool = False
+    ) -> list[Row]:
+        """limit: -1 for all. last: the last rows first."""
+        order = f"{self._order} DESC" if last else self._order
+        query = f"SELECT * FROM {self._name} WHERE {where} ORDER BY {order} LIMIT {limit}"
+        return db.all(self._kind, query, parameters)
+
+    def first(self, db: Database, where: str, *parameters: Any, last: bool = False) -> Row | None:
+        """The first row of `list_all`."""
+        return next(iter(self.list_all(db, where, *parameters, limit=1, last=last)), None)
 
     def find(self, db: Database, *key: Any) -> Row | None:
         """Finds it whoever owns it: for the box's own work, or where the caller knows whose the row is."""
         return db.one(self._kind, f"SELECT * FROM {self._name} WHERE {self._where}", key)
+
+    def get(self, db: Database, *key: Any) -> Row:
+        """As `find`. Raises RowNotFound."""
+        row = self.find(db, *key)
+        if row is None:
+            raise RowNotFound(self._name, "/".join(map(str, key)))
+        return row
 
     def find_visible(self, db: Database, row_id: str, *, viewer: str | None) -> Row | None:
         """viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself."""
         query = f"SELECT * FROM {self._name} WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)"
         return db.one(self._kind, query, [row_id, viewer])
 
-    def page(self, db: Database, **part: Unpack[Part]) -> Page[Row]:
-        """Newest first. Raises UnknownCursor."""
-        return db.page(self._kind, self._name, **part)
+    def page(
+        self,
+        db: Database,
+        scope: Mapping[str, Any] | None = None,
+        *,
+        where: str = "1",
+        parameters: Sequence[Any] = (),
+        after: str | None = None,
+        limit: int = 20,
+        descending: bool = True,
+        order_by: str = "",
+        unread: Collection[str] = (),
+    ) -> Page[Row]:
+        """Rows in the order of their creation (`seq`), from the one behind the row whose id is `after`.
 
-    def page_visible(self, db: Database, *, viewer: str | None, **part: Unpack[Part]) -> Page[Row]:
-        """Newest first; the viewer's alone, as with `find_visible`. Raises UnknownCursor."""
-        return db.page(self._kind, self._name, scope=owned_by(viewer), **part)
+        order_by: a column that comes before that order. scope: column values that say whose list it is. where,
+        parameters: a filter on it. Raises UnknownCursor if `after` is not a row of the list. The filter may hide that
+        row: a cursor is only a position.
+
+        A page ends before `limit` once its text is longer than PAGE_BYTES; it has one row at least. unread: columns
+        that the list does not show, and that are None in its rows.
+        """
+        scope, places = scope or {}, (order_by, "seq") if order_by else ("seq",)
+        owned = " AND ".join(["1", *(f"{column} = ?" for column in scope)])
+        conditions, values = [owned, f"({where})"], [*scope.values(), *parameters]
+        if after is not None:
+            found = db.execute(
+                f"SELECT {', '.join(places)} FROM {self._name} WHERE {owned} AND id = ?", [*scope.values(), after]
+            ).fetchone()
+            if found is None:
+                raise UnknownCursor(after)
+            marks = ", ".join("?" * len(places))
+            conditions.append(f"({', '.join(places)}) {'<' if descending else '>'} ({marks})")
+            values += list(found)
+        order = ", ".join(f"{place} {'DESC' if descending else 'ASC'}" for place in places)
+        columns = ", ".join(f"NULL AS {name}" if name in unread else name for name in self._columns)
+        cursor = db.execute(
+            f"SELECT {columns} FROM {self._name} WHERE {' AND '.join(conditions)} ORDER BY {order} LIMIT ?",
+            [*values, limit + 1],
+        )
+        rows, size, has_more = list[Row](), 0, False
+        for row in cursor:
+            size += sum(len(value) for value in row if isinstance(value, str))
+            if has_more := len(rows) == limit or (bool(rows) and size > PAGE_BYTES):
+                break
+            rows.append(decode(self._kind, row))
+        cursor.close()  # it may have more to give, and would keep its snapshot of the store
+        return Page(rows, has_more)
+
+    def page_visible(self, db: Database, *, viewer: str | None, **more: Any) -> Page[Row]:
+        """As `page`; the viewer's alone, as with `find_visible`."""
+        return self.page(db, owned_by(viewer), **more)
 
     def update(self, db: Database, *key: Any, **changes: Any) -> None:
         """Change columns of one row. Raises RowNotFound."""

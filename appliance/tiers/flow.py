@@ -209,7 +209,6 @@ def read_facts(db: Database, created: Mapping[Name, float], is_held: Callable[[N
     unfinished = {row.id: row for row in jobs.list_unfinished(db)}
     known = models.list_all(db)
     rows = tuple(version for model in known for version in models.list_versions(db, model.id))
-    losses = {(row.model, row.version): row.metrics.get("valid_loss") for row in job_records.list_checkpoints(db)}
     needed = {(row.id, row.active_version) for row in known}
     needed |= {
         (found.model.id, (job.resolved or {}).get("base_version") or found.version.version)
@@ -224,12 +223,12 @@ def read_facts(db: Database, created: Mapping[Name, float], is_held: Callable[[N
         # Checkpoints count by themselves: of three jobs under one name the "last three" are their results.
         family = f"{row.model} by epochs" if row.meta.get("of_epoch") else row.model
         is_needed = bool(row.pinned) or version in needed or is_held(name)
-        kept[name] = Kept(name, family, row.created_s, losses.get(version), is_needed)
+        kept[name] = Kept(name, family, row.created_s, row.metrics.get("valid_loss"), is_needed)
     snapshots = [name for name in created if name.kind == "snapshot"]
     steps = {name: step for name in snapshots if name.model in unfinished and (step := step_of(name.version)) >= 0}
     newest = {name.model: name for name in sorted(steps, key=lambda name: steps[name])}
     for name, step in steps.items():
-        metric = job_records.metric_at(db, name.model, step)
+        metric = job_records.find_metric(db, name.model, step)
         loss = metric.valid_loss if metric is not None else None
         kept[name] = Kept(name, name.model, created[name], loss, protected=newest[name.model] == name)
     over = {name for name in snapshots if name.model not in unfinished and jobs.find(db, name.model) is not None}

@@ -98,11 +98,6 @@ class Cluster:
         return sum(e.inflight for e in self._engines.values())
 
     @property
-    def running(self) -> int:
-        """Requests with a first token."""
-        return sum(e.running for e in self._engines.values())
-
-    @property
     def prompt_tokens(self) -> int:
         """Prompt tokens of all requests in flight and held."""
         held = sum(self.requests.prompt[r] for r in self.held)
@@ -112,10 +107,6 @@ class Cluster:
     def waiting_tokens(self) -> int:
         held = sum(self.requests.prompt[r] for r in self.held)
         return held + sum(e.waiting_tokens for e in self._engines.values() if e.waiting)
-
-    @property
-    def open_count(self) -> int:
-        return len(self._open)
 
     @property
     def arrived(self) -> int:

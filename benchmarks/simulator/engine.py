@@ -94,10 +94,6 @@ class Engine:
         return len(self.waiting) + len(self._batch) + (self._prefill is not None)
 
     @property
-    def running(self) -> int:
-        return len(self._batch)
-
-    @property
     def waiting_tokens(self) -> int:
         return int(self._left) + self._queued
 

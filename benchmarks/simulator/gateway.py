@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from benchmarks.simulator.effects import REPORT_S, SimStore
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.standby import Seen, StandbyLearner
+from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView, Standby
 from scheduler.loop.loop import SchedulerLoop
@@ -26,7 +26,7 @@ class Gateway:
 
     def __init__(self, store: SimStore, config: SchedulerConfig, learner: StandbyLearner | None):
         self._store, self._config, self._learner = store, config, learner
-        self._arrived = self._judged = 0
+        self._arrived = 0
 
     def _wanted(self, now_s: float) -> int:
         """Takes a report, and returns the replicas that the planner would want now."""
@@ -40,36 +40,9 @@ class Gateway:
     def _learn(self, learner: StandbyLearner, deployment: DeploymentView, now_s: float) -> Standby:
         cluster, rate = self._store.cluster, deployment.prefill_tokens_per_s
         assert rate, "the engine model has a rate"
-        prompts, came = cluster.requests.prompt, range(self._arrived, cluster.arrived)
-        self._arrived = cluster.arrived
-        late, hopeless = self._found_late(now_s, learner.target_s, rate)
-        share = cluster.running / max(deployment.demand.requests, 1)
-        seen = Seen(
-            works_s=[prompts[n] / rate for n in came],
-            load=demand_.load(deployment, self._config),
-            running=demand_.running(deployment, share, self._config),
-            late=late,
-            hopeless=hopeless,
-            awake=cluster.open_count,
-        )
-        return learner.seen(now_s, seen)
-
-    def _found_late(self, now_s: float, target_s: float, rate: float) -> tuple[int, int]:
-        """Requests whose target passed since the last report without a first token: those whose prompt alone takes no
-        longer, and those whose prompt does."""
-        cluster = self._store.cluster
-        requests, first_s, late, hopeless = cluster.requests, cluster.served.first_token_s, 0, 0
-        while self._judged < cluster.arrived:
-            n, due_s = self._judged, requests.arrival_s[self._judged] + target_s
-            if due_s >= now_s:
-                break
-            if not 0 <= first_s[n] <= due_s:
-                if requests.prompt[n] <= target_s * rate:
-                    late += 1
-                else:
-                    hopeless += 1
-            self._judged += 1
-        return late, hopeless
+        came, self._arrived = range(self._arrived, cluster.arrived), cluster.arrived
+        works_s = [cluster.requests.prompt[n] / rate for n in came]
+        return learner.seen(now_s, works_s, demand_.load(deployment, self._config))
 
     async def run(self, loop: SchedulerLoop, until_s: float) -> None:
         clock, cluster = asyncio.get_running_loop().time, self._store.cluster

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from scheduler.handover.ports import HandoverRecord, HandoverState, StepRecord
+from scheduler.handover.ports import HandoverState, StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverRecord:
+    id: int
+    reason: str
+    state: Literal["running"] | HandoverState
+    started_s: float
+    asked_by: str
+    asked_for: str
+    ended_s: float | None = None
+    steps: tuple[StepRecord, ...] = ()
+    error: str = ""
 
 
 class MemoryJournal:
@@ -17,9 +31,9 @@ class MemoryJournal:
     def last_id(self) -> int:
         return self._last_id
 
-    def begin(self, record: HandoverRecord) -> None:
-        self._records[record.id] = record
-        self._last_id = max(self._last_id, record.id)
+    def begin(self, handover_id: int, reason: str, started_s: float, asked_by: str, asked_for: str) -> None:
+        self._records[handover_id] = HandoverRecord(handover_id, reason, "running", started_s, asked_by, asked_for)
+        self._last_id = max(self._last_id, handover_id)
         oldest = next(iter(self._records))
         if len(self._records) > self._keep and self._records[oldest].state != "running":
             del self._records[oldest]
@@ -32,8 +46,11 @@ class MemoryJournal:
     def end(self, handover_id: int, state: HandoverState, ended_s: float, error: str = "") -> None:
         self._records[handover_id] = replace(self._records[handover_id], state=state, ended_s=ended_s, error=error)
 
-    def unfinished(self) -> tuple[HandoverRecord, ...]:
-        return tuple(record for record in self._records.values() if record.state == "running")
+    def unfinished(self) -> list[int]:
+        return [record.id for record in self._records.values() if record.state == "running"]
+
+    def steps_since(self, handover_id: int) -> list[StepRecord]:
+        return [step for record in self.since(handover_id) for step in record.steps]
 
     def since(self, handover_id: int) -> tuple[HandoverRecord, ...]:
         return tuple(record for number, record in sorted(self._records.items()) if number > handover_id)

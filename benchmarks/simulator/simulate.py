@@ -16,7 +16,7 @@ from benchmarks.simulator.gateway import Gateway
 from benchmarks.simulator.journal import MemoryJournal
 from benchmarks.simulator.trace import Requests
 from runtime.devices.kinds import KINDS
-from scheduler.autoscale.standby import StandbyLearner
+from scheduler.autoscale.standby import Bounds, StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
 from scheduler.core.workload import DeploymentView, Policy
@@ -116,7 +116,7 @@ def run_policy(setup: Setup, policy: Policy) -> Figures:
     effects = SimEffects(cluster, setup.inventory(), setup.times)
     journal, learner = MemoryJournal(), None
     if policy.kind == "auto":
-        learner = StandbyLearner(config, setup.devices, least=0, most=setup.devices, target_s=setup.slo_ttft_s)
+        learner = StandbyLearner(config, Bounds(setup.devices, 0, setup.devices, setup.slo_ttft_s))
     else:  # nobody listens to the demand
         config = config.model_copy(update={"observe_every_s": _LOOK_EVERY_S})
     gateway, handovers_before = Gateway(store, setup.config, learner), 0
@@ -133,9 +133,11 @@ def run_policy(setup: Setup, policy: Policy) -> Figures:
         await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
         effects.close_books()
         loop.stop()
+        if watching.done():
+            watching.result()  # raises what the policy raised
         watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-        await running
+        await asyncio.gather(running, watching, return_exceptions=True)
+        running.result()
 
     virtual_time.run(life())
     return Figures(

@@ -2,29 +2,28 @@
 
 Growing is immediate, and never below what was learned of the last half hour (`standby.py`). Shrinking starts when the
 devices have idled for longer than a hand-over there and back would cost training (the rent exceeds the price), and no
-sooner than `give_back_after_s`.
+sooner than `give_back_after_s`. An operator's number (`idle_sleep_s`) applies as given: one replica stays awake for
+that long after the last request, then all sleep except the minimum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import ceil
+from typing import NamedTuple
 
-from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView, Hysteresis, ReplicaView, Standby
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A request for one awake replica: the `nth` (from 0) of its model."""
+class Slot(NamedTuple):
+    """A request for one awake replica: the `nth` (from 0) of its model. wanted: False where no demand needs it, and it
+    fills devices that belong to serving anyway."""
 
     model: str
     nth: int
-    tensor_parallel: int
     wanted: bool
-    """False: no demand needs it; it fills devices that belong to serving anyway."""
 
 
 def usable(deployment: DeploymentView, now_s: float) -> bool:
@@ -32,55 +31,56 @@ def usable(deployment: DeploymentView, now_s: float) -> bool:
     return deployment.not_before_s <= now_s and deployment.max_replicas > 0
 
 
-def by_concurrency(deployment: DeploymentView, config: SchedulerConfig) -> int:
-    """Replicas needed for the number of requests in flight and held.
+def load(deployment: DeploymentView, config: SchedulerConfig) -> float:
+    """Replicas that the requests in flight and held fill: by their number, or by the prompts in caches if those fill
+    more, as where prompts differ in size. Prompts that wait are a backlog already.
 
     While the measured time per further token is above its target, each replica counts as carrying proportionally fewer
     requests, since the time of a decoding step grows with its batch. One evaluation at most doubles the count.
     """
-    return ceil(load(deployment, config))
-
-
-def load(deployment: DeploymentView, config: SchedulerConfig) -> float:
-    """Replicas that the requests in flight and held fill: by their number, or by what is in caches if that fills more.
-    Where prompts differ in size, ten long ones fill a cache that holds a hundred in the mean."""
-    return max(deployment.demand.requests / _carried(deployment, config), _caches(deployment))
-
-
-def running(deployment: DeploymentView, part: float, config: SchedulerConfig) -> float:
-    """The same of the requests that have a first token. part: their share of the requests in flight and held."""
-    return max(part * deployment.demand.requests / _carried(deployment, config), _caches(deployment))
-
-
-def _caches(deployment: DeploymentView) -> float:
-    """Caches that the prompts of requests with a first token fill. Those that wait are a backlog of prompts already."""
-    tokens = deployment.demand.prompt_tokens - deployment.demand.waiting_tokens
-    return max(tokens, 0) / deployment.kv_tokens if deployment.kv_tokens else 0.0
-
-
-def _carried(deployment: DeploymentView, config: SchedulerConfig) -> float:
-    target = float(deployment.target_inflight or config.target_inflight)
-    measured_s, wanted_s = deployment.demand.tpot_p95_s, deployment.tpot_target_s
+    demand, carried = deployment.demand, float(deployment.target_inflight or config.target_inflight)
+    measured_s, wanted_s = demand.tpot_p95_s, deployment.tpot_target_s
     if measured_s and wanted_s and measured_s > wanted_s:
-        target *= max(wanted_s / measured_s, 0.5)
-    return target
+        carried *= max(wanted_s / measured_s, 0.5)
+    cached = max(demand.prompt_tokens - demand.waiting_tokens, 0) / deployment.kv_tokens if deployment.kv_tokens else 0
+    return max(demand.requests / carried, cached)
 
 
 def wanted_now(deployment: DeploymentView, now_s: float, config: SchedulerConfig) -> int:
     """Replicas that the present demand needs, without memory of earlier demand."""
-    demand = deployment.demand
-    count = by_concurrency(deployment, config)
-    if deployment.standby is not None:
-        count = deployment.standby.asked_by_load(load(deployment, config))
+    demand, filled = deployment.demand, load(deployment, config)
+    count = ceil(filled) if deployment.standby is None else deployment.standby.asked_by_load(filled)
     if deployment.prefill_tokens_per_s and deployment.ttft_target_s and demand.waiting_tokens:
         # Part of the target: the rest covers requests that arrive while a replica wakes.
         backlog_s = demand.waiting_tokens / deployment.prefill_tokens_per_s
         standby = deployment.standby or Standby(deployment.max_replicas)
         count = max(count, standby.asked_by_backlog(backlog_s, deployment.ttft_target_s))
-    one_until_s = IdlePolicy(config).one_until_s(deployment)
-    if one_until_s is not None and now_s < one_until_s:
+    if now_s < _one_until_s(deployment, config):
         count = max(count, 1)  # short requests come and go between two evaluations
     return min(max(count, deployment.floor_replicas), deployment.max_replicas)
+
+
+def _one_until_s(deployment: DeploymentView, config: SchedulerConfig) -> float:
+    """Until when the last request alone keeps one replica."""
+    own_s = deployment.idle_sleep_s
+    return deployment.last_s + (min(deployment.idle_after_s, config.give_back_after_s) if own_s is None else own_s)
+
+
+def follow(
+    hysteresis: Hysteresis, want: int, now_s: float, rest_s: Callable[[int], float]
+) -> tuple[Hysteresis, float | None]:
+    """Grow to `want` at once; shrink to the highest count wanted since fewer would do, once the spare replicas have
+    idled for `rest_s` of their number. Also returns when that will be, if nothing changes before."""
+    if want >= hysteresis.replicas:
+        return replace(hysteresis, replicas=want, low_since_s=None, low_peak=0), None
+    since_s = now_s if hysteresis.low_since_s is None else hysteresis.low_since_s
+    peak = max(hysteresis.low_peak, want)
+    due_s = since_s + rest_s(hysteresis.replicas - peak)
+    if due_s > now_s:
+        return replace(hysteresis, low_since_s=since_s, low_peak=peak), due_s
+    if peak == want:
+        return replace(hysteresis, replicas=peak, low_since_s=None, low_peak=0), None
+    return replace(hysteresis, replicas=peak, low_since_s=now_s, low_peak=want), now_s + rest_s(peak - want)
 
 
 def required(
@@ -97,26 +97,21 @@ def required(
     switch_device_s: device seconds of training that releasing devices and taking them again would cost.
     """
     want = wanted_now(deployment, now_s, config)
-    idle = IdlePolicy(config)
-    reviews = [idle.one_until_s(deployment), end_s := idle.floor_until_s(deployment)]
-    if deployment.standby is not None and end_s is not None and end_s > now_s:
+    if deployment.idle_sleep_s is not None and deployment.asleep(now_s):
+        # An operator's number: neither earlier demand nor the cost of a hand-over delays it.
+        return replace(hysteresis, replicas=want, low_since_s=None, low_peak=0), []
+    standby_until_s = deployment.last_s + min(deployment.idle_after_s, config.give_back_at_latest_s)
+    if deployment.standby is not None and now_s < standby_until_s:
         want = max(want, min(deployment.standby.replicas, deployment.max_replicas))
-    if want >= hysteresis.replicas:
-        return replace(hysteresis, replicas=want, low_since_s=None, low_peak=0), reviews
-    since_s = now_s if hysteresis.low_since_s is None else hysteresis.low_since_s
-    # When an operator's idle time runs out, all replicas sleep, whatever demand came before.
-    peak = want if idle.operator_says_sleep(deployment, now_s) else max(hysteresis.low_peak, want)
-    # Rent or buy: idle devices justify a hand-over once they have idled for as long as it costs.
-    spare_devices = (hysteresis.replicas - peak) * deployment.tensor_parallel
-    pays_after_s = switch_device_s / spare_devices if spare_devices else 0.0
-    due_s = since_s + idle.give_back_after_s(deployment, pays_after_s, now_s)
-    if due_s > now_s:
-        return replace(hysteresis, low_since_s=since_s, low_peak=peak), [*reviews, due_s]
-    # To the highest count needed since then, not the current one.
-    if peak == want:
-        return replace(hysteresis, replicas=peak, low_since_s=None, low_peak=want), reviews
-    found = replace(hysteresis, replicas=peak, low_since_s=now_s, low_peak=want)
-    return found, [*reviews, now_s + idle.lower_for_s(deployment)]
+
+    def rest_s(spare: int) -> float:
+        # Rent or buy: idle devices justify a hand-over once they have idled for as long as it costs.
+        pays_after_s = switch_device_s / (spare * deployment.tensor_parallel)
+        least_s = min(deployment.idle_after_s, config.give_back_after_s)
+        return max(least_s, min(pays_after_s, config.give_back_at_latest_s))
+
+    hysteresis, due_s = follow(hysteresis, want, now_s, rest_s)
+    return hysteresis, [_one_until_s(deployment, config), standby_until_s, due_s]
 
 
 def slots(
@@ -172,7 +167,7 @@ def slots(
         round_ = [d for d in able if nth < most[d.model] and hysteresis[d.model].replicas > 0]
         if not round_:
             break
-        out += [Slot(d.model, nth, d.tensor_parallel, nth < hysteresis[d.model].replicas) for d in round_]
+        out += [Slot(d.model, nth, nth < hysteresis[d.model].replicas) for d in round_]
     out.sort(key=lambda slot: not slot.wanted)  # a needed third replica comes before a second that only fills
     return out
 

@@ -46,10 +46,11 @@ class EffectFailed(SchedulerError):
         of_settings: an engine does not start with what it was given, and no memory, device or other process has a part
             in that.
 
-    `step`: verb and target of the step that failed. `undone`: False if what came before it could not be taken back.
+    `step`: verb and target of the step that failed; `seq`: its number. `undone`: False if what came before it could not
+    be taken back.
     """
 
-    step, undone = "", True
+    step, seq, undone = "", 0, True
 
     def __init__(self, reason: str, blame: Blame = "own", *, of_settings: bool = False):
         super().__init__(reason)
@@ -59,7 +60,7 @@ class EffectFailed(SchedulerError):
 class StepCancelled(SchedulerError):
     """The drain or the start in progress is undone; `reason` is one sentence without a full stop."""
 
-    undone = True
+    seq, undone = 0, True
 
     def __init__(self, reason: str):
         super().__init__(f"cancelled: {reason}")

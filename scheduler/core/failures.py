@@ -131,8 +131,8 @@ class Failures:
         failure.tries += 1
         failure.count += own
         failure.reason, failure.blame = first_line(reason), blame
-        hopeless = at_start and own and failure.count >= self._config.replica_attempts
-        failure.wait_s = self.backoff_s(failure.tries, self._config.start_backoff_max_s if hopeless else None)
+        longer = at_start and own and failure.count >= self._config.replica_attempts
+        failure.wait_s = self.backoff_s(failure.tries, self._config.start_backoff_max_s if longer else None)
         failure.not_before_s = now_s + failure.wait_s
 
     def is_echo(self, model: str, version: str, now_s: float) -> bool:
@@ -146,12 +146,10 @@ class Failures:
 
     def keep(self, workload: Workload) -> None:
         """Forget what is no longer in the workload, such as cancelled jobs."""
-        for failures, there in (
-            (self.jobs, {job.id for job in workload.jobs}),
-            (self.models, {deployment.model for deployment in workload.deployments}),
-        ):
-            for name in failures.keys() - there:
-                del failures[name]
+        for job_id in self.jobs.keys() - {job.id for job in workload.jobs}:
+            del self.jobs[job_id]
+        for model in self.models.keys() - {deployment.model for deployment in workload.deployments}:
+            del self.models[model]
 
     def retry(self, cause: Cause) -> None:
         """Retry at once what may have failed for this cause. Recovered memory does not clear failures that raised an

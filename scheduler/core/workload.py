@@ -89,9 +89,7 @@ class JobView:
 
     def largest_within(self, budget: int) -> int:
         """The largest size it may run at on `budget` devices; 0 if none."""
-        if not self.allowed_sizes:
-            return min(budget, self.max_devices) if budget >= self.min_devices else 0
-        return max((s for s in self.allowed_sizes if self.min_devices <= s <= min(budget, self.max_devices)), default=0)
+        return max((size for size in self.sizes if size <= budget), default=0)
 
     def wants_devices(self, now_s: float) -> bool:
         return self.phase != "paused" and not self.held and not self.lacks and self.not_before_s <= now_s
@@ -170,7 +168,7 @@ class DeploymentView:
     `version`: the active one. `target_inflight`: requests per replica (None: the scheduler's setting).
     `idle_sleep_s`: an operator's number: one replica stays awake for that long after the last request, then it sleeps;
     None: it sleeps only when the devices are wanted. `idle_limit_s`: of models that nobody deployed, which sleep after
-    it at the latest (`scheduler.autoscale.idle`).
+    it at the latest.
     `kv_tokens`: what the KV cache of one replica holds, None if unknown.
     `prefill_tokens_per_s`, `ttft_target_s`: measured rate of one replica and target for the time to first token; where
     both are known, waiting tokens also raise the replica count. `tpot_target_s`: target per further token; while the
@@ -216,6 +214,21 @@ class DeploymentView:
     def floor_replicas(self) -> int:
         return max(self.min_replicas, 1 if self.pinned and self.max_replicas else 0)
 
+    @property
+    def idle_after_s(self) -> float:
+        """Seconds without a request after which its replicas sleep even if nobody wants their devices."""
+        return next((s for s in (self.idle_sleep_s, self.idle_limit_s) if s is not None), math.inf)
+
+    @property
+    def last_s(self) -> float:
+        """When its last request came; -inf: never."""
+        return -math.inf if self.demand.last_request_s is None else self.demand.last_request_s
+
+    def asleep(self, now_s: float) -> bool:
+        """Whether that time is over. A model that never had a request has no such time."""
+        asked = self.demand.last_request_s is not None
+        return asked and not self.demand.requests and now_s >= self.last_s + self.idle_after_s
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
@@ -253,7 +266,7 @@ class ReplicaView:
 class Workload:
     """What the store holds; re-read in every round.
 
-    policy: set by a person at `policy_since_s`. cordoned: devices that an operator wants vacated. windows: mode
+    policy: set by a person at `policy_since_s`. cordoned: UUIDs or ids of devices to vacate. windows: mode
     windows (`scheduler.loop.mode_schedule.Window`); the latest start or end of one replaces a policy set before it.
     max_asleep: by node, the sleeping engines that its host has memory for; a node that is not in it: as many as are
     configured.

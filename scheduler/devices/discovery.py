@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 
 from runtime.devices import kinds
 from runtime.devices.kind import DeviceKind, DevicesRefused, Found
@@ -50,16 +51,10 @@ def logical_devices(count: int, node: str = HOME_NODE) -> tuple[Device, ...]:
 def _devices(kind: DeviceKind, found: Iterable[Found], node: str) -> tuple[Device, ...]:
     return tuple(
         Device(
+            **asdict(one) | {"linked": frozenset(f"{node}/{other}" for other in one.linked)},
             id=f"{node}/{one.index}",
             node=node,
-            index=one.index,
             kind=kind.name,
-            name=one.name,
-            memory_bytes=one.memory_bytes,
-            numa_node=one.numa_node,
-            linked=frozenset(f"{node}/{other}" for other in one.linked),
-            uuid=one.uuid,
-            unfit=one.unfit,
         )
         for one in found
     )

@@ -22,8 +22,7 @@ class DeviceReadings:
     def __init__(self, devices: tuple[Device, ...]):
         self._watch = kind_of(devices[0].kind).watch({device.index: device.id for device in devices})
         self._reading: asyncio.Task[tuple[Reading, ...]] | None = None
-        self._waits = False
-        self._raised = ""  # by the last look's drivers
+        self._trouble = ""  # of the last look, to log each once
 
     async def look(self, let_go: Collection[str] = ()) -> tuple[Reading, ...]:
         """As `read`, beside the event loop and one at a time. Empty while a driver does not answer: a call about a GPU
@@ -34,18 +33,14 @@ class DeviceReadings:
             self._reading = asyncio.create_task(asyncio.to_thread(self.read, let_go))
         reading = self._reading
         done, _ = await asyncio.wait({reading}, timeout=PATIENCE_S)
-        if not done:
-            if not self._waits:
-                log.warning("a driver does not answer for %.1f s; its devices are not watched meanwhile", PATIENCE_S)
-            self._waits = True
-            return ()
-        if self._reading is reading:
-            self._reading, self._waits = None, False
-        raised = "" if (error := reading.exception()) is None else f"{type(error).__name__}: {error}"
-        if raised and raised != self._raised:
-            log.warning("a driver raised %s; this node's devices are not watched meanwhile", raised)
-        self._raised = raised
-        return tuple(one for one in reading.result() if one.device_id not in let_go)
+        if done and self._reading is reading:
+            self._reading = None
+        error = reading.exception() if done else TimeoutError(f"no answer for {PATIENCE_S} s")
+        trouble = "" if error is None else f"{type(error).__name__}: {error}"
+        if trouble and trouble != self._trouble:
+            log.warning("a driver raised %s; this node's devices are not watched meanwhile", trouble)
+        self._trouble = trouble
+        return tuple(one for one in reading.result() if one.device_id not in let_go) if done else ()
 
     def read(self, let_go: Collection[str] = ()) -> tuple[Reading, ...]:
         """One reading per device that reports health but of those to let go, by id: nothing of them stays open. Takes

@@ -19,7 +19,7 @@ from scheduler.core.inventory import Holder
 from scheduler.core.workload import Policy, ReplicaState, Workload
 from scheduler.handover.effects import Box, Detail, Effects, GroupView
 from scheduler.handover.moves import SERVING, Handover, Move
-from scheduler.handover.ports import HandoverRecord, HandoverState, Journal, StepRecord, StepState
+from scheduler.handover.ports import HandoverState, Journal, StepRecord, StepState
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +41,9 @@ _LOADS = ("start_replica", "wake_replica", "swap_replica")
 """Exceeding their time is the engine's fault, of the others the box's."""
 
 
-@dataclass(frozen=True, slots=True)
-class MoveEnd:
-    """done: the wanted state was reached. undone: rolled back to the previous state. failed: an undo failed too.
-    skipped: the move never began. cancelled: rolled back because the plan changed, which is not a failure."""
-
-    move: Move
-    state: Literal["done", "undone", "failed", "skipped", "cancelled"]
-    error: str = ""
-    failure: EffectFailed | None = None
+MoveState = Literal["done", "undone", "failed", "skipped", "cancelled"]
+"""done: the wanted state was reached. undone: rolled back to the previous state. failed: an undo failed too. skipped:
+the move never began. cancelled: rolled back because the plan changed, which is not a failure."""
 
 
 @dataclass(slots=True)
@@ -69,12 +63,12 @@ class Listener(Protocol):
 
     box: Box
 
-    def unwanted(self, move: Move) -> str:
-        """Why a move that is about to take devices should no longer do so; empty if it should."""
+    def unwanted(self, move: Move) -> bool:
+        """Whether a move that is about to take devices should no longer do so."""
 
     def step_done(self, move: Move, verb: str, took_s: float, detail: Detail) -> None: ...
 
-    def move_ended(self, end: MoveEnd) -> None: ...
+    def move_ended(self, move: Move, state: MoveState, failure: EffectFailed | None = None) -> None: ...
 
 
 class Runner:
@@ -93,29 +87,25 @@ class Runner:
         workload: Workload,
     ):
         self.handover, self.before, self.policy, self.workload = handover, listener.box, policy, workload
-        self._listener, self._effects, self._journal = listener, effects, journal
+        self._loop, self._effects, self._journal = listener, effects, journal
         self._now_s, self._config = clock, config
         self._released: dict[Holder, asyncio.Future[bool]] = {}
         self._skipped: set[Move] = set()
+        self._errors: list[str] = []
         self._steps: dict[int, RunningStep] = {}
-        self._failed_steps: dict[Move, int] = {}
         self._seq = 0
 
     def begin(self, reason: str, asked_by: str, asked_for: str) -> None:
         """Write the journal record. Nothing else happens before this has returned."""
         loop = asyncio.get_running_loop()
         self._released = {move.holder: loop.create_future() for move in self.handover.moves if move.side == "free"}
-        now_s = self._now_s()
-        record = HandoverRecord(self.handover.id, reason, "running", now_s, asked_by=asked_by, asked_for=asked_for)
-        self._journal.begin(record)
+        self._journal.begin(self.handover.id, reason, self._now_s(), asked_by, asked_for)
 
     async def run(self) -> None:
         """Carry out the moves and close the journal record."""
-        ends = await asyncio.gather(*map(self._move, self.handover.moves))
-        states = {end.state for end in ends}
+        states = set(await asyncio.gather(*map(self._move, self.handover.moves)))
         state: HandoverState = "failed" if "failed" in states else "done" if states <= {"done"} else "undone"
-        errors = "; ".join(end.error for end in ends if end.error and end.state != "skipped")
-        self._journal.end(self.handover.id, state, self._now_s(), errors)
+        self._journal.end(self.handover.id, state, self._now_s(), "; ".join(self._errors))
 
     @property
     def running_steps(self) -> tuple[RunningStep, ...]:
@@ -130,7 +120,7 @@ class Runner:
         for move in self.handover.take if step.move.side == "free" else ():
             if step.move.holder in move.needs and move not in self._skipped:
                 self._skipped.add(move)
-                self._listener.move_ended(MoveEnd(move, "skipped", reason))
+                self._loop.move_ended(move, "skipped")
 
     # --- moves ----------------------------------------------------------------------------------------------------
 
@@ -140,9 +130,9 @@ class Runner:
         if holder.kind == "job":
             # A failed suspend leaves the group running, as it was before.
             await self._do(move, "suspend_group" if move.how == "suspend" else "stop_group", holder.id)
-            self._box = self._box.without(holder)
+            self._loop.box = self._loop.box.without(holder)
         else:
-            state = self._box.replicas[holder.id].state
+            state = self._loop.box.replicas[holder.id].state
             try:
                 if state in SERVING:
                     self._replica(holder.id, "draining")
@@ -151,7 +141,7 @@ class Runner:
                     await self._sleep_or_stop(move)
                 else:
                     await self._do(move, "stop_replica", holder.id)
-                    self._box = self._box.without(holder)
+                    self._loop.box = self._loop.box.without(holder)
             except (EffectFailed, StepCancelled) as error:
                 if state == "open" and await self._undo(error, move, "open_replica"):
                     self._replica(holder.id, "open")
@@ -167,7 +157,7 @@ class Runner:
         except EffectFailed as error:
             if not await self._undo(error, move, "stop_replica"):
                 raise
-            self._box = self._box.without(move.holder)
+            self._loop.box = self._loop.box.without(move.holder)
 
     async def take_devices(self, move: Move) -> None:
         """The holder takes its devices: an engine wakes or starts and is opened, a job's ranks start."""
@@ -175,8 +165,8 @@ class Runner:
         holder, plan = move.holder, move.plan
         try:
             if plan is None:
-                await self._do(move, "start_group", holder.id, move.devices, move.lease)
-                self._box = self._box.with_group(GroupView(holder.id, move.devices, self._now_s(), run=move.lease))
+                await self._do(move, "start_group", holder.id, move.devices, self._lease(move))
+                self._enter_group(move)
             else:
                 if move.how == "wake":
                     await self._do(move, "wake_replica", plan.id, plan.model, plan.version)
@@ -188,15 +178,15 @@ class Runner:
         except (EffectFailed, StepCancelled) as error:
             # An engine is not put to sleep again: a process that failed to wake is not reused.
             if await self._undo(error, move, "stop_group" if plan is None else "stop_replica"):
-                self._box = self._box.without(holder)
+                self._loop.box = self._loop.box.without(holder)
                 self._note(move, "release")
             raise
 
     def _acquire(self, move: Move) -> None:
         """Enter the holder in the box. Raises EffectFailed if a device is gone, or held by another."""
-        holders, plan, now_s = self._box.holders, move.plan, self._now_s()
+        holders, plan = self._loop.box.holders, move.plan
         for device_id in move.devices:
-            if device_id not in self._box.devices:
+            if device_id not in self._loop.box.devices:
                 reason = f"device {device_id} is gone"
             elif holders.get(device_id, move.holder) != move.holder:
                 reason = f"device {device_id} is still held by {holders[device_id]}"
@@ -204,14 +194,14 @@ class Runner:
                 continue
             self._note(move, "acquire", "failed", {"error": reason})
             failure = EffectFailed(reason, "outside")
-            failure.step = f"acquire {move.lease}"
+            failure.step = f"acquire {self._lease(move)}"
             raise failure
         if plan is None:
-            self._box = self._box.with_group(GroupView(move.holder.id, move.devices, now_s, run=move.lease))
-        elif plan.id in self._box.replicas:
+            self._enter_group(move)
+        elif plan.id in self._loop.box.replicas:
             self._replica(plan.id, "starting")
         else:
-            self._box = self._box.with_replica(replace(plan, state="starting", since_s=now_s))
+            self._loop.box = self._loop.box.with_replica(replace(plan, state="starting", since_s=self._now_s()))
         self._note(move, "acquire")
 
     async def change_in_place(self, move: Move) -> None:
@@ -221,40 +211,46 @@ class Runner:
         assert plan is not None
         if move.how == "swap":
             await self._do(move, "swap_replica", plan.id, plan.model, plan.version)
-            self._box = self._box.with_replica(replace(self._box.replicas[plan.id], version=plan.version))
-        if self._box.replicas[plan.id].state != "open":
+            changed = replace(self._loop.box.replicas[plan.id], version=plan.version)
+            self._loop.box = self._loop.box.with_replica(changed)
+        if self._loop.box.replicas[plan.id].state != "open":
             await self._do(move, "open_replica", plan.id)
             self._replica(plan.id, "open")
 
-    async def _move(self, move: Move) -> MoveEnd:
+    def _lease(self, move: Move) -> str:
+        """Names the holder's right to its devices in the history. Never used before."""
+        return f"{self.handover.id}:{move.holder.kind}:{move.holder.id}"
+
+    async def _move(self, move: Move) -> MoveState:
         do = {"free": self.release_devices, "take": self.take_devices, "swap": self.change_in_place}[move.side]
-        end = MoveEnd(move, "failed")
+        state: MoveState = "failed"
+        failure: EffectFailed | None = None
         try:
             stayed = [holder for holder in sorted(move.needs) if not await asyncio.shield(self._released[holder])]
-            reason = f"{stayed[0]} did not leave its devices" if stayed else self._listener.unwanted(move)
-            if reason or move in self._skipped:
-                end = MoveEnd(move, "skipped", reason)
+            if stayed or move in self._skipped or self._loop.unwanted(move):
+                state = "skipped"
             else:
                 await do(move)
-                end = MoveEnd(move, "done")
+                state = "done"
         except StepCancelled as cancelled:
-            end = MoveEnd(move, "cancelled" if cancelled.undone else "failed", cancelled.reason)
+            state = "cancelled" if cancelled.undone else "failed"
+            self._errors.append(cancelled.reason)
         except EffectFailed as error:
-            text = f"{error.step}: {error.reason}"
-            end = MoveEnd(move, "undone" if error.undone else "failed", text, error)
+            state, failure = "undone" if error.undone else "failed", error
+            self._errors.append(f"{error.step}: {error.reason}")
         finally:
             if move.side == "free":
-                self._released[move.holder].set_result(end.state == "done")
+                self._released[move.holder].set_result(state == "done")
         if move not in self._skipped:
-            self._listener.move_ended(end)
-        return end
+            self._loop.move_ended(move, state, failure)
+        return state
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
     async def _undo(self, cause: EffectFailed | StepCancelled, move: Move, verb: str) -> bool:
         """Take back what came before the step that failed. True if that succeeded."""
         try:
-            await self._do(move, verb, move.holder.id, undoes=self._failed_steps.get(move))
+            await self._do(move, verb, move.holder.id, undoes=cause.seq)
         except EffectFailed:
             cause.undone = False
             return False
@@ -287,11 +283,10 @@ class Runner:
             failure = StepCancelled(step.cancelled)
         else:
             self._end(move, record, "done", detail)
-            return self._listener.step_done(move, verb, self._now_s() - step.since_s, detail)
+            return self._loop.step_done(move, verb, self._now_s() - step.since_s, detail)
         finally:
             del self._steps[record.seq]
-        if undoes is None:
-            self._failed_steps[move] = record.seq
+        failure.seq = record.seq
         if isinstance(failure, StepCancelled):
             self._end(move, record, "skipped", {"reason": failure.reason})
         else:
@@ -301,8 +296,8 @@ class Runner:
 
     def _note(self, move: Move, verb: str, state: StepState = "done", detail: Mapping[str, Any] | None = None) -> None:
         """Journal a step that takes no time: devices are in the books only."""
-        now_s, target = self._now_s(), move.lease
-        record = StepRecord(self._seq, move.name, verb, target, state, now_s, None, {"devices": list(move.devices)})
+        devices = {"devices": list(move.devices)}
+        record = StepRecord(self._seq, move.name, verb, self._lease(move), state, self._now_s(), None, devices)
         self._seq += 1
         self._end(move, record, state, detail)
 
@@ -315,18 +310,14 @@ class Runner:
             ids |= {key: merged[key] for key in ("model", "version") if key in merged}
             log.log(level, "%s %s: %s", record.verb, record.target, merged.get("error", state), extra=ids)
 
-    @property
-    def _box(self) -> Box:
-        return self._listener.box
-
-    @_box.setter
-    def _box(self, box: Box) -> None:
-        self._listener.box = box
+    def _enter_group(self, move: Move) -> None:
+        group = GroupView(move.holder.id, move.devices, self._now_s(), run=self._lease(move))
+        self._loop.box = self._loop.box.with_group(group)
 
     def _replica(self, replica_id: str, state: ReplicaState, version: str = "") -> None:
         """Enter the engine's new state, and version unless it is ""."""
-        old = self._box.replicas[replica_id]
-        self._box = self._box.with_replica(
+        old = self._loop.box.replicas[replica_id]
+        self._loop.box = self._loop.box.with_replica(
             replace(old, state=state, version=version or old.version, since_s=self._now_s())
         )
 

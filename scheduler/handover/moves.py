@@ -25,14 +25,12 @@ class Move:
 
     how: free: a replica is drained, if it serves, and put to "sleep" or "stop"ped; a job is "suspend"ed, or "end"ed if
     it is over. take: a replica "wake"s or "start"s as `plan` says, a job "train"s. swap: a replica takes another
-    version ("swap"), or is "open"ed. devices: those that it leaves or takes. lease: names its right to them in the
-    history. needs: holders that must leave first.
+    version ("swap"), or is "open"ed. devices: those that it leaves or takes. needs: holders that must leave first.
     """
 
     holder: Holder
     side: Literal["free", "take", "swap"]
     how: How
-    lease: str
     devices: tuple[str, ...] = ()
     plan: ReplicaView | None = None
     needs: frozenset[Holder] = frozenset()
@@ -66,15 +64,11 @@ def moves(
     """The moves that turn `box` into `wanted`, and that clean up after a crash or a death.
 
     Args:
-        handover_id: a number never used before; it makes the names of leases unique.
+        handover_id: a number never used before.
         busy: holders that a hand-over in progress is moving; they are skipped.
         over: jobs that will not run again (cancelled, deleted): stopped instead of suspended.
         forced: jobs whose suspend failed too often: stopped; they resume from their last snapshot.
     """
-
-    def lease(holder: Holder) -> str:
-        return f"{handover_id}:{holder.kind}:{holder.id}"
-
     plans = {r.id: r for r in wanted.replicas}
     groups = {job_id: frozenset(devices) for job_id, devices in wanted.groups.items()}
     free, take, swap = [], [], []
@@ -85,17 +79,17 @@ def moves(
         plan = plans.get(replica.id)
         if replica.state in SERVING and plan is not None and plan.state == "open":
             if plan.version != replica.version:
-                swap.append(Move(holder, "swap", "swap", lease(holder), replica.devices, plan))
+                swap.append(Move(holder, "swap", "swap", replica.devices, plan))
             elif replica.state != "open":
-                swap.append(Move(holder, "swap", "open", lease(holder), replica.devices, plan))
+                swap.append(Move(holder, "swap", "open", replica.devices, plan))
         elif plan is None or replica.state != "asleep":
             how: How = "sleep" if replica.state in SERVING and plan is not None else "stop"
-            free.append(Move(holder, "free", how, lease(holder), replica.devices if replica.state != "asleep" else ()))
+            free.append(Move(holder, "free", how, replica.devices if replica.state != "asleep" else ()))
     for group in box.groups.values():
         holder = Holder("job", group.job_id)
         if holder not in busy and (group.ended is not None or groups.get(group.job_id) != frozenset(group.devices)):
             gone = group.ended is not None or group.job_id in over or group.job_id in forced
-            free.append(Move(holder, "free", "end" if gone else "suspend", lease(holder), group.devices))
+            free.append(Move(holder, "free", "end" if gone else "suspend", group.devices))
 
     leaving = {move.holder for move in free}
     on: dict[str, set[Holder]] = {}  # by device; "": they may be on any
@@ -103,7 +97,7 @@ def moves(
         unknown = move.holder.kind == "replica" and box.replicas[move.holder.id].state != "asleep"
         for device in move.devices or ("",) * unknown:
             on.setdefault(device, set()).add(move.holder)
-    for move in _takes(box, wanted, lease, leaving):
+    for move in _takes(box, wanted, leaving):
         if move.holder not in busy:
             # Its own old devices too: a job must not start before it is suspended.
             needs = ({move.holder} & leaving).union(*(on.get(device, ()) for device in ("", *move.devices)))
@@ -111,15 +105,15 @@ def moves(
     return Handover(handover_id, (*free, *_one_first(swap, box, busy), *take))
 
 
-def _takes(box: Box, wanted: Allocation, lease: Callable[[Holder], str], leaving: Collection[Holder]) -> Iterator[Move]:
+def _takes(box: Box, wanted: Allocation, leaving: Collection[Holder]) -> Iterator[Move]:
     for plan in wanted.open_replicas:
         holder, now = Holder("replica", plan.id), box.replicas.get(plan.id)
         if now is None or now.state == "asleep":
-            yield Move(holder, "take", "start" if now is None else "wake", lease(holder), plan.devices, plan)
+            yield Move(holder, "take", "start" if now is None else "wake", plan.devices, plan)
     for job_id, devices in wanted.groups.items():
         holder = Holder("job", job_id)
         if job_id not in box.groups or holder in leaving:
-            yield Move(holder, "take", "train", lease(holder), devices)
+            yield Move(holder, "take", "train", devices)
 
 
 def only_with_room(handover: Handover, book_engine: Callable[[str, str], bool]) -> Handover:

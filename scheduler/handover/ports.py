@@ -15,7 +15,7 @@ from scheduler.core.failures import Failure
 from scheduler.core.workload import Build, Workload
 
 StepState = Literal["doing", "done", "failed", "skipped"]
-HandoverState = Literal["running", "done", "undone", "failed"]
+HandoverState = Literal["done", "undone", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,43 +34,28 @@ class StepRecord:
     undoes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class HandoverRecord:
-    """done: every chain reached the wanted state. undone: some chain failed and was undone. failed: some undo failed
-    too; later rounds repair the rest. asked_by: a key's name, "box", "window <id>" or "scheduler"; asked_for: what that
-    asked for."""
-
-    id: int
-    reason: str
-    state: HandoverState
-    started_s: float
-    ended_s: float | None = None
-    steps: tuple[StepRecord, ...] = ()
-    error: str = ""
-    asked_by: str = ""
-    asked_for: str = ""
-
-
 class Journal(Protocol):
     """Where hand-overs are recorded. Only the loop writes."""
 
     def last_id(self) -> int:
         """The highest hand-over number ever used; 0 if none."""
 
-    def begin(self, record: HandoverRecord) -> None:
-        """Durably record a new hand-over, before its first step starts."""
+    def begin(self, handover_id: int, reason: str, started_s: float, asked_by: str, asked_for: str) -> None:
+        """Durably record a new hand-over, before its first step starts. asked_by: a key's name, "box", "window <id>" or
+        "scheduler"; asked_for: what that asked for."""
 
     def step(self, handover_id: int, record: StepRecord) -> None:
         """Durably insert or replace the step with this `seq`."""
 
     def end(self, handover_id: int, state: HandoverState, ended_s: float, error: str = "") -> None:
-        """Durably close a hand-over."""
+        """Durably close a hand-over. done: every chain reached the wanted state. undone: some chain failed and was
+        undone. failed: some undo failed too; later rounds repair the rest."""
 
-    def unfinished(self) -> tuple[HandoverRecord, ...]:
-        """Hand-overs in state "running", oldest first: after a start, those that a crash interrupted."""
+    def unfinished(self) -> list[int]:
+        """Hand-overs without an end, oldest first: after a start, those that a crash interrupted."""
 
-    def since(self, handover_id: int) -> tuple[HandoverRecord, ...]:
-        """Those with a higher number, oldest first."""
+    def steps_since(self, handover_id: int) -> list[StepRecord]:
+        """The steps of hand-overs with a higher number, oldest first."""
 
 
 Outcome = Literal["succeeded", "failed", "cancelled"]

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import Any
 
-from scheduler.autoscale.idle import IdlePolicy
-from scheduler.core.config import SchedulerConfig
 from scheduler.core.failures import Failure
-from scheduler.core.workload import FULL, Allocation, JobView, PlanInput, Policy, ReplicaView
+from scheduler.core.workload import FULL, Allocation, DeploymentView, JobView, PlanInput, Policy, ReplicaView
 from scheduler.handover.handover import STEPS, RunningStep
 from scheduler.handover.moves import Handover, Move
 
 
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}{'s' * (n != 1)}"
-
-
-def _capitalized(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 _DONE = {
@@ -59,19 +54,12 @@ def _why_job(move: Move, job: JobView | None, allocation: Allocation, plan_input
     if job is None:
         return "it has ended or was cancelled"
     if move.side == "free":
-        if (group := allocation.groups.get(job.id)) is None:
-            return _as_clause(allocation.waiting.get(job.id, "training gives its devices back"))
-        return f"it continues with {_count(len(group), 'device')} instead of {len(job.devices)}"
+        if (group := allocation.groups.get(job.id)) is not None:
+            return f"it continues with {_count(len(group), 'device')} instead of {len(job.devices)}"
+        reason = allocation.waiting.get(job.id, "training gives its devices back").rstrip(".")
+        return f"it n{reason[1:]}" if reason.startswith("Needs ") else reason[:1].lower() + reason[1:]
     training = sum(map(len, allocation.groups.values()))
-    size = f"from {job.sizes[0]} to {job.sizes[-1]}" if len(job.sizes) > 1 else str(job.sizes[0])
-    share = f"{training} of {len(plan_input.devices)} devices in {mode_of(plan_input.policy)}"
-    return f"training gets {share}, and it takes {size}"
-
-
-def _as_clause(reason: str) -> str:
-    """The sentence of a waiting job, rewritten to follow "because"."""
-    text = reason.rstrip(".")
-    return f"it needs {text.removeprefix('Needs ')}" if text.startswith("Needs ") else text[:1].lower() + text[1:]
+    return f"training gets {training} of {len(plan_input.devices)} devices in {mode_of(plan_input.policy)}"
 
 
 def _why_replica(
@@ -81,22 +69,19 @@ def _why_replica(
     deployment = next((d for d in plan_input.deployments if d.model == model), None)
     if deployment is None:
         return "its model is no longer served"
-    if move.side == "free" and now is not None and now.refused == deployment.version != now.version:
-        return f"{deployment.version} is the active version of {model}, and needs a new engine"
-    if move.side == "swap":
-        return f"{deployment.version} is the active version of {model}"
     requests = deployment.demand.requests
+    if move.side == "swap" or (now is not None and now.refused == deployment.version != now.version):
+        return f"{deployment.version} is the active version of {model}"
     if move.side == "take":
         if requests:
-            return f"{_count(requests, 'request')} for {model} {'waits or runs' if requests == 1 else 'wait or run'}"
+            return f"{model} has {_count(requests, 'request')}"
         if deployment.floor_replicas:
             return f"{model} keeps at least {_count(deployment.floor_replicas, 'replica')}"
         return f"{mode_of(plan_input.policy)} gives serving its devices, and {model} was asked for lately"
-    takers = [(f"job {job_id}", taken) for job_id, taken in allocation.groups.items()]
-    takers += [(f"replica {r.id} of {r.model}", r.devices) for r in allocation.open_replicas if r.id != move.holder.id]
-    for who, taken in takers:
-        if shared := devices & set(taken):
-            return f"{who} gets {', '.join(sorted(shared))}"
+    takers = {f"job {job_id}": taken for job_id, taken in allocation.groups.items()}
+    takers |= {f"replica {r.id} of {r.model}": r.devices for r in allocation.open_replicas if r.id != move.holder.id}
+    if shared := next(((who, devices & {*taken}) for who, taken in takers.items() if devices & {*taken}), None):
+        return f"{shared[0]} gets {', '.join(sorted(shared[1]))}"
     if now is not None and now.state == "dead":
         return "its engine died"
     return f"{mode_of(plan_input.policy)} leaves serving fewer devices" if requests else f"nobody asks for {model} now"
@@ -134,37 +119,40 @@ def not_serving(model: str, trouble: Failure, replicas: Iterable[ReplicaView], n
     return f"{'a further engine does not start' if is_open else 'not serving'}: {trouble.reason}; {when}"
 
 
-def explain(
-    handover: Handover, allocation: Allocation, plan_input: PlanInput, config: SchedulerConfig, now_s: float
-) -> dict[str, Any]:
+def explain(handover: Handover, allocation: Allocation, plan_input: PlanInput, now_s: float) -> dict[str, Any]:
     """What would be done and why, as plain values: one sentence per move, per waiting job, per model kept short."""
     opened: dict[str, list[list[str]]] = {}
     for replica in allocation.open_replicas:
         opened.setdefault(replica.model, []).append(list(replica.devices))
-    standby, idle = {}, {}
-    for d in plan_input.deployments:
-        if d.standby:
-            standby[d.model] = (
-                f"Its traffic taught to keep {_count(d.standby.replicas, 'replica')} awake, and to wake more when the "
-                f"backlog takes {d.standby.backlog_share:.0%} of the target for the first token or requests fill "
-                f"{FULL:.0%} of them; one replica computes about {d.prefill_tokens_per_s or 0:,.0f} prompt tokens/s."
-            )
-        if d.model in opened and not d.demand.requests:
-            until_s, why = IdlePolicy(config).awake(d)
-            how_long = "" if until_s is None else f" for {max(until_s - now_s, 0.0):.0f} s more without a request"
-            idle[d.model] = f"Stays awake{how_long}, because {why}."
+    steps = (f"{sentence(move)}, because {because(move, allocation, plan_input)}." for move in handover.moves)
     return {
         "policy": plan_input.policy.kind,
         "train_devices": plan_input.policy.train_devices,
         "serving_floor": plan_input.policy.serving_floor,
-        "steps": [
-            _capitalized(f"{sentence(move)}, because {because(move, allocation, plan_input)}.")
-            for move in handover.moves
-        ],
+        "steps": [step[:1].upper() + step[1:] for step in steps],
         "waiting": dict(allocation.waiting),
         "notes": dict(allocation.notes),
-        "standby": standby,
-        "idle": idle,
+        "standby": {
+            d.model: f"Its traffic taught to keep {_count(d.standby.replicas, 'replica')} awake, and to wake more when "
+            f"the backlog takes {d.standby.backlog_share:.0%} of the target for the first token or requests fill "
+            f"{FULL:.0%} of them."
+            for d in plan_input.deployments
+            if d.standby is not None
+        },
+        "idle": {
+            d.model: _awake(d, now_s) for d in plan_input.deployments if d.model in opened and not d.demand.requests
+        },
         "jobs": {job_id: list(devices) for job_id, devices in allocation.groups.items()},
         "models": opened,
     }
+
+
+def _awake(deployment: DeploymentView, now_s: float) -> str:
+    """How long a model without requests stays awake. The mode's share for serving takes precedence."""
+    if least := deployment.floor_replicas:
+        return f"Stays awake: at least {_count(least, 'replica')} (pinned or min_replicas)."
+    if deployment.idle_after_s == inf:
+        return "Stays awake until others want its devices: it has no idle_sleep_s."
+    left_s, own_s = max(deployment.last_s + deployment.idle_after_s - now_s, 0.0), deployment.idle_sleep_s
+    why = "nobody deployed it" if own_s is None else f"its idle_sleep_s is {own_s:g} s"
+    return f"Stays awake for {left_s:.0f} s more without a request: {why}."

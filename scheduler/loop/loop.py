@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from scheduler.core.config import SchedulerConfig
@@ -26,10 +27,10 @@ from scheduler.core.inventory import Holder
 from scheduler.core.workload import Allocation, Build, PlanInput, Policy, Workload
 from scheduler.handover import moves as moves_
 from scheduler.handover.effects import Box, Detail, Effects
-from scheduler.handover.handover import MoveEnd, Runner, RunningStep
+from scheduler.handover.handover import MoveState, Runner
 from scheduler.handover.moves import Handover, Move
 from scheduler.handover.ports import Journal, StateStore
-from scheduler.loop import drain_cancellation, mode_schedule, view
+from scheduler.loop import cancellation, mode_schedule, view
 from scheduler.loop.cluster_state import ClusterState
 from scheduler.loop.explain import explain, mode_of, reason_of, waits_for
 from scheduler.loop.inbox import Inbox
@@ -147,7 +148,7 @@ class SchedulerLoop(ClusterState):
         plan_input = self._plan_input(policy)
         now_s = self._clock()
         allocation = plan(plan_input, now_s, self._config)
-        explanation = explain(self._moves(plan_input, allocation), allocation, plan_input, self._config, now_s)
+        explanation = explain(self._moves(plan_input, allocation), allocation, plan_input, now_s)
         steps = (step for runner in self._running.values() for step in runner.running_steps)
         return {**explanation, "under_way": [waits_for(step, now_s) for step in steps]}
 
@@ -187,8 +188,8 @@ class SchedulerLoop(ClusterState):
         that was judged then failed for want of memory."""
         if self._adopted:
             return
-        for record in self._journal.unfinished():
-            self._journal.end(record.id, "undone", self._clock(), "interrupted by a restart of the controller")
+        for handover_id in self._journal.unfinished():
+            self._journal.end(handover_id, "undone", self._clock(), "interrupted by a restart of the controller")
         attempt = 0
         while not await self.observe(self._transitions):
             attempt += 1
@@ -212,8 +213,7 @@ class SchedulerLoop(ClusterState):
         self._take_policy_in_force(now_s)
         self.clear_failures_of_stable_replicas()
         self._record_served_builds()
-        self._cancel_drains(now_s)
-        self._cancel_starts(now_s)
+        self._cancel_steps(now_s)
         self.failures.keep(self._workload)
         self._report_troubles()
         self._pauses.keep({job.id for job in self._workload.jobs})
@@ -269,18 +269,13 @@ class SchedulerLoop(ClusterState):
 
     def _record_served_builds(self) -> None:
         """Record what the open engines were started with, for the next start of the controller."""
-        for deployment in self._workload.deployments:
-            if deployment.served in (None, deployment.build):
-                continue
-            if self._serves(deployment.model, deployment.build):
-                self._store.model_served(deployment.model, deployment.build)
+        for d in self._workload.deployments:
+            if d.served not in (None, d.build) and self._serves(d.model, d.build):
+                self._store.model_served(d.model, d.build)
 
     def _serves(self, model: str, build: Build) -> bool:
         """Whether an open engine of the model was started with this."""
-        return any(
-            replica.state == "open" and replica.model == model and replica.build == build
-            for replica in self.box.replicas.values()
-        )
+        return any(("open", model, build) == (r.state, r.model, r.build) for r in self.box.replicas.values())
 
     def _start_failed(self, model: str, build: Build, failure: EffectFailed) -> None:
         """Record that an engine did not start. Where its settings alone are at fault, and no other engine serves with
@@ -323,43 +318,28 @@ class SchedulerLoop(ClusterState):
             self._settings = settings
             self._in_force = mode_schedule.in_force(*settings, now_s)
 
-    def _cancel_drains(self, now_s: float) -> None:
-        """Cancel drains that the loop would not start now; see drain_cancellation.py."""
-        policy = self._in_force.policy
-        drains = drain_cancellation.drains_to_reconsider(self._running.values(), policy, self._workload)
-        if not drains:
+    def _cancel_steps(self, now_s: float) -> None:
+        """Cancel starts of jobs that do not run any more, and what the loop would not begin now (cancellation.py)."""
+        policy, runners = self._in_force.policy, self._running.values()
+        runs = {job.id for job in self._workload.jobs if job.phase != "paused"}
+        for runner, step in cancellation.long_starts(runners, now_s, lambda job_id: inf if job_id in runs else 0.0):
+            runner.cancel(step, "the job does not run any more")
+        starts = cancellation.long_starts(runners, now_s, self._pauses.patience_s)
+        steps = [*cancellation.doubtful_drains(runners, policy, self._workload), *starts]
+        if not steps:
             return
-        box, moving = drain_cancellation.as_if_not_begun(self.box, self._transitions, drains)
+        box, moving = cancellation.as_if_not_begun(self.box, self._transitions, steps)
         wanted = plan(self._plan_input(box=box, moving=moving), now_s, self._config)
         stays = {(replica.id, replica.devices) for replica in wanted.open_replicas}
-        for runner, step in drains:
-            holder, devices = step.move.holder, runner.before.replicas[step.move.holder.id].devices
-            if (holder.id, devices) in stays:
+        for runner, step in steps:
+            holder = step.move.holder
+            if holder.kind == "job":
+                if not set(step.move.devices).issubset(wanted.groups.get(holder.id, ())):
+                    runner.cancel(step, "its devices are wanted, and its ranks take long to prepare")
+                    self._pauses.start_gave_way(holder.id)
+            elif (holder.id, devices := runner.before.replicas[holder.id].devices) in stays:
                 runner.cancel(step, f"{mode_of(policy)} keeps replica {holder.id} open")
                 self._transitions[holder].target = devices
-
-    def _cancel_starts(self, now_s: float) -> None:
-        """Cancel starts of jobs that have ended or are paused, and long ones of jobs that would give up devices now if
-        they ran: how long their ranks prepare is a matter of their data. Of that, only tokens are kept."""
-        jobs = {job.id: job for job in self._workload.jobs} if self._running else {}
-        long: dict[Holder, tuple[Runner, RunningStep]] = {}
-        for runner in self._running.values():
-            for step in runner.running_steps:
-                job = jobs.get(step.move.holder.id)
-                if step.verb != "start_group":
-                    continue
-                if job is None or job.phase == "paused":
-                    runner.cancel(step, "the job does not run any more")
-                elif now_s - step.since_s >= self._pauses.patience_s(job.id):
-                    long[step.move.holder] = runner, step
-        if not long:
-            return
-        moving = {holder: moving for holder, moving in self._transitions.items() if holder not in long}
-        wanted = plan(self._plan_input(moving=moving), now_s, self._config)
-        for holder, (runner, step) in long.items():
-            if not set(step.move.devices).issubset(wanted.groups.get(holder.id, ())):
-                runner.cancel(step, "its devices are wanted, and its ranks take long to prepare")
-                self._pauses.start_gave_way(holder.id)
 
     def _launch(self, handover: Handover, reason: str) -> None:
         for move in handover.moves:
@@ -405,8 +385,8 @@ class SchedulerLoop(ClusterState):
 
     # --- what the runner reports --------------------------------------------------------------------------------
 
-    def unwanted(self, move: Move) -> str:
-        return "the job ended by itself in the meantime" if self._transitions[move.holder].over else ""
+    def unwanted(self, move: Move) -> bool:
+        return self._transitions[move.holder].over
 
     def step_done(self, move: Move, verb: str, took_s: float, detail: Detail) -> None:
         self._transitions[move.holder].over = verb == "suspend_group" and "ended" in (detail or {})
@@ -414,12 +394,12 @@ class SchedulerLoop(ClusterState):
         if verb == "start_group":
             self._store.job_running(move.holder.id, move.devices)
 
-    def move_ended(self, end: MoveEnd) -> None:
-        move, holder, failure = end.move, end.move.holder, end.failure
-        if end.state != "done" or holder in self._discarded or self._transitions[holder].over:
+    def move_ended(self, move: Move, state: MoveState, failure: EffectFailed | None = None) -> None:
+        holder = move.holder
+        if state != "done" or holder in self._discarded or self._transitions[holder].over:
             self.observe_again_s = 0.0
         if failure is None:  # done, skipped or cancelled
-            if end.state == "done":
+            if state == "done":
                 self.failures.moves.pop(move.name, None)
             elif move.side == "take":
                 self._transitions[holder].target, self._transitions[holder].take = (), None
@@ -431,7 +411,7 @@ class SchedulerLoop(ClusterState):
             self.failures.moves[move.name] += 1
             wait_s = self.failures.backoff_s(self.failures.moves[move.name])
             ids = {"job_id" if holder.kind == "job" else "replica": holder.id}
-            log.warning("%s failed, next try in %.1f s: %s", move.name, wait_s, end.error, extra=ids)
+            log.warning("%s failed, next try in %.1f s: %s", move.name, wait_s, failure.reason, extra=ids)
             asyncio.get_running_loop().call_later(wait_s, self._try_again, holder)
             return
         if move.plan is None:

@@ -15,9 +15,10 @@ that occurs twice fires once, at the first (every time where the hour is "*").
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Literal
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from croniter import CroniterBadDateError, croniter
@@ -60,28 +61,18 @@ class Window:
     def last_s(self, now_s: float) -> float | None:
         """The latest beginning at or before now; None if there was none for a year."""
         # get_prev is strictly before its start, but a firing at this very second counts.
-        firings = croniter(self.cron, datetime.fromtimestamp(int(now_s) + 1, ZoneInfo(self.tz)))
-        found_s = _once(self.cron, firings.get_prev)
+        found_s = _fires_s(self.cron, self.tz, now_s + 1, "get_prev")
         return found_s if now_s - found_s < _MAX_S else None
 
     def next_s(self, now_s: float) -> float:
         """The first beginning after now."""
-        return self._next_s(self.cron, now_s)
-
-    def _next_s(self, cron: str, after_s: float) -> float:
-        return _once(cron, croniter(cron, datetime.fromtimestamp(int(after_s), ZoneInfo(self.tz))).get_next)
+        return _fires_s(self.cron, self.tz, now_s, "get_next")
 
     def end_s(self, began_s: float) -> float | None:
         """When the window that began then ends; None: no end of its own."""
         if self.for_s is not None:
             return began_s + self.for_s
-        return None if self.until is None else self._next_s(self.until, began_s)
-
-    def edge_s(self, now_s: float) -> float | None:
-        """The latest beginning or end at or before now; None if it has not begun for a year."""
-        last_s = self.last_s(now_s)
-        end_s = None if last_s is None else self.end_s(last_s)
-        return last_s if end_s is None or end_s > now_s else end_s
+        return None if self.until is None else _fires_s(self.until, self.tz, began_s, "get_next")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +129,8 @@ def preview(
     while at_s < end_s and len(out) < most:
         holds = in_force(windows, set_by_hand, set_s, at_s)
         until_s = end_s if holds.until_s is None else min(holds.until_s, end_s)
-        here = InForce(holds.policy, at_s, until_s, holds.window, holds.overridden)
-        if out and (out[-1].policy, out[-1].window) == (here.policy, here.window):
-            here = InForce(here.policy, out.pop().since_s, until_s, here.window, here.overridden)
-        out.append(here)
+        same = out and (out[-1].policy, out[-1].window) == (holds.policy, holds.window)
+        out.append(replace(holds, since_s=out.pop().since_s if same else at_s, until_s=until_s))
         at_s = until_s
     return out
 
@@ -162,12 +151,11 @@ def check_cron(cron: str, param: str) -> None:
         raise InvalidSchedule(f"schedule {cron!r} never fires: no such date comes", param) from None
 
 
-def _once(cron: str, step: Callable[[type[datetime]], datetime]) -> float:
-    """The next firing that `step` returns, without the second of an hour that occurs twice.
-
-    croniter fires in both, which is right for "every half hour" and wrong for "at half past two".
-    """
-    found = step(datetime)
+def _fires_s(cron: str, tz: str, from_s: float, way: Literal["get_next", "get_prev"]) -> float:
+    """The nearest firing, without the second of an hour that occurs twice: croniter fires in both, which is right for
+    "every half hour" and wrong for "at half past two"."""
+    step = getattr(croniter(cron, datetime.fromtimestamp(int(from_s), ZoneInfo(tz))), way)
+    found: datetime = step(datetime)
     if not cron.split()[1].startswith("*"):
         while found.fold and found.utcoffset() != found.replace(fold=0).utcoffset():
             found = step(datetime)

@@ -29,7 +29,7 @@ class Transition:
 
 
 def device(device: Device, cordoned: frozenset[str]) -> Device:
-    drains = device.id in cordoned and device.health == "ok"
+    drains = not cordoned.isdisjoint((device.id, device.uuid)) and device.health == "ok"
     return replace(device, health="draining", health_reason=CORDONED) if drains else device
 
 
@@ -83,40 +83,31 @@ def replicas(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) ->
 
 def trouble(model: str, failure: Failure, replicas: Iterable[ReplicaView], now_s: float) -> dict[str, Any]:
     """A model whose engines fail, as plain values for JSON."""
-    shown = ("version", "reason", "blame", "count", "tries", "not_before_s", "lasting")
-    message = not_serving(model, failure, replicas, now_s)
-    return {"model": model, **{name: getattr(failure, name) for name in shown}, "message": message}
+    shown = _fields(failure, "version reason blame count tries not_before_s lasting")
+    return {"model": model, **shown, "message": not_serving(model, failure, replicas, now_s)}
 
 
-_OF_DEVICES = ("id", "node", "index", "kind", "name", "memory_bytes", "health", "health_reason")
+def _fields(of: object, names: str) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names.split()}
 
 
 def status(box: Box, shown: PlanInput, allocation: Allocation, in_force: InForce, now_s: float) -> dict[str, Any]:
     """Mode, devices with their holders, replicas and jobs (in the order of the queue) as plain values for JSON."""
-    held = box.holders
+    policy, window, held = in_force.policy, in_force.window, box.holders
+    of_device = "id node index kind name memory_bytes health health_reason"
     return {
         "policy": {
-            "kind": in_force.policy.kind,
-            "train_devices": in_force.policy.train_devices,
-            "serving_floor": in_force.policy.serving_floor,
-            "since_s": in_force.since_s,
-            "until_s": in_force.until_s,
-            "schedule": in_force.window.cron if in_force.window else None,
-            "window": in_force.window.id if in_force.window else None,
+            **_fields(policy, "kind train_devices serving_floor"),
+            **_fields(in_force, "since_s until_s"),
+            "schedule": window.cron if window else None,
+            "window": window.id if window else None,
         },
         "devices": [
-            {
-                **{name: getattr(d, name) for name in _OF_DEVICES},
-                "holder": {"kind": held[d.id].kind, "id": held[d.id].id} if d.id in held else None,
-            }
+            {**_fields(d, of_device), "holder": _fields(held[d.id], "kind id") if d.id in held else None}
             for d in shown.devices
         ],
         "replicas": [
-            {
-                **{name: getattr(r, name) for name in ("id", "model", "version", "state", "since_s")},
-                "devices": list(r.devices),
-            }
-            for r in box.replicas.values()
+            {**_fields(r, "id model version state since_s"), "devices": list(r.devices)} for r in box.replicas.values()
         ],
         "jobs": [
             {

@@ -2,16 +2,22 @@
 
 Order of the decision: how many devices serving claims (policy, demand, floor) -> how many training gets (queue) -> the
 rest is lent to models with demand or stays with open engines (all of it in shares.py) -> exact devices, moving as
-little as possible: a holder of unchanged size keeps its devices, a sleeping engine wakes where it sleeps
-(device_assignment.py).
+little as possible: a holder of unchanged size keeps its devices, a sleeping engine wakes where it sleeps.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from runtime.devices.kinds import kind_of
+from scheduler.autoscale import demand as demand_
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import Allocation, PlanInput
+from scheduler.core.inventory import node_of
+from scheduler.core.workload import Allocation, DeploymentView, PlanInput, ReplicaState, ReplicaView
 from scheduler.plan import queue
-from scheduler.plan.device_assignment import DeviceAssignment
+from scheduler.plan.free_devices import FreeDevices
 from scheduler.plan.shares import Shares
 
 _ROUNDS = 8
@@ -20,44 +26,279 @@ _ROUNDS = 8
 
 def plan(plan_input: PlanInput, now_s: float, config: SchedulerConfig | None = None) -> Allocation:
     """The allocation for this input. The same input and time always give the same result."""
-    config = config or SchedulerConfig()
-    shares = Shares(plan_input, now_s, config)
-    assignment = DeviceAssignment(plan_input, now_s, config)
-    jobs = _assign(shares, assignment)
+    assignment = DeviceAssignment(plan_input, now_s, config or SchedulerConfig())
+    jobs = assignment.assign()
     assignment.keep_open()
     assignment.defer()
     assignment.let_sleep()
-    late = {job_id: "Its devices are still being given back by their last holder." for job_id in jobs.sizes}
-    reviews = [*shares.reviews, *assignment.reviews, *jobs.reviews]
+    late = "Its devices are still being given back by their last holder."
+    reviews = [*assignment.reviews, *jobs.reviews]
     return Allocation(
         replicas=tuple(assignment.out[r] for r in sorted(assignment.out)),
         groups=dict(sorted(assignment.groups.items())),
-        waiting={**jobs.waiting, **{j: why for j, why in late.items() if j not in assignment.groups}},
-        notes=shares.notes,
-        hysteresis=shares.hysteresis,
+        waiting={**jobs.waiting, **{job_id: late for job_id in jobs.sizes if job_id not in assignment.groups}},
+        notes=assignment.notes,
+        hysteresis=assignment.hysteresis,
         review_at_s=min((t for t in reviews if t is not None and t > now_s), default=None),
     )
 
 
-def _assign(shares: Shares, assignment: DeviceAssignment) -> queue.Queue:
-    """Count and place until every counted replica and job has devices. Returns training's queue."""
-    limits: dict[str, int] = {}
-    side_by_side: dict[str, int] = {}
-    unplaced: list[str] = []
-    for _ in range(len(shares.deployments) + _ROUNDS):
-        claimed, serving, jobs = shares.count(limits, side_by_side)
-        unplaced = assignment.place(serving, jobs.sizes)
-        short = assignment.short(jobs.sizes)
-        if (short or (unplaced and assignment.owed(unplaced, claimed))) and assignment.jobs_may_move:
-            # Enough devices but not side by side: move the jobs that may be moved, if that helps.
-            if not assignment.place(serving, jobs.sizes, keep_jobs=False) and not assignment.short(jobs.sizes):
-                unplaced, short = [], {}
-            else:
-                unplaced = assignment.place(serving, jobs.sizes)
-        if not unplaced and not short:
-            break
-        # Unavailable in this round: the devices counted for these go to others.
-        limits |= assignment.placed(unplaced)
-        side_by_side |= short
-    shares.note_no_room({*unplaced, *limits})
-    return jobs
+def _set_up_for(deployment: DeploymentView, replica: ReplicaView) -> bool:
+    return len(replica.devices) == deployment.tensor_parallel and replica.settings == deployment.settings
+
+
+class DeviceAssignment(Shares):
+    """Exact devices for what is counted, filled by `place` (from scratch each time), then by `keep_open`, `defer` and
+    `let_sleep`. out: replicas by id, open or asleep. groups: by job."""
+
+    def __init__(self, plan_input: PlanInput, now_s: float, config: SchedulerConfig):
+        super().__init__(plan_input, now_s, config)
+        self.devices = {d.id: d for d in plan_input.devices}
+        self.works = {d.id for d in plan_input.devices if d.usable}
+        self.by_model: dict[str, list[ReplicaView]] = {}
+        for replica in plan_input.replicas:
+            self.by_model.setdefault(replica.model, []).append(replica)
+        # A new engine has to take their place, but none may start during a backoff.
+        self.outdated = {
+            r.id: r
+            for r in plan_input.replicas
+            if (d := self.deployments.get(r.model)) is not None
+            and r.refused == d.version != r.version
+            and _set_up_for(d, r)
+            and demand_.usable(d, now_s)
+        }
+        self.out: dict[str, ReplicaView] = {}
+        self.groups: dict[str, tuple[str, ...]] = {}
+
+    def assign(self) -> queue.Queue:
+        """Count and place until every counted replica and job has devices. Returns training's queue."""
+        limits: dict[str, int] = {}
+        side_by_side: dict[str, int] = {}
+        unplaced: list[str] = []
+        for _ in range(len(self.deployments) + _ROUNDS):
+            claimed, serving, jobs = self.count(limits, side_by_side)
+            unplaced, short = self.place(serving, jobs.sizes), self.short(jobs.sizes)
+            # Serving is entitled to what it claims; a job does not move for a replica on lent devices.
+            owed = any(count < claimed.get(model, 0) for model, count in self.placed(unplaced).items())
+            if (short or owed) and any(job.movable for job in self.jobs.values()):
+                # Enough devices but not side by side: move the jobs that may be moved, if that helps.
+                if not self.place(serving, jobs.sizes, keep_jobs=False) and not self.short(jobs.sizes):
+                    unplaced = []
+                    break
+                unplaced = self.place(serving, jobs.sizes)
+            if not unplaced and not short:
+                break
+            # Unavailable in this round: the devices counted for these go to others.
+            limits |= self.placed(unplaced)
+            side_by_side |= short
+        self.note_no_room({*unplaced, *limits})
+        return jobs
+
+    def placed(self, models: Iterable[str]) -> dict[str, int]:
+        """Number of replicas of each of these models that got devices."""
+        counts = Counter(r.model for r in self.out.values())
+        return {model: counts[model] for model in models}
+
+    def short(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Jobs that got fewer devices side by side than planned, mapped to how many they got."""
+        counts = {j: len(self.groups.get(j, ())) for j in sizes if not self.jobs[j].busy}
+        return {j: count for j, count in counts.items() if count < sizes[j]}
+
+    def place(self, serving: Mapping[str, int], sizes: Mapping[str, int], *, keep_jobs: bool = True) -> list[str]:
+        """Fill `out` and `groups`; returns the models that have a replica without devices.
+
+        serving: replicas per model. sizes: devices per job. keep_jobs: jobs of unchanged size keep their devices.
+        """
+        self.out, self.groups, self.new = {}, {}, 0
+        coming = [r.devices for r in self.plan_input.replicas if r.busy == "coming"]
+        coming += [j.devices for j in self.plan_input.jobs if j.busy == "coming"]
+        claimed = {d for devices in coming for d in devices}
+        self.deferred = self.plan_input.busy_devices - claimed
+        free_ids = self.works - claimed
+        self.free = FreeDevices(self.devices[d] for d in self.devices if d in free_ids)
+        held = {d for r in self.plan_input.replicas if r.awake for d in r.devices}
+        held |= {d for j in self.plan_input.jobs for d in j.devices}
+        held |= self.deferred
+        self.unheld = FreeDevices(self.devices[d] for d in self.devices if d in free_ids and d not in held)
+
+        for job_id, size in sizes.items():
+            job = self.jobs[job_id]
+            keeps = job.busy == "coming" or (len(job.devices) == size and self.works.issuperset(job.devices))
+            if keeps and (keep_jobs or not job.movable):
+                self.groups[job_id] = job.devices
+                self.take(job.devices)
+        for job_id, size in sizes.items():
+            if job_id not in self.groups and len(self.works_on) > 1:
+                self.place_job(job_id, size)  # engines can move to other devices, it cannot
+        counts = self.keep_replicas(serving)
+        unplaced = []
+        for model in sorted(serving, key=lambda m: (-self.deployments[m].tensor_parallel, m)):
+            unplaced += [model] * (not self.add_replicas(self.deployments[model], serving[model] - counts[model]))
+        for job_id, size in sizes.items():
+            if job_id not in self.groups:
+                self.place_job(job_id, size)
+        return unplaced
+
+    def place_job(self, job_id: str, size: int) -> None:
+        job = self.jobs[job_id]
+        devices = self.free.choose(size, nodes=job.nodes, near=job.devices, only=self.unheld)
+        if devices is None and job.movable and len(job.devices) in job.sizes:
+            # The devices for its growth are still being released: keep its size rather than stop it for nothing.
+            devices = job.devices if self.free.has(job.devices) else None
+        if devices is not None:
+            self.groups[job_id] = devices
+            self.take(devices)
+
+    def take(self, devices: tuple[str, ...]) -> None:
+        self.free.take(devices)
+        self.unheld.take(devices)
+
+    def keep_replicas(self, serving: Mapping[str, int]) -> dict[str, int]:
+        """Open replicas that keep their devices, the longest open first. One outdated replica of a model is left out at
+        a time, while none of its replicas comes or goes."""
+        counts = dict.fromkeys(serving, 0)
+        rank = {"coming": 0, None: 1, "leaving": 2}
+        moving = {r.model for r in self.plan_input.replicas if r.busy is not None}
+        left = Counter(r.model for r in self.outdated.values() if r.awake and r.model not in moving)
+
+        def seniority(r: ReplicaView) -> tuple[int, bool, bool, float, str]:
+            return rank[r.busy], r.id in self.outdated, r.state != "open", r.since_s, r.id
+
+        for replica in sorted(self.plan_input.replicas, key=seniority):
+            if replica.busy == "coming":
+                self.note_replica(replica, "open")
+                if replica.model in counts:
+                    counts[replica.model] += 1
+            elif replica.model not in counts or counts[replica.model] >= serving[replica.model]:
+                continue
+            elif replica.busy is None and replica.state in ("open", "ready", "draining"):
+                left[replica.model] -= replica.id in self.outdated
+                keeps = self.fits(replica) or (replica.id in self.outdated and left[replica.model] != 0)
+                if keeps and self.free.has(replica.devices):
+                    self.note_replica(replica, "open")
+                    self.take(replica.devices)
+                    counts[replica.model] += 1
+        return counts
+
+    def fits(self, replica: ReplicaView) -> bool:
+        """Whether it is, or can become, an engine of what its deployment asks for now."""
+        return replica.id not in self.outdated and _set_up_for(self.deployments[replica.model], replica)
+
+    def add_replicas(self, deployment: DeploymentView, count: int) -> bool:
+        """`count` more replicas: sleeping ones on their own devices, then new ones. False when one finds no devices."""
+        if count <= 0:
+            return True
+        own = self.by_model.get(deployment.model, [])
+        asleep = [r for r in own if r.state == "asleep" and r.busy is None and self.fits(r)]
+        asleep.sort(key=lambda r: (not self.unheld.has(r.devices), -r.since_s, r.id))
+        # A replica that is going to sleep can be woken in a moment; a new process would take longer than that wait.
+        falling = 0
+        for replica in own:
+            recent = replica.busy == "leaving" and self.now_s - replica.since_s < self.config.await_sleep_s
+            if falling < count and recent and self.free.has(replica.devices):
+                falling += 1
+                self.take(replica.devices)
+                self.reviews.append(replica.since_s + self.config.await_sleep_s)
+        for nth in range(count):
+            home = next((r for r in asleep if r.id not in self.out and self.free.has(r.devices)), None)
+            if home is not None and demand_.usable(deployment, self.now_s):
+                self.note_replica(home, "open")
+                self.take(home.devices)
+                continue
+            if not demand_.usable(deployment, self.now_s) or count - nth <= falling:
+                return True
+            devices = self.free.choose(deployment.tensor_parallel, only=self.unheld)
+            if devices is None:
+                return False
+            new_id = f"r{self.plan_input.handover_id}-{self.new}"
+            self.new += 1
+            self.out[new_id] = ReplicaView(
+                new_id, deployment.model, deployment.version, "open", devices, settings=deployment.settings
+            )
+            self.take(devices)
+        return True
+
+    def note_replica(self, replica: ReplicaView, state: ReplicaState) -> None:
+        deployment = self.deployments.get(replica.model)
+        moves = deployment is not None and not replica.busy and demand_.usable(deployment, self.now_s)
+        moves = moves and replica.id not in self.outdated
+        version = deployment.version if deployment is not None and moves and state == "open" else replica.version
+        self.out[replica.id] = replace(replica, state=state, version=version)
+
+    def defer(self) -> None:
+        """Drop what cannot begin yet because a hand-over in progress is still releasing its devices.
+
+        `place` plans with those devices as if they were free, so nothing is decided now that the next plan would undo.
+        """
+        for replica in self.plan_input.replicas:
+            plan_ = self.out.get(replica.id)
+            if plan_ is not None and replica.state == "asleep" and not replica.busy and plan_.state == "open":
+                if not self.deferred.isdisjoint(plan_.devices):
+                    self.out[replica.id] = replace(plan_, state="asleep", version=replica.version)
+        known = {r.id for r in self.plan_input.replicas}
+        for replica_id, plan_ in list(self.out.items()):
+            if replica_id not in known and not self.deferred.isdisjoint(plan_.devices):
+                del self.out[replica_id]
+        for job_id, devices in list(self.groups.items()):
+            job = self.jobs[job_id]
+            if job.busy or self.deferred.isdisjoint(devices):
+                continue
+            del self.groups[job_id]
+            taken = {d for r in self.out.values() if r.state == "open" for d in r.devices}
+            taken = taken.union(*self.groups.values())
+            stays = job.phase == "running" and job.devices and len(job.devices) in job.sizes
+            if stays and self.works.issuperset(job.devices) and taken.isdisjoint(job.devices):
+                self.groups[job_id] = job.devices
+
+    # --- what is left -------------------------------------------------------------------------------------------
+
+    def keep_open(self) -> None:
+        """Keep engines open whose devices nobody needs, until their own idle time puts them to sleep, and outdated ones
+        until those in their place are open; wake those that slept for a check of their devices."""
+        eager = self.policy.kind in ("serve", "split", "auto")
+        counts = Counter(r.model for r in self.out.values() if r.state == "open")
+        is_open = {r.id for r in self.plan_input.replicas if r.state == "open"}
+        starting = Counter(r.model for r in self.out.values() if r.state == "open" and r.id not in is_open)
+        for replica in sorted(self.plan_input.replicas, key=lambda r: (r.since_s, r.id)):
+            deployment = self.deployments.get(replica.model)
+            if replica.id in self.out or deployment is None or replica.busy or replica.state != "open":
+                continue
+            if replica.id in self.outdated:
+                if starting[replica.model] > 0 and self.free.has(replica.devices):
+                    self.note_replica(replica, "open")
+                    self.take(replica.devices)
+                    starting[replica.model] -= 1
+                continue
+            if not eager or counts[replica.model] >= deployment.max_replicas or not self.fits(replica):
+                continue
+            if demand_.usable(deployment, self.now_s) and not deployment.asleep(self.now_s):
+                if self.free.has(replica.devices):
+                    self.note_replica(replica, "open")
+                    self.take(replica.devices)
+                    counts[replica.model] += 1
+
+    def let_sleep(self) -> None:
+        """Put all other living replicas to sleep; stop the least recently used ones beyond the bounds: of the box, and
+        of each device on which a sleeping engine keeps memory."""
+        rest = [r for r in self.plan_input.replicas if r.id not in self.out and r.state != "dead"]
+        for replica in rest:
+            if replica.busy == "leaving":
+                self.note_replica(replica, "asleep")
+        rest = [r for r in rest if r.busy is None and r.model in self.deployments and self.fits(r)]
+        # A "starting" replica that nobody waits for is left over from a crash: not trusted, stopped.
+        rest = [r for r in rest if r.state != "starting" and self.works.issuperset(r.devices)]
+        used = {m: d.demand.last_request_s or 0.0 for m, d in self.deployments.items()}
+        rest.sort(key=lambda r: (-used[r.model], -r.since_s, r.id))
+        bound = self.config.max_resident_asleep
+        on_node = dict(self.plan_input.max_asleep)
+        kinds = {device.id: kind_of(device.kind) for device in self.plan_input.devices}
+        on_device: Counter[str] = Counter()
+        for replica in rest:
+            keeps = [device for device in replica.devices if kinds[device].asleep_bytes]
+            node = node_of(replica.devices[0])
+            room = min(bound, on_node.get(node, bound)) > 0
+            if room and all(on_device[device] < self.config.max_asleep_per_device for device in keeps):
+                self.note_replica(replica, "asleep")
+                on_device.update(keeps)
+                on_node[node] = on_node.get(node, bound) - 1
+                bound -= 1

@@ -75,13 +75,18 @@ async def until_unnamed(name: str) -> None:
             await asyncio.sleep(0.01)
 
 
+class Silent(EffectFailed):
+    """A supervisor that should have answered at once has not."""
+
+
 class Supervisor:
     """An actor's handle and the life of its process. A supervisor that is `over` stays so; callers that need it again
     create or find another one. `answered`: False while its process may still be starting, for which there is no limit.
+    `reported`: whether it has reported its status.
     """
 
     def __init__(self, actor: Any, name: str):
-        self.actor, self.name, self.answered = actor, name, False
+        self.actor, self.name, self.answered, self.reported = actor, name, False, False
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._attending = asyncio.create_task(self._attend(), name=f"life of {name}")
 
@@ -108,6 +113,14 @@ class Supervisor:
             raise SupervisorDied(self.name, first_line(error)) from error
         finally:
             answer.cancel()
+
+    async def status(self, *, patient: bool = False) -> dict[str, Any]:
+        """Its status. One that has reported it before has `LOOK_S` to answer, unless `patient`. Raises Silent, and as
+        `call`."""
+        seconds = LOOK_S if self.reported and not patient else ANSWER_S
+        status = await within(self.call("status"), self.name, seconds)
+        self.reported = True
+        return status
 
     async def _attend(self) -> None:
         """End it when it dies or stays silent."""
@@ -139,13 +152,13 @@ class Supervisor:
 
 
 async def within(answer: Awaitable[Any], name: str, seconds: float = ANSWER_S) -> Any:
-    """An answer of the actor `name` that should come at once. Raises EffectFailed if it takes longer: a stopped
-    supervisor must not block its caller."""
+    """An answer of the actor `name` that should come at once. Raises Silent if it takes longer: a stopped supervisor
+    must not block its caller."""
     try:
         async with asyncio.timeout(seconds):
             return await answer
     except TimeoutError as error:
-        raise EffectFailed(f"supervisor {name} has not answered for {seconds:.0f} s", "outside") from error
+        raise Silent(f"supervisor {name} has not answered for {seconds:.0f} s", "outside") from error
 
 
 async def ask(answer: Awaitable[Any]) -> Any:
@@ -161,8 +174,7 @@ async def ask(answer: Awaitable[Any]) -> Any:
 
 
 def _failed(error: BaseException) -> EffectFailed:
-    of_settings = isinstance(error, EngineRefused)
-    return EffectFailed(first_line(error), blame_of(error), of_settings=of_settings)
+    return EffectFailed(first_line(error), blame_of(error), of_settings=isinstance(error, EngineRefused))
 
 
 def blame_of(error: BaseException) -> Blame:
@@ -175,14 +187,11 @@ def blame_of(error: BaseException) -> Blame:
         return "input"
     if isinstance(error, ReloadFailed | VersionMismatch):
         return "version"
-    if isinstance(error, RuntimeLayerError | OSError | TimeoutError) and not _of_the_engine(error):
+    if isinstance(error, SupervisorDied):
         return "outside"
-    return "own"
-
-
-def _of_the_engine(error: BaseException) -> bool:
-    """Whether a process died by itself or answered with its own error."""
-    return isinstance(error, ChildDied | ChildError) and not isinstance(error, SupervisorDied)
+    if isinstance(error, ChildDied | ChildError):  # a process died by itself or answered with its own error
+        return "own"
+    return "outside" if isinstance(error, RuntimeLayerError | OSError | TimeoutError) else "own"
 
 
 def first_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from runtime.devices.kinds import kind_of
 from runtime.errors import SupervisorDied
 from scheduler.core.errors import EffectFailed
 from scheduler.handover.effects import Detail, GroupEnded, GroupView
-from scheduler.ray.actors import ANSWER_S, IDLE_HUNG_S, LOOK_S, RANK, Supervisor, actor_names, ask, find_actor, within
+from scheduler.ray.actors import IDLE_HUNG_S, RANK, Silent, Supervisor, actor_names, ask, find_actor
 from scheduler.ray.node import NodeConfig, stored_bytes
 from scheduler.ray.nodes import Nodes, OnDeath
 from scheduler.ray.remote_jobs import ResultTransfer, outfit
@@ -73,7 +73,6 @@ class Groups:
     ):
         self._nodes, self._jobs, self._report_change, self._on_death = nodes, jobs, report_change, on_death
         self._hosts: dict[str, Supervisor] = {}
-        self._seen: set[str] = set()  # devices whose supervisors have reported their state
         self._groups: dict[str, _RunningGroup] = {}
         self._in_hand: set[str] = set()  # jobs whose ranks a verb is starting or ending
         self._touched: set[str] = set()  # jobs in hand since the last observation began
@@ -227,7 +226,7 @@ class Groups:
             try:
                 async with asyncio.timeout(IDLE_HUNG_S if host.answered else None):
                     await host.call("status")
-                self._seen.add(device_id)
+                host.reported = True
                 return host
             except TimeoutError:
                 host.kill(f"it did not answer for {IDLE_HUNG_S:.0f} s and was killed")
@@ -245,23 +244,21 @@ class Groups:
         return {device_id: status for device_id, status in zip(device_ids, statuses, strict=True) if status}
 
     async def _rank(self, device_id: str, patient: bool) -> dict[str, Any] | None:
-        look = device_id in self._seen and not patient
         try:
-            call = self._host(device_id).call("status")
-            status = await within(call, RANK + device_id, LOOK_S if look else ANSWER_S)
-            self._seen.add(device_id)
-            return status
-        except EffectFailed as error:
-            if not look:
+            host = self._host(device_id)
+        except EffectFailed:  # its node is gone, and the rank with it
+            return None
+        try:
+            return await host.status(patient=patient)
+        except Silent as error:
+            if patient or not host.reported:
                 raise
-            # `_groups` has its world and reports its end.
-            log.warning("%s", error)
-            return None
-        except (SupervisorDied, RayError):
-            gone = self._hosts.pop(device_id, None)  # its actor died, and with it the rank on its lifeline
-            if gone is not None:
-                gone.end("it does not report its state")
-            return None
+            log.warning("%s", error)  # `_groups` has its world and reports its end
+        except (SupervisorDied, RayError):  # its actor died, and with it the rank on its lifeline
+            host.end("it does not report its state")
+            if self._hosts.get(device_id) is host:
+                del self._hosts[device_id]
+        return None
 
     async def observe_groups(self) -> tuple[GroupView, ...]:
         """Every group with a living rank, and groups that ended but are not cleaned up yet.

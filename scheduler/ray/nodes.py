@@ -51,6 +51,7 @@ class _Known:
     actor: Any
     leaves: bool = False
     memory: MemoryReading | None = None
+    answered_s: float | None = None  # how long its last answer took; None: it does not answer
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -117,16 +118,17 @@ class Nodes:
                     if name == self.home.name:
                         raise
                     log.warning("the node's agent does not start; the node seems to be dying", extra={"node": name})
-        away = [name for name in self._known if name != self.home.name]
-        for name, report in zip(away, await asyncio.gather(*map(self._reported, away)), strict=True):
-            if report is not None and (now := self._known.get(name)) is not None:
-                if report.leaves and not now.leaves:
-                    log.info("node is leaving; its holders release its devices first", extra={"node": name})
-                now.leaves, now.memory = now.leaves or report.leaves, report.memory
+        await asyncio.gather(*map(self._ask_report, self._known.values()))
         return {name: known.leaves for name, known in self._known.items()} != before
 
-    async def _reported(self, name: str) -> NodeReport | None:
-        return await _answer(self._known[name].actor.report.remote())
+    async def _ask_report(self, known: _Known) -> None:
+        began_s = time.monotonic()
+        report: NodeReport | None = await _answer(known.actor.report.remote())
+        known.answered_s = None if report is None else time.monotonic() - began_s
+        if report is not None:
+            if report.leaves and not known.leaves:
+                log.info("node is leaving; its holders release its devices first", extra={"node": known.config.name})
+            known.leaves, known.memory = known.leaves or report.leaves, report.memory
 
     async def _take_in(self, name: str, actor: Any, alive: dict[str, set[str]]) -> None:
         home = name == self.home.name
@@ -140,32 +142,30 @@ class Nodes:
 
     def memory(self) -> dict[str, MemoryReading]:
         """The last report of each node but home about its host's memory."""
-        return {name: known.memory for name, known in self._known.items() if known.memory is not None}
+        away = (known for name, known in self._known.items() if name != self.home.name)
+        return {known.config.name: known.memory for known in away if known.memory is not None}
 
-    async def poll(self) -> list[dict[str, Any]]:
-        """Each node, home first, as it answers now. answered_s: None if it does not. memory: as it last said."""
-
-        async def poll_one(name: str) -> dict[str, Any]:
-            known, began_s = self._known[name], time.monotonic()
-            report = await self._reported(name)
-            memory = known.memory if report is None else report.memory
-            return {
-                "id": name,
-                "address": known.config.address,
-                "home": name == self.home.name,
-                "answered_s": None if report is None else time.monotonic() - began_s,
-                "leaves": known.leaves or (report is not None and report.leaves),
-                "devices": [device.id for device in known.config.devices],
-                "memory_bytes": None if memory is None else memory.total,
-                "memory_available_bytes": None if memory is None else memory.available,
+    def status(self) -> list[dict[str, Any]]:
+        """Each node, home first, as it answered the last look. answered_s: None if it did not. memory: as it last
+        said."""
+        known = sorted(self._known.values(), key=lambda one: (one.config != self.home, one.config.name))
+        return [
+            {
+                "id": one.config.name,
+                "address": one.config.address,
+                "home": one.config.name == self.home.name,
+                "answered_s": one.answered_s,
+                "leaves": one.leaves,
+                "devices": [device.id for device in one.config.devices],
+                "memory_bytes": None if one.memory is None else one.memory.total,
+                "memory_available_bytes": None if one.memory is None else one.memory.available,
             }
-
-        names = sorted(self._known, key=lambda name: (name != self.home.name, name))
-        return list(await asyncio.gather(*map(poll_one, names)))
+            for one in known
+        ]
 
     async def on(self, node: str, method: str, *arguments: Any) -> Any:
         """The answer of a node's agent. Raises EffectFailed."""
-        return await ask(getattr(self._actor(node), method).remote(*arguments))
+        return await ask(getattr(self._of(node).actor, method).remote(*arguments))
 
     async def of_store(self, name: str, method: str, *arguments: Any) -> Any:
         """What the store of weights on a node answers. Raises EffectFailed."""
@@ -220,16 +220,12 @@ class Nodes:
         return known.config if known else None
 
     def config_of(self, device_ids: tuple[str, ...]) -> NodeConfig:
-        """The node that has these devices. Raises EffectFailed when one is gone."""
-        nodes = {self.device(device_id).node for device_id in device_ids}
-        return self._known[nodes.pop()].config
+        """The node that has these devices. Raises EffectFailed when it is gone."""
+        return self._of(self.device(device_ids[0]).node).config
 
     def here(self, body: type, name: str, node_config: NodeConfig, *arguments: Any) -> Any:
         """Start or find an actor on this node. Raises EffectFailed when the node is gone."""
-        known = self._known.get(node_config.name)
-        if known is None:
-            raise EffectFailed(f"node {node_config.name} is gone")
-        return named_actor(body, name, known.ray_id, *arguments)
+        return named_actor(body, name, self._of(node_config.name).ray_id, *arguments)
 
     async def readings(self, let_go: Collection[str] = ()) -> tuple[Reading, ...]:
         """The health of every GPU as the drivers of all nodes report it. Omits nodes that do not answer, and devices to
@@ -250,25 +246,25 @@ class Nodes:
             stored = StoredVersion.read(version_dir)
         except (WeightsError, OSError) as error:
             raise EffectFailed(f"{version_dir} cannot be read: {error}") from error
-        name, home = Name(stored.kind, stored.model, stored.version), self._actor(self.home.name)
+        name, home = Name(stored.kind, stored.model, stored.version), self._of(self.home.name).actor
         return await self.on(node_config.name, "take", home, name, version_dir, holder)
 
     async def bring_home(self, node: str, name: Name, remote: Path) -> tuple[Path, int]:
         """Copy home what the node wrote at `remote`; returns the new path and the bytes copied. Raises
         EffectFailed."""
-        there = self._actor(node)
+        there = self._of(node).actor
         kept = await self.on(self.home.name, "keep", there, name, remote)
         await self.on(node, "unpin", remote)
         return kept
 
     async def bring_job(self, node: str, folder: Path) -> Path:
         """The job's folder on another node, filled with the data in home's `folder`."""
-        return await self.on(node, "take_job", self._actor(self.home.name), folder)
+        return await self.on(node, "take_job", self._of(self.home.name).actor, folder)
 
-    def _actor(self, node: str) -> Any:
+    def _of(self, node: str) -> _Known:
         if (known := self._known.get(node)) is None:
             raise EffectFailed(f"node {node} is gone")
-        return known.actor
+        return known
 
 
 async def announce(node_config: NodeConfig) -> None:

@@ -83,12 +83,9 @@ class ResultTransfer:
         sooner with them if it comes back.
         """
         self._events.put_nowait(_OVER)
-        forwarded = asyncio.create_task(self._events.join())
-        await asyncio.wait({forwarded, self._transfer}, return_when=asyncio.FIRST_COMPLETED)
-        if self._transfer.done():
-            forwarded.cancel()
-            return f"an event of its ranks could not be taken: {self._transfer.exception()!r}"
-        self.stop()
+        await asyncio.wait({self._transfer})
+        if (error := self._transfer.exception()) is not None:
+            return f"an event of its ranks could not be taken: {error!r}"
         if not self._missing:
             with contextlib.suppress(EffectFailed):  # the node is gone, and all it kept
                 await self._nodes.on(self._node, "forget_job", self._job_id, suspended)
@@ -105,12 +102,11 @@ class ResultTransfer:
                 if self._clock() >= self._not_before_s:
                     await self._bring_pending()
             elif event is _OVER:
-                await self._bring_pending()
+                return await self._bring_pending()
             elif event["event"] != "published":
                 self._on_event(event)
             elif (path := await self._bring(event)) is not None:
                 self._on_event({**event, "path": str(path)})
-            self._events.task_done()
 
     async def _bring_pending(self) -> None:
         event, self._pending = self._pending, None

@@ -18,17 +18,16 @@ from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.workload import ReplicaView
 from scheduler.handover.effects import Detail
 from scheduler.ray.actors import (
-    ANSWER_S,
     LOOK_S,
     REPLICA,
     UNNAMED_TIMEOUT_S,
+    Silent,
     Supervisor,
     actor_names,
     ask,
     find_actor,
     first_line,
     until_unnamed,
-    within,
 )
 from scheduler.ray.node import NodeConfig, stored_bytes
 from scheduler.ray.nodes import Nodes, OnDeath
@@ -56,8 +55,6 @@ class Routing(Protocol):
 
     def offer_adapters(self, replica_id: str) -> None:
         """Send requests for adapters again."""
-
-    def is_open(self, replica_id: str) -> bool: ...
 
     def version(self, replica_id: str) -> str:
         """The version that gateways have for an open replica; "" for any other."""
@@ -93,6 +90,7 @@ class _Engine:
     supervisor: Supervisor
     node_config: NodeConfig | None = None
     last_view: ReplicaView | None = None
+    rss_bytes: int = 0
     watcher: asyncio.Task[Blame] | None = None
     hanging: bool = False
     stopping: bool = False
@@ -127,7 +125,7 @@ class Replicas:
                 engine = self._record_engine(plan.id, actor)
             engine.node_config = node_config
             detail = await ask(engine.supervisor.call("start", spec))
-        engine.last_view = replace(plan, state="ready")
+        engine.last_view, engine.supervisor.reported = replace(plan, state="ready"), True
         self._watch(plan.id, engine)
         # Versions on other nodes are not read here.
         home = node_config.name == self._nodes.home.name
@@ -190,7 +188,7 @@ class Replicas:
         except BaseException:  # also where the time of the step is up
             self._routing.offer_adapters(replica_id)
             raise
-        if self._routing.is_open(replica_id):
+        if self._routing.version(replica_id):
             status = await self._ask_replica(replica_id, "status")
             opening = self._routing.open(replica_id, model, version, status["address"])
             await self._while_alive(replica_id, opening, "right after it loaded the new weights")
@@ -271,8 +269,7 @@ class Replicas:
             self._versions.taken(model, version)
 
     async def _ask_replica(self, replica_id: str, method: str, *arguments: Any) -> Any:
-        engine = self._engines.get(replica_id)
-        if engine is None:
+        if (engine := self._engines.get(replica_id)) is None:
             raise EffectFailed("there is no such engine", "outside")
         return await ask(engine.supervisor.call(method, *arguments))
 
@@ -322,18 +319,17 @@ class Replicas:
         engine = self._find_engine(replica_id)
         if engine is None:
             return None
-        last, answer = engine.last_view, engine.supervisor.call("status")
         try:
-            status = await within(answer, REPLICA + replica_id, ANSWER_S if last is None else LOOK_S)
-        except EffectFailed as error:
-            if last is None:
+            status = await engine.supervisor.status(patient=engine.last_view is None)
+        except Silent as error:
+            if engine.last_view is None:
                 raise
             log.warning("%s", error, extra={"replica": replica_id})
-            return replace(last, answered=False)
+            return replace(engine.last_view, answered=False)
         except (SupervisorDied, RayError) as error:
             return ReplicaView(replica_id, "", "", "dead", (), failed=first_line(error), blame="outside")
         state, node = status["state"], status["node"]
-        engine.node_config = self._nodes.config(node) or engine.node_config
+        engine.node_config, engine.rss_bytes = self._nodes.config(node) or engine.node_config, status["rss_bytes"]
         if status.get("silent", False) != engine.hanging:
             engine.hanging = not engine.hanging
             self._routing.avoid(replica_id, engine.hanging)
@@ -358,15 +354,6 @@ class Replicas:
         )
         return engine.last_view
 
-    async def resident_bytes(self) -> dict[str, int]:
-        """Resident memory of each engine, by replica id. Leaves out silent ones, and dead ones, whose watchers report
-        them."""
-        resident = {}
-
-        async def read(replica_id: str, engine: _Engine) -> None:
-            with contextlib.suppress(SupervisorDied, RayError, EffectFailed):
-                status = await within(engine.supervisor.call("status"), REPLICA + replica_id, LOOK_S)
-                resident[replica_id] = status["rss_bytes"]
-
-        await asyncio.gather(*(read(*known) for known in list(self._engines.items())))
-        return resident
+    def resident_bytes(self) -> dict[str, int]:
+        """Resident memory of each engine, by replica id, as it last reported."""
+        return {replica_id: engine.rss_bytes for replica_id, engine in self._engines.items()}

@@ -20,7 +20,6 @@ from appliance.store.objects import batches, evals, files, job_records, jobs, mo
 from appliance.store.records import keys
 from appliance.store.rows import (
     BatchRow,
-    CheckpointRow,
     EvalItemRow,
     EvalRow,
     EvalRunRow,
@@ -78,19 +77,8 @@ def reset(db: Database, files_dir: Path) -> None:
         for job_id in (JOB, "after"):
             _job(db, job_id)
         job_records.insert_event(db, JobEventRow("after", JOB, "info", "message", "seeded", time.time()))
-        job_records.insert_checkpoint(
-            db,
-            CheckpointRow(
-                "after",
-                JOB,
-                f"{PERMITTED}:ckpt-step-1",
-                PERMITTED,
-                "v1",
-                1,
-                time.time(),
-                {"train_loss": 1.0},
-            ),
-        )
+        made = {"id": "after", "checkpoint": f"{PERMITTED}:ckpt-step-1", "job_id": JOB, "step": 1}
+        models.update_version(db, PERMITTED, "v1", metrics={"train_loss": 1.0}, **made)
         _batches(db, files_dir)
         _upload(db, files_dir.parent / "uploads")
         _keys(db)
@@ -138,7 +126,6 @@ def _keys(db: Database) -> None:
 def _forget(db: Database) -> None:
     names = [TUNABLE, PLAIN_MODEL, JUDGE, DELETABLE, PERMITTED]
     marks = ", ".join("?" * len(names))
-    db.execute(f"DELETE FROM checkpoints WHERE model IN ({marks})", names)
     db.execute("DELETE FROM jobs WHERE id IN (?, 'after')", [JOB])
     db.execute(f"DELETE FROM models WHERE id IN ({marks})", names)
     db.execute(f"DELETE FROM files WHERE id IN ({', '.join('?' * len(_FILE_IDS))})", list(_FILE_IDS))

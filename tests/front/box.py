@@ -47,7 +47,8 @@ class ImportingOps(SimulatedModelOps):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         library = ModelLibrary(folder, hub_settings=HubSettings(allowed=False))
-        self.import_model = LibraryOps(library, None, None, None, self.let_go).import_model  # type: ignore[arg-type, method-assign]
+        self.run = LibraryOps(library, None, None, None, self.let_go).run  # type: ignore[arg-type, method-assign]
+        self.import_model = library.import_model  # type: ignore[method-assign]
 
 
 class Front:
@@ -254,7 +255,7 @@ def running_front(
         assert b'"event":"listening"' in front.gateway.stdout.readline(), (folder / "gateway.err").read_text()
         bus = front._bus
         assert bus is not None
-        front.wait(lambda: len(front.call(bus.connected)) == 1)
+        front.wait(lambda: front.call(lambda: bus._report is not None))
         front.serve()
         yield front
         assert front.gateway.poll() is None, "the gateway ended by itself"

@@ -191,9 +191,9 @@ class _JournalOf(MemoryJournal):
         if not self._effects_of_life.alive:
             raise Crash
 
-    def begin(self, record):  # noqa: ANN001, ANN201
+    def begin(self, *record):  # noqa: ANN002, ANN201
         self._guard()
-        super().begin(record)
+        super().begin(*record)
 
     def step(self, handover_id, record):  # noqa: ANN001, ANN201
         self._guard()

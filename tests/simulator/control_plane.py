@@ -20,7 +20,7 @@ from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Tasks
-from appliance.controller.devices.cordons import cordoned
+from appliance.controller.devices import cordons
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.grading.grading import Grading
 from appliance.controller.grading.in_tokens import Sampled
@@ -30,13 +30,13 @@ from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.records import EngineAnswer, Mode
 from appliance.models.library import ModelVersion, Report
 from appliance.store.database import Database
-from appliance.store.ids import new_id
 from appliance.store.objects import jobs
-from appliance.store.records import handovers
-from appliance.store.rows import HandoverRow, HandoverStepRow, VersionRow
+from appliance.store.records.journal import SqliteJournal
+from appliance.store.rows import VersionRow
 from runtime.background_tasks import BackgroundTasks
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Policy
+from scheduler.handover.ports import StepRecord
 from serve.core.config import EngineConfig
 from train.graders.hosts import GraderHosts
 from train.rollouts.samples import Prompt, Verdict
@@ -46,7 +46,7 @@ class SimulatedScheduler:
     """Eight devices; a mode change is one hand-over of one step that succeeds when it is waited for."""
 
     def __init__(self, db: Database, devices: int = 8):
-        self._db = db
+        self._db, self._journal = db, SqliteJournal(db)
         self.nudges: list[str] = []
         self.withdrawn: list[str] = []
         self.profiled: list[tuple[str, int]] = []
@@ -67,6 +67,7 @@ class SimulatedScheduler:
                 "kind": "cpu",
                 "name": "simulated",
                 "memory_bytes": 2**30,
+                "uuid": "",
                 "health": "ok",
                 "holder": None,
             }
@@ -75,7 +76,7 @@ class SimulatedScheduler:
 
     def nudge(self, reason: str, by: str = "") -> None:
         self.nudges.append(reason)
-        out_of_use = cordoned(self._db)
+        out_of_use = cordons.read(self._db)
         for device in self.devices:  # what the next round of the loop shows
             if device["health"] in ("ok", "draining"):
                 device["health"] = "draining" if device["id"] in out_of_use else "ok"
@@ -102,6 +103,7 @@ class SimulatedScheduler:
             "devices": self.devices,
             "replicas": self.replicas,
             "handover": None,
+            "handovers_ended": self._journal.ended,
             "serving_floor": 1,
             "notes": [],
             "troubles": self.troubles,
@@ -111,19 +113,16 @@ class SimulatedScheduler:
         }
 
     async def set_mode(self, mode: Mode, *, wait: bool = False) -> str | None:
-        handover_id = new_id("ho_")
-        handovers.insert(
-            self._db,
-            HandoverRow(handover_id, f"mode {mode.policy}", "running", time.time()),
-            [HandoverStepRow(handover_id, 0, "drain_replica", "r1-0", "running", started_s=time.time())],
-        )
+        handover_id, now_s = self._journal.last_id() + 1, time.time()
+        step = StepRecord(0, "free r1-0", "drain_replica", "r1-0", started_s=now_s)
+        self._journal.begin(handover_id, f"mode {mode.policy}", now_s, mode.by, "")
+        self._journal.step(handover_id, step)
         if wait and self.hang:
             await asyncio.Event().wait()
         if wait:
-            (step,) = handovers.steps(self._db, handover_id)
-            handovers.put_step(self._db, replace(step, state="done", ended_s=time.time()))
-            handovers.update(self._db, handover_id, state="done", ended_s=time.time())
-        return handover_id
+            self._journal.step(handover_id, replace(step, state="done", ended_s=time.time()))
+            self._journal.end(handover_id, "done", time.time())
+        return str(handover_id)
 
     async def converge_model(self, model: str) -> dict[str, Any]:
         if self.swap_error:
@@ -149,6 +148,11 @@ class SimulatedModelOps:
     def __init__(self) -> None:
         self.removed: list[tuple[str, list[VersionRow]]] = []
         self.let_go_of: list[str] = []
+        self.library = self
+
+    async def run(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        made = work(*arguments, **named)
+        return await made if asyncio.iscoroutine(made) else made
 
     async def import_model(
         self, source: str, *, name: str | None, revision: str | None, report: Report
@@ -171,7 +175,7 @@ class SimulatedModelOps:
             warnings=("there is no chat template",) if source.endswith("bare") else (),
         )
 
-    async def find_adapter(
+    def find_adapter(
         self, source: str, *, name: str | None, revision: str | None
     ) -> tuple[str, str, str | None] | None:
         if not Path(source).name.startswith("adapter"):
@@ -201,12 +205,7 @@ class SimulatedTiers:
     """A disk that has every version, but no bytes of any."""
 
     def status(self) -> Callable[[], list[dict[str, Any]]]:
-        nothing: dict[str, Any] = {
-            "busy": None,
-            "damaged": 0,
-            "last_error": None,
-            "last_error_s": None,
-        }
+        nothing: dict[str, Any] = {"busy": None, "damaged": 0, "last_error": None, "last_error_s": None}
         told: list[dict[str, Any]] = [
             {
                 "name": "disk",
@@ -316,7 +315,7 @@ class AcceptingCheck:
 class SimulatedNodes:
     """Home, and one that does not answer."""
 
-    async def poll(self) -> list[dict[str, Any]]:
+    def status(self) -> list[dict[str, Any]]:
         there = {"leaves": False, "memory_bytes": 64 * 2**30}
         home = {"id": "n0", "address": "127.0.0.1", "home": True, "answered_s": 0.002, "devices": ["n0/0", "n0/1"]}
         away = {"id": "n1", "address": "10.0.0.2", "home": False, "answered_s": None, "devices": ["n1/0"]}
@@ -387,12 +386,7 @@ def judging_of(context: ControllerContext) -> Judging:
 
 
 async def graded(
-    context: ControllerContext,
-    job_id: str,
-    *texts: str,
-    item: Any,
-    tools: bool = False,
-    judging: Judging | None = None,
+    context: ControllerContext, job_id: str, *texts: str, item: Any, tools: bool = False, judging: Judging | None = None
 ) -> Verdict:
     """What the grader of a job says of these answers."""
     prompt = Prompt([], {"messages": [], "item": item, "tools": [{}] if tools else []}, 0)

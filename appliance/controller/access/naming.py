@@ -13,8 +13,8 @@ from pydantic_core import PydanticCustomError
 
 from appliance.store.database import Database
 from appliance.store.ids import new_id
-from appliance.store.objects import job_records, jobs, models
-from appliance.store.rows import CheckpointRow, JobRow, ModelRow, VersionRow
+from appliance.store.objects import jobs, models
+from appliance.store.rows import JobRow, ModelRow, VersionRow
 from weights.format.names import version_name
 
 # Printable ASCII without blanks: names are sent in header lines and paths. No leading dot or slash, no "@" (it
@@ -93,13 +93,12 @@ def checkpoint_name(job: JobRow, step: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What a public name means. `checkpoint` is set for a checkpoint's name, `pinned` for
-    `MODEL@VERSION`; otherwise it is the model itself and `version` its active one."""
+    """The meaning of a public name: a checkpoint, `MODEL@VERSION` (pinned), or the model with its active version."""
 
     name: str
     model: ModelRow
     version: VersionRow
-    checkpoint: CheckpointRow | None = None
+    is_checkpoint: bool = False
     pinned: bool = False
 
 
@@ -109,11 +108,10 @@ def resolve(db: Database, name: str) -> Resolved | None:
     if model is not None:
         version = models.active(db, model)
         return Resolved(name, model, version) if version else None
-    checkpoint = job_records.find_checkpoint(db, name)
-    if checkpoint is not None:
-        model = models.find(db, checkpoint.model)
-        version = models.find_version(db, checkpoint.model, checkpoint.version)
-        return Resolved(name, model, version, checkpoint=checkpoint) if model and version else None
+    version = models.find_checkpoint(db, name)
+    if version is not None:
+        model = models.find(db, version.model)
+        return Resolved(name, model, version, is_checkpoint=True) if model else None
     model_name, at, version_name = name.rpartition(models.VERSION_MARK)
     if at:
         model, version = models.find(db, model_name), models.find_version(db, model_name, version_name)
@@ -125,7 +123,7 @@ def model_of(db: Database, name: str) -> str:
     """The model that a public name refers to, whether it exists or not."""
     if models.find(db, name) is not None:
         return name
-    checkpoint = job_records.find_checkpoint(db, name)
+    checkpoint = models.find_checkpoint(db, name)
     return checkpoint.model if checkpoint is not None else name.rpartition(models.VERSION_MARK)[0] or name
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,9 +24,10 @@ from appliance.controller.interfaces.principal import ADMIN, METRICS, READ, Call
 from appliance.controller.openai.job_routes import job_object
 from appliance.store.database import Database, Part
 from appliance.store.objects import jobs
-from appliance.store.records import audit, handovers, keys
-from appliance.store.rows import AuditRow, HandoverRow, HandoverStepRow, columns
+from appliance.store.records import audit, keys
+from appliance.store.rows import HANDOVERS, AuditRow, HandoverRow, columns
 from runtime.log_files import LogFile, end_of, logs_in
+from scheduler.handover.ports import StepRecord
 
 _LOG_BYTES = 256 * 1024
 
@@ -101,7 +103,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/handovers")
     def list_handovers(part: Annotated[Part, part(20, most=1000)]) -> dict[str, Any]:
-        return list_object(handovers.page(db, **part), lambda row: _handover(db, row))
+        return list_object(HANDOVERS.page(db, **part), _handover)
 
     @router.get("/handovers/{handover_id}")
     def show_handover(handover_id: str) -> dict[str, Any]:
@@ -143,38 +145,38 @@ def _readable(folder: Path) -> list[LogFile]:
 
 def handover_by_id(db: Database, handover_id: str | None) -> dict[str, Any] | None:
     """None where there is none, or no more."""
-    row = handovers.find(db, handover_id) if handover_id else None
-    return _handover(db, row) if row else None
+    row = HANDOVERS.find(db, handover_id) if handover_id else None
+    return _handover(row) if row else None
 
 
-def _handover(db: Database, row: HandoverRow) -> dict[str, Any]:
+def _handover(row: HandoverRow) -> dict[str, Any]:
     """`bytes` of all steps together; `asked_by` a key's name, "box" (a command on it), "window ID" or "scheduler"."""
-    steps = [step_view(found) for found in handovers.steps(db, row.id)]
+    steps = [step_view(step) for step in row.steps]
     return {
-        **columns(row, "id reason state started_s ended_s detail"),
-        **{name: row.detail.get(name) for name in ("asked_by", "asked_for", "error")},
+        "id": str(row.id),
+        **columns(row, "reason state started_s ended_s"),
+        **{name: getattr(row, name) or None for name in ("asked_by", "asked_for", "error")},
         "seconds": None if row.ended_s is None else row.ended_s - row.started_s,
         "bytes": sum(s["bytes"] or 0 for s in steps),
         "steps": steps,
     }
 
 
-def step_view(row: HandoverStepRow) -> dict[str, Any]:
+def step_view(row: StepRecord) -> dict[str, Any]:
     """`seconds` of the whole step; `bytes` that it moved in `moved_s` of them; `path` how weights were loaded ("in
     place", "layerwise"), or that they or a snapshot are in shared memory. None for a step that moves nothing."""
     count, moved_s, path = _moved(row.verb, row.detail)
     return {
-        **columns(row, "verb target state started_s ended_s detail"),
+        **columns(row, "verb target state started_s ended_s undoes detail"),
         "seconds": None if row.started_s is None or row.ended_s is None else row.ended_s - row.started_s,
         "bytes": count,
         "moved_s": moved_s,
         "bytes_per_s": count / moved_s if count and moved_s else None,
         "path": path,
-        "undoes": row.arguments.get("undoes"),
     }
 
 
-def _moved(verb: str, detail: dict[str, Any]) -> tuple[int | None, float | None, str | None]:
+def _moved(verb: str, detail: Mapping[str, Any]) -> tuple[int | None, float | None, str | None]:
     """(bytes, seconds in which they moved, path)."""
     if verb in ("swap_replica", "wake_replica"):
         read = detail.get("bytes_read") or []

@@ -45,10 +45,10 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def drain(device_id: str, caller: Caller, body: Drain | None = None) -> dict[str, Any]:
         """The device's holder moves elsewhere, and no new holder gets it until `undrain`. Idempotent; GET /devices
         shows when it is free."""
-        holder, reason = known(device_id)["holder"], body.reason if body else ""
-        by = name_of(context, caller)
+        device, reason = known(device_id), body.reason if body else ""
+        holder, by = device["holder"], name_of(context, caller)
         with db.transaction():
-            fresh = cordons.drain(db, device_id, reason, by, time.time())
+            fresh = cordons.drain(db, device, reason, by, time.time())
             if fresh and holder and holder["kind"] == "job" and jobs.find(db, holder["id"]):
                 # Its owner reads this, and knows no names of others' keys.
                 why = f": {reason}" if reason else ""
@@ -61,8 +61,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @audited("device.undrain")
     async def undrain(device_id: str, caller: Caller) -> dict[str, Any]:
         """Return the device to use. Idempotent."""
-        known(device_id)
-        cordons.undrain(db, device_id)
+        cordons.undrain(db, known(device_id))
         context.scheduler.nudge(f"undrain of {device_id}", name_of(context, caller))
         return known(device_id)
 
@@ -87,8 +86,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/nodes")
     async def nodes() -> dict[str, Any]:
-        """Asks each node: one that does not answer within a second has `answered_s` null."""
-        return {"object": "list", "data": await context.nodes.poll()}
+        """Each node: one that does not answer within a second has `answered_s` null."""
+        return {"object": "list", "data": context.nodes.status()}
 
     @router.delete("/nodes/{name}")
     @audited("node.forget", "devices")

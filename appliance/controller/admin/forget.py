@@ -99,7 +99,7 @@ def _found(db: Database, owner: str) -> dict[str, Any]:
         f"WITH given AS (SELECT id FROM files WHERE {_mine('files')}), known AS (SELECT id FROM jobs WHERE"
         f" {_mine('jobs')} OR training_file IN given OR validation_file IN given)"
         " SELECT id FROM models WHERE job_id IN known"
-        " OR id IN (SELECT model FROM versions WHERE meta ->> '$.job_id' IN known) ORDER BY seq",
+        " OR id IN (SELECT model FROM versions WHERE job_id IN known) ORDER BY seq",
         [owner],
     )
     return {
@@ -168,11 +168,8 @@ def rename(db: Database, owner: str, pseudonym: str) -> None:
             db.execute("UPDATE audit SET target = ? WHERE target = ?", [pseudonym, name])
             db.execute("UPDATE model_settings SET by_whom = ? WHERE by_whom = ?", [pseudonym, name])
             was, now = json.dumps(name), json.dumps(pseudonym)
-            for table, column, before in (
-                ("audit", "detail", ""),
-                ("handovers", "detail", '"asked_by":'),
-                ("box", "value", '"by":'),
-            ):
+            db.execute("UPDATE handovers SET asked_by = ? WHERE asked_by = ?", [pseudonym, name])
+            for table, column, before in (("audit", "detail", ""), ("box", "value", '"by":')):
                 text = [before + was, before + now]
                 db.execute(f"UPDATE {table} SET {column} = replace({column}, ?1, ?2) WHERE instr({column}, ?1)", text)
         for number, key in enumerate(known, 1):

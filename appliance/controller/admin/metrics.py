@@ -26,7 +26,6 @@ from appliance.controller.interfaces.records import TRAINING_FAILED, SchedulerSt
 from appliance.controller.openai.job_routes import job_phase
 from appliance.paths import SHM_MOUNT
 from appliance.store.objects import job_records, jobs, models
-from appliance.store.records import handovers
 from appliance.store.rows import JobRow
 from runtime.devices.kind import THROTTLES
 from runtime.devices.published import accelerator
@@ -132,11 +131,9 @@ class ControllerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from ProcessCollector(namespace="appliance_controller", registry=None).collect()
         ended = SummaryMetricFamily("appliance_handover_seconds", "Ended hand-overs, by outcome.", labels=["outcome"])
-        totals = handovers.totals(self._db)
         for state in get_args(HandoverState):
             # A series that begins with its first failure has had no increase for Prometheus.
-            if state != "running":
-                ended.add_metric([state], *totals.get(state, (0, 0.0)))
+            ended.add_metric([state], *self._now["handovers_ended"].get(state, (0, 0.0)))
         yield ended
         for part in (self._of_scheduler(), self._of_engines(), self._of_devices(), self._of_jobs(), self._of_storage()):
             yield from (series.family() for series in part)
@@ -145,7 +142,7 @@ class ControllerCollector(Collector):
         now, replicas = self._now, self._now["replicas"]
         holds = mode_in_force(self._db, now["serving_floor"], time.time()).policy.kind
         yield Series("mode", "1 for the mode in force.", "policy", [([one], one == holds) for one in POLICIES])
-        running = len(handovers.list_open(self._db))
+        running = self._db.value("SELECT count(*) FROM handovers WHERE ended_s IS NULL")
         yield Series("handovers_running", "Hand-overs in progress.", "", [((), running)])
         yield Series("scheduler_plan_seconds", "How long the last plan took.", "", [((), now["plan_s"])])
         named = ((one["model"], one["version"], one["state"]) for one in replicas)

@@ -8,6 +8,7 @@ on disk. Names contain ":" and may contain "/": clients send them percent-encode
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -110,7 +111,8 @@ def view(row: OperationRow) -> dict[str, Any]:
 async def _adapter(context: ControllerContext, body: Import) -> dict[str, Any] | None:
     """The arguments of `ModelLibrary.import_adapter`; None for a whole model. Raises BadRequest, Conflict."""
     try:
-        found = await context.model_ops.find_adapter(body.source, name=body.name, revision=body.revision)
+        ops = context.model_ops
+        found = await ops.run(ops.library.find_adapter, body.source, name=body.name, revision=body.revision)
     except OperationFailed as error:
         raise BadRequest(str(error), "source", error.code) from error
     if found is not None:
@@ -166,8 +168,10 @@ async def _result(context: ControllerContext, row: OperationRow, task: TaskRow, 
         return await ops.verify(models.list_versions(context.db, row.target), report)
     source, adapter, origin = given["source"], given["adapter"], given["origin"]
     if adapter is not None:
-        made, origin = await ops.import_adapter(source, report=report, **adapter), None
+        adapter_of, origin = {**adapter, "base_path": Path(adapter["base_path"])}, None
+        made = await ops.run(ops.library.import_adapter, source, report=report, **adapter_of)
     else:
-        made = await ops.import_model(source, name=given["name"], revision=given["revision"], report=report)
+        names = {"name": given["name"], "revision": given["revision"]}
+        made = await ops.run(ops.library.import_model, source, report=report, **names)
     caller = caller_of(context.db, task.key_id)
     return await register(context, made, caller, source=origin or made.source, adapter=adapter)

@@ -1,14 +1,14 @@
-"""The bus between the controller and its gateways: JSON lines over a Unix socket (0600).
+"""The bus between the controller and the gateway: JSON lines over a Unix socket (0600).
 
-The controller sends the whole routing table with a monotonic generation; gateways send load reports with the
-generation they have applied and their current load. Three rules make a drain reliable:
+The controller sends the whole routing table with a monotonic generation; the gateway sends load reports with the
+generation it has applied and its current load. Three rules make a drain reliable:
 
 1. A report counts only if it names the newest generation: a gateway that has not yet received a drain may still send
    requests.
 2. A gateway whose connection closed counts with its last report for `gateway_gone_after_s`, then not at all: its
    connection ends with its process, and so do its requests; but it may only be reconnecting.
-3. After the bus opened, nothing counts as drained until a gateway reported or `gateway_expected_s` have passed:
-   gateways outlive a controller and carry streams that the next controller does not know of.
+3. After the bus opened, nothing counts as drained until the gateway reported or `gateway_expected_s` have passed: it
+   outlives a controller and carries streams that the next controller does not know of.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import orjson
 
-from appliance.controller.bus.load import MESSAGE, Arrivals, Load, Report, Usage, total
+from appliance.controller.bus.load import MESSAGE, Arrivals, Load, Report, Usage
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.store.database import Database
 from appliance.store.records import box
@@ -35,7 +34,7 @@ from runtime.network.sockets import private_socket
 log = logging.getLogger("appliance.controller")
 
 CATCH_UP_S = 2.0
-"""Longest wait of a changing request for gateways: they need milliseconds, and one that hangs must not stop changes."""
+"""Longest wait of a changing request for the gateway, which needs milliseconds; a hung one must not stop changes."""
 LOOK_EVERY_S = 0.05
 """How often a wait looks whether time alone has ended it."""
 _GENERATIONS_PER_START = 10**9
@@ -46,23 +45,9 @@ def first_generation(db: Database) -> int:
     return box.increment(db, "bus_starts") * _GENERATIONS_PER_START
 
 
-@dataclass(eq=False)
-class _Gateway:
-    """One connection. report: its last load report, None before the first. lost_at_s: when it closed."""
-
-    writer: asyncio.StreamWriter
-    report: Report | None = None
-    sent_generation: int = -1
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    lost_at_s: float | None = None
-
-    @property
-    def name(self) -> str:
-        return self.report.gateway if self.report else "(not introduced)"
-
-
 class Bus:
-    """Serves gateways from `start` to `stop`; all methods belong to one event loop.
+    """Serves the gateway from `start` to `stop`: a new connection replaces the last. All methods belong to one event
+    loop.
 
     on_load: called after every report. on_usage: called with the
     rows of every usage message. They must not block; their errors are recorded in `background` and break no connection.
@@ -82,13 +67,15 @@ class Bus:
         self.keys: dict[str, Any] = {}
         self._degraded: list[str] = []
         self._line = b""
-        self._gateways: set[_Gateway] = set()
-        self._changed = asyncio.Event()
+        self._writer: asyncio.StreamWriter | None = None  # of the gateway's connection
+        self._report: Report | None = None  # its last one
+        self._lost_at_s = 0.0  # when its connection closed
+        self._wake, self._changed = asyncio.Event(), asyncio.Event()
         self._server: asyncio.Server | None = None
         self._opened_s = 0.0
         self._ever_reported = False
         self.arrivals = Arrivals(time.time())
-        self._total: Load | None = None  # of the reports, until one of them changes
+        self._load = Load()  # of the last report
         self._encode()
 
     async def start(self) -> None:
@@ -103,8 +90,8 @@ class Bus:
         if self._server is None:
             return
         self._server.close()
-        for gateway in list(self._gateways):
-            gateway.writer.close()
+        if self._writer is not None:
+            self._writer.close()
         await self._server.wait_closed()
         self._path.unlink(missing_ok=True)
 
@@ -125,7 +112,7 @@ class Bus:
             self._next_generation()
 
     def set_degraded(self, names: list[str]) -> None:
-        """Capabilities that the box lacks now, for the gateways' /health."""
+        """Capabilities that the box lacks now, for the gateway's /health."""
         if names != self._degraded:
             self._degraded = names
             self._next_generation()
@@ -133,56 +120,45 @@ class Bus:
     # --- listening
 
     def load(self) -> Load:
-        """Sum over all gateways that are connected or were lost only recently; added up once for each report, since a
-        round of the scheduler asks it of every name that can be called."""
+        """The gateway's last report, while it is connected or was lost only recently."""
         self._forget_gone()
-        if self._total is None:
-            self._total = total([gateway.report for gateway in self._gateways if gateway.report])
-        return self._total
-
-    def connected(self) -> list[str]:
-        """Names of the gateways that are connected now."""
-        return sorted(gateway.name for gateway in self._gateways if gateway.lost_at_s is None)
+        return self._load
 
     def inflight(self, replica_id: str) -> int:
         return self.load().replicas.get(replica_id, 0)
 
     async def wait_applied(self, generation: int) -> None:
-        """Returns when every gateway routes by a table at least as new."""
-        await self._wait(lambda: not self._behind(generation))
+        """Returns when the gateway routes by a table at least as new."""
+        await self._wait(lambda: self._writer is None or self._applied >= generation)
 
     async def caught_up(self) -> None:
-        """Returns when every connected gateway routes by the current table, after `CATCH_UP_S` at the latest."""
-        if not self.connected():
+        """Returns when a connected gateway routes by the current table, after `CATCH_UP_S` at the latest."""
+        if self._writer is None:
             return
         try:
             async with asyncio.timeout(CATCH_UP_S):
                 await self.wait_applied(self.generation)
         except TimeoutError:
-            behind = ", ".join(self._behind(self.generation))
-            log.warning("a change is answered before every gateway knows it; these do not: %s", behind)
+            log.warning("a change is answered before the gateway knows it")
 
     async def wait_drained(self, replica_id: str) -> None:
-        """Returns when no gateway has a request at this replica, which is not open in the table, and none can start
-        one."""
+        """Returns when the gateway has no request at this replica, which is not open in the table, and none can
+        start."""
         await self._wait(lambda: self._is_drained(replica_id))
 
-    def _behind(self, generation: int) -> list[str]:
-        # A lost gateway can neither apply anything nor start a request.
-        there = [gateway for gateway in self._gateways if gateway.lost_at_s is None]
-        return [one.name for one in there if one.report is None or one.report.generation < generation]
+    @property
+    def _applied(self) -> int:
+        """The generation of the gateway's table; -1 before its first report."""
+        return -1 if self._report is None else self._report.generation
 
     def _is_drained(self, replica_id: str) -> bool:
         replicas = (one for model in self.models.values() for one in model["replicas"])
         if any(one["id"] == replica_id and one["state"] == "open" for one in replicas):
             return False
-        # The newest table, not just the one that closed the replica: one rule, and gateways lag only briefly.
-        return all(
-            gateway.report is not None
-            and gateway.report.generation >= self.generation
-            and not gateway.report.inflight(replica_id)
-            for gateway in self._gateways
-        )
+        if self._writer is None and self._report is None:
+            return True
+        # The newest table, not just the one that closed the replica: one rule, and the gateway lags only briefly.
+        return self._applied >= self.generation and not self.inflight(replica_id)
 
     async def _wait(self, done: Callable[[], bool]) -> None:
         while True:
@@ -197,73 +173,64 @@ class Bus:
                     await self._changed.wait()
 
     def _forget_gone(self) -> None:
-        limit_s = self._now_s() - self._config.gateway_gone_after_s
-        for gateway in [g for g in self._gateways if g.lost_at_s is not None and g.lost_at_s <= limit_s]:
-            self._gateways.discard(gateway)
-            self._total = None
+        if self._writer is None and self._now_s() - self._lost_at_s >= self._config.gateway_gone_after_s:
+            self._report, self._load = None, Load()
 
-    # --- connections
+    # --- the connection
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        gateway = _Gateway(writer)
-        self._gateways.add(gateway)
-        sender = asyncio.create_task(self._send_tables(gateway), name="bus sender")
+        if self._writer is not None:
+            self._writer.close()
+        self._writer, self._wake = writer, asyncio.Event()
+        sender = asyncio.create_task(self._send_tables(writer, self._wake), name="bus sender")
         try:
             while line := await reader.readline():
-                self._take(gateway, line)
+                self._take(line)
         except (ValueError, msgspec.DecodeError) as error:
-            log.warning("bus: %s sent an invalid message, connection closed: %s", gateway.name, error)
+            log.warning("bus: the gateway sent an invalid message, connection closed: %s", error)
         except OSError as error:
-            log.info("bus: connection of %s broke: %s", gateway.name, error)
+            log.info("bus: the connection of the gateway broke: %s", error)
         finally:
             sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)
-            self._lost(gateway)
+            if self._writer is writer:
+                self._writer, self._lost_at_s = None, self._now_s()
+                self._changed.set()
             writer.close()
 
-    def _take(self, gateway: _Gateway, line: bytes) -> None:
+    def _take(self, line: bytes) -> None:
         """Raises msgspec.DecodeError for a message that is none of a gateway's. Our own errors, such as a full disk,
         are recorded, and the connection stays."""
         report = MESSAGE.decode(line)
         if isinstance(report, Usage):
             with self._background.guard("usage"):
                 self.on_usage(report.rows)
-            gateway.writer.write(b'{"type":"counted"}\n')  # also invalid rows, or they would come without end
+            if self._writer is not None:
+                self._writer.write(b'{"type":"counted"}\n')  # also invalid rows, or they would come without end
             return
-        if gateway.report is None:
-            # The same gateway on a new connection: this replaces the lost one's last report.
-            for old in [g for g in self._gateways if g.lost_at_s is not None and g.name == report.gateway]:
-                self._gateways.discard(old)
         self.arrivals.add(report)
-        gateway.report, self._total = report, None
+        self._report, self._load = report, Load.of(report)
         self._ever_reported = True
         self._changed.set()
         with self._background.guard("what load reports set off"):
             self.on_load()
 
-    def _lost(self, gateway: _Gateway) -> None:
-        if gateway.report is None:
-            self._gateways.discard(gateway)
-        else:
-            gateway.lost_at_s = self._now_s()
-        self._changed.set()
-
-    async def _send_tables(self, gateway: _Gateway) -> None:
+    async def _send_tables(self, writer: asyncio.StreamWriter, wake: asyncio.Event) -> None:
         """Only the newest table is sent: a slow gateway skips those in between."""
+        sent = -1
         with contextlib.suppress(OSError):  # the reading side sees the same end and handles it
             while True:
-                gateway.wake.clear()
-                if gateway.sent_generation < self.generation:
-                    gateway.sent_generation = self.generation
-                    gateway.writer.write(self._line)
-                await gateway.writer.drain()
-                await gateway.wake.wait()
+                wake.clear()
+                if sent < self.generation:
+                    sent = self.generation
+                    writer.write(self._line)
+                await writer.drain()
+                await wake.wait()
 
     def _next_generation(self) -> None:
         self.generation += 1
         self._encode()
-        for gateway in self._gateways:
-            gateway.wake.set()
+        self._wake.set()
 
     def _encode(self) -> None:
         table = {

@@ -5,45 +5,29 @@ A learner whose bounds or target have changed begins again, and so do all after 
 
 from __future__ import annotations
 
-import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from appliance.controller.bus.load import Arrived
-from appliance.gateway.core.table import BUCKETS_PER_DOUBLING, SHORTEST_S
+from appliance.gateway.core.table import BUCKETS_PER_DOUBLING
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.standby import Seen, StandbyLearner
+from scheduler.autoscale.standby import Bounds, StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView
 
 LOOK_S = 0.25
 """Minimum interval: several gateways report more often than there is something to learn."""
-HOPELESS_S = 30.0
-"""Time constant within which a prompt that no replica computes in time is found late, or was computed faster than the
-measured rate says."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Traffic of one model: names, its own and those of the adapters on its engines. prefill_tokens_per_s, kv_tokens:
-    of one replica, None where unknown. awake: replicas that answer now. prompt_tokens: of all requests in flight and
-    held."""
+    of one replica, None where unknown."""
 
     names: tuple[str, ...] = ()
     prefill_tokens_per_s: float | None = None
-    awake: int = 0
     kv_tokens: int | None = None
-    prompt_tokens: int = 0
-
-
-@dataclass(slots=True)
-class _Learned:
-    """bounds: what the learner was made for. hopeless: prompts too long for the target that were not found late yet."""
-
-    bounds: tuple[float, ...]
-    learner: StandbyLearner
-    hopeless: float = 0.0
 
 
 class DemandLearning:
@@ -53,21 +37,21 @@ class DemandLearning:
     the planner's own floor applies then.
 
     Args:
-        arrivals: by name, since the last call.
+        arrivals: by name, the requests since the last call by bucket of their prompt tokens.
         devices: how many serving may have.
     """
 
     def __init__(
         self,
         traffic: Callable[[str], Traffic],
-        arrivals: Callable[[], Mapping[str, Arrived]],
+        arrivals: Callable[[], Mapping[str, Counter[int]]],
         config: SchedulerConfig,
         devices: int,
         now_s: Callable[[], float] = time.monotonic,
     ):
         self._traffic, self._arrivals, self._config = traffic, arrivals, config
         self._devices, self._now_s = devices, now_s
-        self._learned: dict[str, _Learned] = {}
+        self._learned: dict[str, StandbyLearner] = {}
         self._looked_s = now_s()
 
     def learned(self, deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
@@ -78,11 +62,11 @@ class DemandLearning:
             self._looked_s, arrived = now_s, self._arrivals()
             names = {d.model for d in deployments}
             self._learned = {name: known for name, known in self._learned.items() if name in names}
-            for known in self._learned.values():
-                known.hopeless *= math.exp(-passed_s / HOPELESS_S)
         return tuple(self._one(d, now_s, arrived) for d in deployments)
 
-    def _one(self, deployment: DeploymentView, now_s: float, arrived: Mapping[str, Arrived] | None) -> DeploymentView:
+    def _one(
+        self, deployment: DeploymentView, now_s: float, arrived: Mapping[str, Counter[int]] | None
+    ) -> DeploymentView:
         """arrived: None learns nothing."""
         traffic = self._traffic(deployment.model)
         rate, target_s = traffic.prefill_tokens_per_s, deployment.ttft_target_s
@@ -90,38 +74,16 @@ class DemandLearning:
             self._learned.pop(deployment.model, None)
             return replace(deployment, kv_tokens=traffic.kv_tokens)
         deployment = replace(deployment, kv_tokens=traffic.kv_tokens, prefill_tokens_per_s=rate)
-        known = self._known(deployment, target_s)
-        if arrived is not None:
-            new = [arrived[name] for name in traffic.names if name in arrived]
-            works_s = [
-                2 ** ((bucket - 0.5) / BUCKETS_PER_DOUBLING) / rate for one in new for bucket in one.prompts.elements()
-            ]
-            late = sum(
-                SHORTEST_S * 2 ** ((bucket - 1) / BUCKETS_PER_DOUBLING) >= target_s
-                for one in new
-                for bucket in one.first_tokens.elements()
-            )
-            known.hopeless += sum(work_s > target_s for work_s in works_s)
-            hopeless = min(late, round(known.hopeless))
-            known.hopeless = max(known.hopeless - hopeless, 0.0)
-            waiting = deployment.demand.waiting_tokens / traffic.prompt_tokens if traffic.prompt_tokens else 0.0
-            seen = Seen(
-                works_s=works_s,
-                load=demand_.load(deployment, self._config),
-                running=demand_.running(deployment, max(1 - waiting, 0.0), self._config),
-                late=late - hopeless,
-                hopeless=hopeless,
-                awake=traffic.awake,
-            )
-            known.learner.seen(now_s, seen)
-        return replace(deployment, standby=known.learner.best)
-
-    def _known(self, deployment: DeploymentView, target_s: float) -> _Learned:
         replicas = self._devices // deployment.tensor_parallel  # with tensor parallelism one is several devices
-        least, most = deployment.floor_replicas, deployment.max_replicas
-        bounds = (least, most, target_s, replicas)
-        known = self._learned.get(deployment.model)
-        if known is None or known.bounds != bounds:
-            learner = StandbyLearner(self._config, replicas, least=least, most=most, target_s=target_s)
-            known = self._learned[deployment.model] = _Learned(bounds, learner)
-        return known
+        bounds = Bounds(replicas, deployment.floor_replicas, deployment.max_replicas, target_s)
+        learner = self._learned.get(deployment.model)
+        if learner is None or learner.bounds != bounds:
+            learner = self._learned[deployment.model] = StandbyLearner(self._config, bounds)
+        if arrived is not None:
+            works_s = [
+                2 ** ((bucket - 0.5) / BUCKETS_PER_DOUBLING) / rate
+                for name in traffic.names
+                for bucket in arrived.get(name, Counter()).elements()
+            ]
+            learner.seen(now_s, works_s, demand_.load(deployment, self._config))
+        return replace(deployment, standby=learner.best)

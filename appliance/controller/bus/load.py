@@ -1,9 +1,9 @@
-"""The gateways' messages, and their load summed over all of them. Pure: no sockets, no clock of its own."""
+"""The gateway's messages, and its load. Pure: no sockets, no clock of its own."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from msgspec import Struct, json
@@ -12,13 +12,12 @@ _MAX_NOTES = 32
 
 
 class ModelLoad(Struct, frozen=True):
-    """Requests for one model, at one gateway or at all. held: waiting at gateways for a replica. tpot_p95_s: of the
-    slowest gateway. waiting_prompt_tokens: of requests known to have no first token yet; prompt_tokens: of all.
-    computed_part: tokens that engines compute for an estimated one, the most at a gateway. prefill_tokens_per_s: of one
-    replica, the lowest that a gateway measured. None where unknown.
+    """Requests for one model. held: waiting for a replica. waiting_prompt_tokens: of requests known to have no first
+    token yet; prompt_tokens: of all. computed_part: tokens that engines compute for an estimated one.
+    prefill_tokens_per_s: of one replica. None where unknown.
 
-    Of one gateway since it began, by bucket (`appliance.gateway.core.table`): arrived_prompts, requests by their
-    prompt tokens; first_tokens, streams by the time to their first token."""
+    arrived_prompts: since the gateway began, requests by bucket of their prompt tokens
+    (`appliance.gateway.core.table`)."""
 
     inflight: int = 0
     held: int = 0
@@ -29,20 +28,6 @@ class ModelLoad(Struct, frozen=True):
     computed_part: float | None = None
     prefill_tokens_per_s: float | None = None
     arrived_prompts: dict[int, int] = {}
-    first_tokens: dict[int, int] = {}
-
-
-_COMBINED: Mapping[str, Callable[[Iterable[float]], float]] = {
-    "inflight": sum,
-    "held": sum,
-    "waiting_prompt_tokens": sum,
-    "prompt_tokens": sum,
-    "last_request_s": max,
-    "tpot_p95_s": max,
-    "computed_part": max,
-    "prefill_tokens_per_s": min,
-}
-"""How the rows of several gateways for one model become one."""
 
 
 class VersionLoad(Struct, frozen=True):
@@ -53,14 +38,6 @@ class VersionLoad(Struct, frozen=True):
     errors: int = 0
     first_byte: dict[int, int] = {}
     duration: dict[int, int] = {}
-
-    def plus(self, other: VersionLoad) -> VersionLoad:
-        return VersionLoad(
-            self.requests + other.requests,
-            self.errors + other.errors,
-            Counter(self.first_byte) + Counter(other.first_byte),
-            Counter(self.duration) + Counter(other.duration),
-        )
 
 
 class CanaryLoad(Struct, frozen=True):
@@ -80,9 +57,6 @@ class Report(Struct, frozen=True, tag_field="type", tag="load"):
     notes: list[str] = []
     certificate_expires_s: float | None = None
 
-    def inflight(self, replica_id: str) -> int:
-        return self.replicas.get(replica_id, {}).get("inflight", 0)
-
 
 class Usage(Struct, frozen=True, tag_field="type", tag="usage"):
     rows: list[dict[str, Any]]
@@ -93,51 +67,24 @@ MESSAGE = json.Decoder(Report | Usage)
 
 
 class Load(NamedTuple):
-    """replicas: requests at each. canaries: by model and start time of its canary, then by version. notes: gateways'
-    notes for users. certificate_expires_s: the earliest of the endpoint's certificates, None without TLS."""
+    """replicas: requests at each. canaries: by model and start time of its canary, then by version. notes: for users.
+    certificate_expires_s: of the endpoint's certificate, None without TLS."""
 
     replicas: Mapping[str, int] = {}
     models: Mapping[str, ModelLoad] = {}
     canaries: Mapping[tuple[str, float], Mapping[str, VersionLoad]] = {}
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
     certificate_expires_s: float | None = None
 
-
-def total(reports: Sequence[Report]) -> Load:
-    replicas = Counter[str]()
-    rows: dict[str, list[ModelLoad]] = {}
-    canaries: dict[tuple[str, float], dict[str, VersionLoad]] = {}
-    for report in reports:
-        replicas.update({name: report.inflight(name) for name in report.replicas})
-        for name, row in report.models.items():
-            rows.setdefault(name, []).append(row)
-        for name, canary in report.canaries.items():
-            sums = canaries.setdefault((name, canary.since_s), {})
-            for version, counts in canary.versions.items():
-                sums[version] = sums.get(version, VersionLoad()).plus(counts)
-    return Load(
-        replicas,
-        {name: _combined(of_gateways) for name, of_gateways in rows.items()},
-        canaries,
-        tuple(dict.fromkeys(text for report in reports for text in report.notes[:_MAX_NOTES])),
-        min((r.certificate_expires_s for r in reports if r.certificate_expires_s is not None), default=None),
-    )
-
-
-def _combined(rows: Sequence[ModelLoad]) -> ModelLoad:
-    values = {name: [value for row in rows if (value := getattr(row, name)) is not None] for name in _COMBINED}
-    return ModelLoad(**{name: _COMBINED[name](known) for name, known in values.items() if known})  # type: ignore[arg-type]
-
-
-class Arrived(NamedTuple):
-    """What came for one model, by the buckets of `ModelLoad`."""
-
-    prompts: Counter[int]
-    first_tokens: Counter[int]
+    @classmethod
+    def of(cls, report: Report) -> Load:
+        replicas = {name: row.get("inflight", 0) for name, row in report.replicas.items()}
+        canaries = {(name, canary.since_s): canary.versions for name, canary in report.canaries.items()}
+        return cls(replicas, report.models, canaries, report.notes[:_MAX_NOTES], report.certificate_expires_s)
 
 
 class Arrivals:
-    """What arrived since it was last taken, from reports that count since their gateway's start.
+    """What arrived since it was last taken, from reports that count since the gateway's start.
 
     A gateway that was there before `since_s` (Unix time) counts from its first report: a restarted controller would
     take days of traffic for one burst. A name that a report lacks left the table, and counts from nothing later.
@@ -145,24 +92,20 @@ class Arrivals:
 
     def __init__(self, since_s: float):
         self._since_s = since_s
-        self._reported: dict[str, Report] = {}  # the last one of each gateway
-        self._new: dict[str, Arrived] = {}
+        self._last: Report | None = None
+        self._new: dict[str, Counter[int]] = {}
 
     def add(self, report: Report) -> None:
-        last = self._reported.get(report.gateway)
-        if last is not None and report.started_s < last.started_s:
-            return  # of a process that has been replaced
+        last, self._last = self._last, report
         if last is not None and report.started_s == last.started_s:
             before = last.models
         else:
             before = report.models if report.started_s < self._since_s else {}
-        self._reported[report.gateway] = report
         for name, row in report.models.items():
-            known, new = before.get(name, ModelLoad()), self._new.setdefault(name, Arrived(Counter(), Counter()))
-            new.prompts.update(Counter(row.arrived_prompts) - Counter(known.arrived_prompts))
-            new.first_tokens.update(Counter(row.first_tokens) - Counter(known.first_tokens))
+            known = Counter(before.get(name, ModelLoad()).arrived_prompts)
+            self._new.setdefault(name, Counter()).update(Counter(row.arrived_prompts) - known)
 
-    def take(self) -> dict[str, Arrived]:
-        """By model."""
+    def take(self) -> dict[str, Counter[int]]:
+        """By model, requests by the buckets of `ModelLoad`."""
         new, self._new = self._new, {}
         return new

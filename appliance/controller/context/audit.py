@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, Literal
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.principal import Principal
-from appliance.store.ids import new_id
 from appliance.store.records import audit, keys
 from appliance.store.rows import AuditRow
 
@@ -32,16 +30,4 @@ def record(
 ) -> None:
     """action: "noun.verb", for example "key.create". detail: the request's parameters; never a secret."""
     caller.recorded.append(action)
-    audit.insert(
-        context.db,
-        AuditRow(
-            id=new_id("audit_"),
-            key_id=caller.key_id,
-            action=action,
-            target=target,
-            outcome=outcome,
-            request_id=caller.request_id,
-            created_s=time.time(),
-            detail=detail,
-        ),
-    )
+    audit.insert(context.db, AuditRow(action, target, outcome, detail, caller.key_id, caller.request_id))

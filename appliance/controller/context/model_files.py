@@ -6,12 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.models.errors import ModelError
-from appliance.models.library import ModelLibrary, ModelVersion, Report
+from appliance.models.library import ModelLibrary, Report
 from appliance.store.rows import VersionRow
 from appliance.tiers.flow import TierFlow
 from appliance.tiers.tiers import Checked, Tiers, name_of
@@ -44,37 +45,19 @@ class LibraryOps:
         let_go: Callable[[str], None],
         elsewhere: Callable[[list[Name]], Awaitable[None]] | None = None,
     ):
-        self._library, self._store, self._tiers, self._flow, self.let_go = library, store, tiers, flow, let_go
+        self.library, self._store, self._tiers, self._flow, self.let_go = library, store, tiers, flow, let_go
         self._elsewhere = elsewhere
 
-    async def import_model(
-        self, source: str, *, name: str | None, revision: str | None, report: Report
-    ) -> ModelVersion:
-        return await _thread(self._library.import_model, source, name=name, revision=revision, report=report)
-
-    async def find_adapter(
-        self, source: str, *, name: str | None, revision: str | None
-    ) -> tuple[str, str, str | None] | None:
-        """As `ModelLibrary.find_adapter`."""
-        return await _thread(self._library.find_adapter, source, name=name, revision=revision)
-
-    async def import_adapter(self, source: str, *, base_path: str, report: Report, **adapter: Any) -> ModelVersion:
-        """As `ModelLibrary.import_adapter`."""
-        work = self._library.import_adapter
-        return await _thread(work, source, base_path=Path(base_path), report=report, **adapter)
+    async def run(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Run a method of `library` on a thread."""
+        return await _thread(work, *arguments, **named)
 
     async def verify(self, rows: Sequence[VersionRow], report: Report) -> dict[str, Any]:
         """Compare bytes with checksums in every tier; returns {"versions": [{"version", "path", "tensors", "bytes"}],
         "unsealed": copies without checksums yet, "tensors", "bytes"}. Raises OperationFailed naming the file of
         every damaged copy."""
         found = await self._check([name_of(row) for row in rows], report)
-        for row in rows:
-            for folder in {path for path in (row.disk_path, row.shm_path) if path and Path(path).is_dir()}:
-                try:
-                    await _thread(may_open, Path(folder), row.model)
-                except OperationFailed as error:
-                    if not isinstance(error.__cause__, VersionNotFound):  # it has left shared memory
-                        raise
+        await _thread(_check_may_open, rows)
         return {"versions": found.whole, "unsealed": found.unsealed, **found.totals()}
 
     async def verify_tiers(self, report: Report) -> dict[str, Any]:
@@ -93,7 +76,7 @@ class LibraryOps:
         self.let_go(model)
         names = [name_of(row) for row in rows]
         for name in names:
-            await _thread(self._library.remove, name.model, name.version)
+            await _thread(self.library.remove, name.model, name.version)
             await self._forget(name)
             self._flow.forget(name)
         if self._elsewhere is not None:
@@ -113,6 +96,13 @@ class LibraryOps:
                     await _thread(unpin, stored)
                     return
                 await asyncio.sleep(0.05)
+
+
+def _check_may_open(rows: Sequence[VersionRow]) -> None:
+    for row in rows:
+        for folder in {path for path in (row.disk_path, row.shm_path) if path and Path(path).is_dir()}:
+            with suppress(VersionNotFound):  # it has left shared memory
+                may_open(Path(folder), row.model)
 
 
 async def _thread(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:

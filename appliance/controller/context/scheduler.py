@@ -14,19 +14,18 @@ from appliance.memory.box_memory import BoxMemory
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import model_settings
+from appliance.store.records.journal import SqliteJournal
 from runtime.devices.cpu import host_memory_bytes
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Policy
-from scheduler.handover.ports import Journal, StepRecord
+from scheduler.handover.ports import StepRecord
 from scheduler.loop.loop import SchedulerLoop
 from weights.memory.store import WeightStore
 
 if TYPE_CHECKING:
     from scheduler.ray.effects import RayEffects
     from scheduler.ray.nodes import Nodes
-
-RSS_EVERY_S = 5.0
 
 
 class Scheduler:
@@ -36,7 +35,7 @@ class Scheduler:
         self,
         loop: SchedulerLoop,
         effects: RayEffects,
-        journal: Journal,
+        journal: SqliteJournal,
         routing: BusRouting,
         db: Database,
         bus: Bus,
@@ -49,21 +48,15 @@ class Scheduler:
         self._loop, self._effects, self._journal, self._routing = loop, effects, journal, routing
         self._db, self._bus, self._nodes, self._weights, self._memory = db, bus, nodes, weights, memory
         self._serving_floor, self._config = serving_floor, config
-        self._rss: dict[str, int] = {}
-
-    async def read_memory(self) -> None:
-        """Each replica's resident memory (bytes); called every `RSS_EVERY_S`. Of an engine that does not answer in
-        time, as in a step of many long prompts, it stays what it was."""
-        found = self._rss | await self._effects.resident_bytes()
-        self._rss = {one["id"]: found[one["id"]] for one in self._loop.status()["replicas"] if one["id"] in found}
 
     def status(self) -> SchedulerStatus:
         """The current state, from memory: no waiting."""
         now, usage, host = self._loop.status(), self._weights.usage(), self._memory.status()
+        resident = self._effects.resident_bytes()
         return {
             "devices": now["devices"],
             "replicas": [
-                {**one, "inflight": self._bus.inflight(one["id"]), "rss_bytes": self._rss.get(one["id"], 0)}
+                {**one, "inflight": self._bus.inflight(one["id"]), "rss_bytes": resident.get(one["id"], 0)}
                 for one in now["replicas"]
             ],
             "memory": {
@@ -77,6 +70,7 @@ class Scheduler:
                 "asleep_per_device": self._config.max_asleep_per_device,
             },
             "handover": str(now["handovers"][-1]) if now["handovers"] else None,
+            "handovers_ended": self._journal.ended,
             "serving_floor": self._serving_floor,
             "queue": now["jobs"],
             "troubles": now["troubles"],
@@ -132,8 +126,7 @@ class Scheduler:
         if served and not replicas and (trouble := self._loop.trouble(model, wanted)) is not None:
             raise SwapFailed(model, wanted, f"no engine starts with it: {trouble.reason}")
         stale = [r["id"] for r in replicas if r["version"] != wanted]
-        steps = (step for record in self._journal.since(last) for step in record.steps)
-        swaps = [step for step in steps if step.detail.get("model") == model]
+        swaps = [step for step in self._journal.steps_since(last) if step.detail.get("model") == model]
         if stale:
             errors = [str(step.detail["error"]) for step in swaps if step.detail.get("error")]
             raise SwapFailed(model, wanted, "; ".join(errors) or f"{', '.join(stale)} serve another version")

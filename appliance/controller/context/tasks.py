@@ -21,9 +21,8 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from appliance.store.database import Database
-from appliance.store.objects import tasks
 from appliance.store.records import keys
-from appliance.store.rows import TaskRow
+from appliance.store.rows import TASKS, TaskRow
 from runtime.background_tasks import first_words
 
 log = logging.getLogger("appliance.controller")
@@ -130,13 +129,15 @@ class Tasks:
     def resume(self) -> None:
         """Run what earlier processes have left, and from now on what is started."""
         self._loop = asyncio.get_running_loop()
-        for row in tasks.list_all(self._db):
+        for row in TASKS.list_all(self._db):
             self._begin((row.kind, row.id))
 
     def start(self, kind: str, object_id: str, key_id: str | None, **arguments: Any) -> None:
         """Call it in the transaction that makes the object. arguments: what the object's row does not say. A task that
         is there already stays as it is."""
-        tasks.insert(self._db, TaskRow(kind, object_id, key_id, time.time(), arguments))
+        with self._db.transaction():
+            if TASKS.find(self._db, kind, object_id) is None:
+                TASKS.insert(self._db, TaskRow(kind, object_id, key_id, time.time(), arguments))
         self._soon(kind, object_id, restart=False)
 
     def restart(self, kind: str, object_id: str) -> None:
@@ -146,7 +147,7 @@ class Tasks:
     def of_key(self, key_id: str) -> dict[str, list[str]]:
         """Ids of unfinished objects that end with this key, by kind."""
         found = defaultdict[str, list[str]](list)
-        for row in tasks.list_all(self._db, key_id=key_id):
+        for row in TASKS.list_all(self._db, "key_id = ?", key_id):
             if self._kinds[row.kind].noun:
                 found[row.kind].append(row.id)
         return found
@@ -193,13 +194,13 @@ class Tasks:
     async def _run(self, name: str, object_id: str) -> None:
         try:
             with self._db.transaction():  # a thread that has just started it commits first
-                row = tasks.find(self._db, name, object_id)
+                row = TASKS.find(self._db, name, object_id)
             if row is None:
                 return
             kind = self._kinds[name]
             if (failed := await self._failure(kind, row)) is not None:
                 await _until_room(partial(kind.fail, row, failed))
-            await _until_room(partial(asyncio.to_thread, tasks.delete, self._db, name, object_id))
+            await _until_room(partial(asyncio.to_thread, TASKS.delete, self._db, name, object_id))
         except Exception as error:  # noqa: BLE001 - its row stays, and the next start tries again
             log.error("the task %s of %s failed: %s", object_id, name, first_words(error), exc_info=error)
 

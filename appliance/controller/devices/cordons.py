@@ -1,8 +1,8 @@
 """Cordons: devices that their holders must leave and that get no new holders, kept in the store until lifted. And lost
 nodes, whose devices users see until the nodes return or an admin forgets them; the scheduler never does.
 
-A row goes by the device's UUID, where it has one: when a GPU drops off the bus, the driver numbers those behind it
-again. Here rows are by device id, "<node>/<index>"; that of a device which is not there is by its UUID.
+A cordon is stored by the device's UUID, where it has one, else by its id "<node>/<index>": when a GPU drops off the
+bus, the driver numbers those behind it again. A device is a row of `Scheduler.status`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from appliance.store.rows import columns
 from runtime.devices.kind import Reading
 from scheduler.core.inventory import CORDONED as LOOP_SAYS
 
-CORDONS = "device_cordons"
-IDENTITIES = "device_identities"
-"""UUIDs by device id, as the nodes found them last."""
+CORDONS, NODES = "device_cordons", "joined_nodes"
 
 
 class Cordon(TypedDict):
@@ -35,61 +33,54 @@ NONE = Cordon(drain=None, fault="", retry_s=None)
 
 
 def read(db: Database) -> dict[str, Cordon]:
-    ids = {uuid: device_id for device_id, uuid in box.get(db, IDENTITIES, {}).items()}
-    return {ids.get(name, name): row for name, row in box.get(db, CORDONS, {}).items()}
+    rows: dict[str, Cordon] = box.get(db, CORDONS, {})
+    return rows
 
 
 def write(db: Database, rows: Mapping[str, Cordon]) -> None:
-    uuids = box.get(db, IDENTITIES, {})
-    box.put(db, CORDONS, {uuids.get(device_id, device_id): row for device_id, row in rows.items()})
+    box.put(db, CORDONS, rows)
 
 
 def faulty(rows: Mapping[str, Cordon]) -> set[str]:
     """Those that the box cordoned."""
-    return {device_id for device_id, row in rows.items() if row["fault"]}
-
-
-def cordoned(db: Database) -> list[str]:
-    return sorted(read(db))
+    return {name for name, row in rows.items() if row["fault"]}
 
 
 def drained(db: Database) -> frozenset[str]:
     """Those that a person drained."""
-    return frozenset(device_id for device_id, row in read(db).items() if row["drain"])
+    return frozenset(name for name, row in read(db).items() if row["drain"])
 
 
-def drain(db: Database, device_id: str, reason: str, by: str, now_s: float) -> bool:
+def _names(device: Mapping[str, Any]) -> list[str]:
+    """Names that a device's cordon may have, the one for a new cordon first."""
+    return [name for name in (device.get("uuid"), device["id"]) if name]
+
+
+def _of(rows: Mapping[str, Cordon], device: Mapping[str, Any]) -> Cordon | None:
+    return next((rows[name] for name in _names(device) if name in rows), None)
+
+
+def drain(db: Database, device: Mapping[str, Any], reason: str, by: str, now_s: float) -> bool:
     """Ask the device's holder to leave. False if it was cordoned already; a new reason replaces the old one."""
     with db.transaction():
         rows = read(db)
-        row = rows.get(device_id, NONE)
-        since_s = row["drain"]["since_s"] if row["drain"] else now_s
-        write(db, {**rows, device_id: {**row, "drain": {"reason": reason, "by": by, "since_s": since_s}}})
-        return row is NONE
+        row = _of(rows, device)
+        since_s = row["drain"]["since_s"] if row and row["drain"] else now_s
+        drain = {"reason": reason, "by": by, "since_s": since_s}
+        write(db, {**rows, _names(device)[0]: {**(row or NONE), "drain": drain}})
+        return row is None
 
 
-def undrain(db: Database, device_id: str) -> None:
+def undrain(db: Database, device: Mapping[str, Any]) -> None:
     """Return the device to use; a person or the box cordoned it."""
     with db.transaction():
-        rows = read(db)
-        rows.pop(device_id, None)
-        write(db, rows)
-
-
-def follow(db: Database, node: str, present: Mapping[str, str]) -> None:
-    """Keep the UUIDs of a node's devices. present: UUID by id, of those that have one or are silent (""), which are
-    taken for those that had their ids."""
-    with db.transaction():
-        known = box.get(db, IDENTITIES, {})
-        now = {device_id: uuid or known.get(device_id, "") for device_id, uuid in present.items()}
-        others = {device_id: uuid for device_id, uuid in known.items() if not device_id.startswith(f"{node}/")}
-        box.put(db, IDENTITIES, others | {device_id: uuid for device_id, uuid in now.items() if uuid})
+        write(db, {name: row for name, row in read(db).items() if name not in _names(device)})
 
 
 def shown(rows: Mapping[str, Cordon], device: dict[str, Any]) -> dict[str, Any]:
     """A device with its health from the store, `drain` (None without one), and `cordon`: what keeps it out of
     use, "person" or "box"; None for what is not said here (its node leaves)."""
-    row = rows.get(device["id"])
+    row = _of(rows, device)
     if row is None:
         # The loop's view lags: a device that was just put back still drains in it.
         lags = device["health"] == "draining" and device.get("health_reason") == LOOP_SAYS
@@ -111,8 +102,7 @@ def shown(rows: Mapping[str, Cordon], device: dict[str, Any]) -> dict[str, Any]:
 
 # --- nodes
 
-NODES = "joined_nodes"
-_SHOWN = ("id", "node", "index", "kind", "name", "memory_bytes")
+_SHOWN = ("id", "node", "index", "kind", "name", "memory_bytes", "uuid")
 _METERS = (
     "temperature_c slowdown_c power_w power_limit_w energy_j busy memory_used_bytes clock_hz throttled "
     "ecc_uncorrected at_s"
@@ -120,10 +110,7 @@ _METERS = (
 
 
 def joined(db: Database, node: str, devices: Sequence[dict[str, Any]]) -> bool:
-    """The node is present. False when that was known: a new controller meets the nodes of its predecessor.
-
-    devices: as `Scheduler.status` has them.
-    """
+    """The node is present. False when that was known: a new controller meets the nodes of its predecessor."""
     with db.transaction():
         known = box.get(db, NODES, {})
         row = {"devices": [{name: device[name] for name in _SHOWN} for device in devices], "lost": None}
@@ -157,8 +144,8 @@ def forget(db: Database, node: str) -> list[str] | None:
         if row is None or row["lost"] is None:
             return None
         ids = [device["id"] for device in row["devices"]]
-        for device_id in ids:
-            undrain(db, device_id)
+        for device in row["devices"]:
+            undrain(db, device)
         left(db, node)
         return ids
 
@@ -174,7 +161,7 @@ def in_view(db: Database, there: Sequence[dict[str, Any]]) -> list[dict[str, Any
     for _, node in sorted(away.items()):
         since = {"health": "lost", "health_reason": node["lost"]["reason"], "holder": None, "lost": node["lost"]}
         for device in node["devices"]:
-            drain = rows.get(device["id"], NONE)["drain"]
+            drain = (_of(rows, device) or NONE)["drain"]
             found.append({**device, **since, "drain": drain, "cordon": None})
     return found
 

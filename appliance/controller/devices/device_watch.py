@@ -18,7 +18,6 @@ from typing import Any
 
 from appliance.controller.devices import cordons
 from appliance.store.database import Database
-from appliance.store.ids import new_id
 from appliance.store.records import audit
 from appliance.store.rows import AuditRow
 from runtime.devices.kind import Reading
@@ -35,22 +34,20 @@ class DeviceWatch:
     """nudge: called after a device was cordoned."""
 
     def __init__(
-        self,
-        db: Database,
-        config: SchedulerConfig,
-        nudge: Callable[[], Any],
-        clock: Callable[[], float] = time.time,
+        self, db: Database, config: SchedulerConfig, nudge: Callable[[], Any], clock: Callable[[], float] = time.time
     ):
         self._db, self._config, self._nudge, self._clock = db, config, nudge, clock
         self._readings: dict[str, deque[Reading]] = {}
         self._deaths: deque[Death] = deque(maxlen=1000)
+        self._uuids: dict[str, str] = {}  # by device id, of present devices
         self._ours = cordons.faulty(cordons.read(db))
 
     async def look(self, read: Callable[[Collection[str]], Awaitable[tuple[Reading, ...]]]) -> None:
         """Read and judge; called every `device_check_s`. read: one reading per GPU of all nodes, except of those to
         release, given by id. What a person drained is released, so that it can be reset, and judged again once it is
         put back into use."""
-        drained = cordons.drained(self._db)
+        ids = {uuid: device_id for device_id, uuid in self._uuids.items()}
+        drained = {ids.get(name, name) for name in cordons.drained(self._db)}
         for device_id in drained:
             self._readings.pop(device_id, None)
         for reading in await read(drained):
@@ -100,12 +97,10 @@ class DeviceWatch:
         self._record("node.lost", node, reason)
 
     def check(self, devices: Collection[Device]) -> None:
-        """Have the cordons follow these devices, which are present, by UUID, and cordon those that cannot be used
-        before anything is placed on them."""
-        for node in {device.node for device in devices}:
-            if present := {d.id: d.uuid for d in devices if d.node == node and (d.uuid or d.unfit)}:
-                cordons.follow(self._db, node, present)
-        self._ours = cordons.faulty(cordons.read(self._db))
+        """Note which devices are present, and cordon those that cannot be used before anything is placed on them."""
+        nodes = {device.node for device in devices}
+        others = {name: uuid for name, uuid in self._uuids.items() if name.rpartition("/")[0] not in nodes}
+        self._uuids = others | {device.id: device.uuid for device in devices if device.uuid}
         for device in devices:
             if device.unfit:
                 reading = Reading(device.id, self._clock(), unfit=device.unfit)
@@ -115,24 +110,25 @@ class DeviceWatch:
     def judge(self) -> None:
         """Cordon devices that fail now, lift expired cordons, clear failures of devices that a person put back into
         use."""
-        now_s = self._clock()
+        now_s, ids = self._clock(), {uuid: device_id for device_id, uuid in self._uuids.items()}
         with self._db.transaction():
             before = cordons.read(self._db)
-            for device_id in self._ours - cordons.faulty(before):
-                self._forget(device_id)
+            for name in self._ours - cordons.faulty(before):
+                self._forget(ids.get(name, name))
             readings = {device_id: tuple(kept) for device_id, kept in self._readings.items()}
             rows, lifted = dict(before), list[str]()
             faults = failing(readings, self._deaths, now_s, self._config)
             for device_id, fault in faults.items():
-                if device_id not in rows:
+                if not rows.keys() & {device_id, name := self._uuids.get(device_id, device_id)}:
                     retry_s = now_s + self._config.device_retry_s if fault.may_pass else None
-                    rows[device_id] = cordons.Cordon(drain=None, fault=fault.reason, retry_s=retry_s)
+                    rows[name] = cordons.Cordon(drain=None, fault=fault.reason, retry_s=retry_s)
                     self._record("device.cordon", device_id, fault.reason)
-            for device_id, row in before.items():
+            for name, row in before.items():
+                device_id = ids.get(name, name)
                 due = row["retry_s"] is not None and now_s >= row["retry_s"] and not row["drain"]
-                if due and device_id not in faults and "/" in device_id:  # an absent one is kept by its UUID
+                if due and device_id not in faults and "/" in device_id:  # one that is absent is known by its UUID only
                     self._record("device.try_again", device_id, f"it was cordoned: {row['fault']}")
-                    del rows[device_id]
+                    del rows[name]
                     lifted.append(device_id)
             if rows != before:
                 cordons.write(self._db, rows)
@@ -151,4 +147,4 @@ class DeviceWatch:
         level = logging.INFO if action in ("node.joined", "node.left", "device.try_again") else logging.ERROR
         log.log(level, "%s %s", action, reason, extra={"device": target})
         detail = {"reason": reason} if reason else {}
-        audit.insert(self._db, AuditRow(new_id("audit_"), None, action, target, "done", "", self._clock(), detail))
+        audit.insert(self._db, AuditRow(action, target, detail=detail, created_s=self._clock()))

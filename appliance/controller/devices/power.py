@@ -1,5 +1,5 @@
 """Keeps the power limit of the GPUs of the box's own machine as [power] has it for the mode in force, and books the
-energy of jobs. A device that changed hands between two readings is booked by halves."""
+energy of jobs. Energy between two readings is charged to the holder at the second reading."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_in_force
@@ -49,7 +49,7 @@ class PowerKeeper:
         mode = mode_in_force(self._db, self._floor, time.time()).policy.kind
         self._limit_w = self._limits_w.get(mode)
         drained = cordons.drained(self._db)
-        kept = {device.uuid: device.id for device in self._devices if device.uuid and device.id not in drained}
+        kept = {device.uuid: device.id for device in self._devices if device.uuid and device.uuid not in drained}
         refused = await asyncio.to_thread(_set, self._control, kept, self._limit_w)
         for device_id, why in refused.items() if refused != self._refused else ():
             log.error("its power limit cannot be set: %s", why, extra={"device": device_id})
@@ -84,12 +84,6 @@ WHOLE = 0.9
 """Nothing is told per step or token of a job that was metered for less of its time."""
 
 
-class _Seen(NamedTuple):
-    at_s: float
-    joules: float
-    job_id: str | None
-
-
 class EnergyMeter:
     """newest: the last reading of each device."""
 
@@ -97,27 +91,22 @@ class EnergyMeter:
         self, db: Database, newest: Callable[[], Mapping[str, Reading]], status: Callable[[], SchedulerStatus]
     ):
         self._db, self._newest, self._status = db, newest, status
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, Reading] = {}
 
     async def look(self) -> None:
         """Called as often as devices are read."""
         readings = {name: one for name, one in self._newest().items() if one.energy_j is not None}
         holders = {device["id"]: device["holder"] or {} for device in self._status()["devices"]} if readings else {}
         booked: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self._seen = {name: seen for name, seen in self._seen.items() if name in readings}
-        for name, reading in readings.items():
-            assert reading.energy_j is not None
+        for name, now in readings.items():
             before, holder = self._seen.get(name), holders.get(name, {})
-            if before is not None and before.at_s >= reading.at_s:
-                continue  # no newer reading since
-            job_id = holder["id"] if holder.get("kind") == "job" else None
-            now = self._seen[name] = _Seen(reading.at_s, reading.energy_j, job_id)
-            if before is None or now.joules < before.joules:  # its driver, or who reads it, has begun again
+            if before is None or holder.get("kind") != "job":
                 continue
-            for one in (before.job_id, now.job_id):
-                if one is not None:
-                    booked[one][0] += (now.joules - before.joules) / 2
-                    booked[one][1] += (now.at_s - before.at_s) / 2
+            joules = (now.energy_j or 0.0) - (before.energy_j or 0.0)
+            if joules >= 0 and now.at_s > before.at_s:  # else its driver, or who reads it, has begun again
+                booked[holder["id"]][0] += joules
+                booked[holder["id"]][1] += now.at_s - before.at_s
+        self._seen = readings
         for job_id, (joules, metered_s) in booked.items():
             jobs.add_energy(self._db, job_id, joules, metered_s)
 

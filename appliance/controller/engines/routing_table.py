@@ -13,7 +13,7 @@ from appliance.controller.bus.demand_learning import Traffic
 from appliance.controller.bus.load import ModelLoad
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.store.database import Database
-from appliance.store.objects import job_records, models
+from appliance.store.objects import models
 from appliance.store.objects.adapters import AdapterRow, list_callable
 from appliance.store.records import canaries, deployments, model_settings
 from appliance.store.rows import CanaryRow, ModelRow
@@ -110,13 +110,10 @@ class BusRouting:
             self._avoided ^= {replica_id}
             self.refresh()
 
-    def is_open(self, replica_id: str) -> bool:
-        served = self._replicas.get(replica_id)
-        return served is not None and served.state == "open"
-
     def version(self, replica_id: str) -> str:
         """What gateways are told that an open replica serves; "" of any other."""
-        return self._replicas[replica_id].version if self.is_open(replica_id) else ""
+        served = self._replicas.get(replica_id)
+        return served.version if served is not None and served.state == "open" else ""
 
     def open_engines(self) -> dict[str, tuple[str, str]]:
         """Model and socket, by replica, of those that answer requests and give signs of life."""
@@ -211,9 +208,7 @@ class BusRouting:
         names = self._served_by(model)
         rows, size = self._loads(names), self._sizes.get(model)
         rates = [row.prefill_tokens_per_s for row in rows if row.prefill_tokens_per_s]
-        awake = sum(served.owner == model and served.state == "open" for served in self._replicas.values())
-        tokens = sum(row.prompt_tokens for row in rows)
-        return Traffic(names, min(rates, default=None), awake, size.kv_tokens if size is not None else None, tokens)
+        return Traffic(names, min(rates, default=None), size.kv_tokens if size is not None else None)
 
     def _served_by(self, model: str) -> tuple[str, ...]:
         """The names that are served on a model's engines."""
@@ -231,9 +226,9 @@ class BusRouting:
         found = {}
         for name in deployed:
             found[name] = _Callable(name, rows[name].active_version or "", rows[name].task, guests.get(name))
-        for checkpoint in job_records.checkpoint_names(self._db):
-            task = rows[checkpoint.model].task if checkpoint.model in rows else "generate"
-            found[checkpoint.name] = _Callable(checkpoint.model, checkpoint.version, task, guests.get(checkpoint.name))
+        for name, model, version in models.checkpoint_names(self._db):
+            task = rows[model].task if model in rows else "generate"
+            found[name] = _Callable(model, version, task, guests.get(name))
         for canary in canaries.list_running(self._db):
             stable = found.get(canary.model)
             if stable is not None:

@@ -57,27 +57,17 @@ class SettingsCheck:
             return await self._ask(spec)
 
     async def _ask(self, spec: ReplicaSpec) -> str:
+        warm, log_path = self._home.warm_socket("serve"), Path(self._home.log_dir) / "settings-check.log"
         try:
-            child = await Child.spawn(
-                self._home.warm_socket("serve"),
-                ENTRY,
-                {"spec": spec.to_json()},
-                log_path=Path(self._home.log_dir) / "settings-check.log",
-                name=spec.replica_id,
-            )
-        except RuntimeLayerError as error:
-            raise OperationFailed(f"vLLM cannot be asked about these settings now: {error}") from error
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                event: dict[str, Any] | None = await child.next_event()
-        except TimeoutError as error:
-            raise OperationFailed(
-                f"vLLM did not say within {TIMEOUT_S:.0f} s whether it takes these settings."
-            ) from error
-        finally:
-            await child.kill_and_wait()
+            child = await Child.spawn(warm, ENTRY, {"spec": spec.to_json()}, log_path=log_path, name=spec.replica_id)
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    event: dict[str, Any] | None = await child.next_event()
+            finally:
+                await child.kill_and_wait()
+        except (RuntimeLayerError, TimeoutError) as error:
+            why = str(error) or f"no answer within {TIMEOUT_S:.0f} s"
+            raise OperationFailed(f"vLLM cannot be asked about these settings now: {why}") from error
         if event is None:
-            raise OperationFailed(
-                "The process that checks settings ended without a word; settings-check.log says more."
-            )
+            raise OperationFailed("The process that checks settings has ended; settings-check.log says more.")
         return str(event["refused"]) if event["event"] == "checked" else f"{event['type']}: {event['message']}"

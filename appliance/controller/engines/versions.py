@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from appliance.config import BoxConfig
 from appliance.controller.access.naming import Resolved, resolve
@@ -40,51 +41,31 @@ class VersionProvider:
     """
 
     def __init__(
-        self,
-        db: Database,
-        store: WeightStore,
-        tiers: Tiers,
-        config: BoxConfig,
-        device: Device,
-        sizes: EngineSizes,
+        self, db: Database, store: WeightStore, tiers: Tiers, config: BoxConfig, device: Device, sizes: EngineSizes
     ):
         self._db, self._store, self._tiers = db, store, tiers
         self._sizes = sizes
         self._config, self._device = config, device
-        self._leases: dict[tuple[str, str], Lease] = {}  # by model and version, while it is awaited
-        self._awaited: Counter[tuple[str, str]] = Counter()
+        self._leases = defaultdict[tuple[str, str], list[Lease]](list)  # by model and version
         self._served: dict[str, str] = {}  # by model, the version that was asked for last
-        self._reading: dict[tuple[str, str], asyncio.Task[Path]] = {}
+        self._locks: WeakValueDictionary[Name, asyncio.Lock] = WeakValueDictionary()
 
     async def in_memory(self, model: str, version: str) -> Path:
-        key = (model, version)
-        if key not in self._reading:
-            self._reading[key] = asyncio.create_task(self._bring_in(model, version))
-            self._reading[key].add_done_callback(lambda _: self._reading.pop(key, None))
-        self._awaited[key] += 1
-        try:
-            return await asyncio.shield(self._reading[key])
-        except BaseException:
-            self.taken(model, version)
-            raise
-
-    async def _bring_in(self, model: str, version: str) -> Path:
-        key, owner = (model, version), model if policy_of(model) is not None else self._found(model).model.id
-        try:
-            stored = await asyncio.to_thread(self._tiers.bring_in, Name("version", owner, version))
-            await asyncio.to_thread(may_open, stored.path, owner)
-        except WeightsError as error:
-            raise LookupError(str(error)) from error
+        name = Name("version", model if policy_of(model) is not None else self._found(model).model.id, version)
+        async with self._locks.setdefault(name, asyncio.Lock()):  # engines that start at once: the first one reads it
+            try:
+                stored = await asyncio.to_thread(self._tiers.bring_in, name)
+                await asyncio.to_thread(may_open, stored.path, name.model)
+                lease = self._store.lease(stored)
+            except WeightsError as error:
+                raise LookupError(str(error)) from error
         self._served[model] = version
-        if self._awaited[key] and key not in self._leases:
-            self._leases[key] = self._store.lease(stored)
+        self._leases[model, version].append(lease)
         return stored.path
 
     def taken(self, model: str, version: str) -> None:
-        key = (model, version)
-        self._awaited -= Counter([key])
-        if not self._awaited[key] and key in self._leases:
-            self._leases.pop(key).release()
+        if leases := self._leases[model, version]:
+            leases.pop().release()
 
     def _found(self, name: str) -> Resolved:
         """Of a model in training it is its base: its engines are set up alike."""
@@ -96,7 +77,7 @@ class VersionProvider:
 
     def holds(self, name: Name) -> bool:
         """Whether an engine serves this version, or is about to. May be called from any thread."""
-        for model, version in (*self._served.items(), *self._leases):
+        for model, version in (*self._served.items(), *(key for key, leases in self._leases.items() if leases)):
             if version == name.version and (found := resolve(self._db, model)) is not None:
                 if found.model.id == name.model:
                     return True
@@ -107,7 +88,8 @@ class VersionProvider:
         for known in [known for known in self._served if known == name or known.startswith(f"{name}@")]:
             del self._served[known]
         for key in [key for key in self._leases if key[0] == name or key[0].startswith(f"{name}@")]:
-            self._leases.pop(key).release()
+            for lease in self._leases.pop(key):
+                lease.release()
 
     def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
         found = self._found(model)

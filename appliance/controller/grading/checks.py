@@ -123,24 +123,19 @@ def teacher_of(
     teacher = resolve_model(context.db, name)
     if teacher is None:
         raise unknown_model(name, param)
-    if why := _why_not(context, teacher, longest):
-        raise BadRequest(
-            f"{shown(name)} cannot teach {shown(student.name)}: {why}.", param=param, code="invalid_teacher"
-        )
-    return name
-
-
-def _why_not(context: ControllerContext, teacher: Resolved, longest: int) -> str:
+    context_tokens = context.sizes.context(teacher.model, teacher.version) or in_tokens.LONGEST
+    room, why = min(in_tokens.LONGEST, context_tokens) - in_tokens.MADE, ""
     if teacher.model.task != "generate":
-        return "it makes embeddings, and a teacher says how likely a text is"
-    longest_text = in_tokens.LONGEST
-    room = min(longest_text, context.sizes.context(teacher.model, teacher.version) or longest_text) - in_tokens.MADE
-    if longest > room:
-        return (
+        why = "it makes embeddings, and a teacher says how likely a text is"
+    elif longest > room:
+        why = (
             f"its engines say how likely texts of at most {room:,} tokens are, and max_length, a prompt with its "
             f"answer, is {longest:,}; choose a smaller one, or a teacher with a longer context"
         )
-    return ""
+    if why:
+        message = f"{shown(name)} cannot teach {shown(student.name)}: {why}."
+        raise BadRequest(message, param=param, code="invalid_teacher")
+    return name
 
 
 def _missing(path: str) -> BadRequest:

@@ -7,7 +7,6 @@ raw_logprobs) is then the log-probability in the very distribution that the toke
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -70,17 +69,13 @@ def sampling_request(
 
 
 def samples_of(body: Any, n: int) -> list[Sampled]:
-    """The n answers of a response. Raises ValueError, in words, if they are not there as asked for."""
-    try:
-        found = [
-            Sampled(list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"]), choice["text"])
-            for choice in sorted(body["choices"], key=lambda choice: choice["index"])
-        ]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"an engine's samples lack {error}") from error
+    """The n answers of a response. Raises ValueError, in words, if one is missing or incomplete."""
+    found = [
+        Sampled(list(choice["token_ids"] or ()), list(choice["logprobs"]["token_logprobs"]), choice["text"])
+        for choice in sorted(body["choices"], key=lambda choice: choice["index"])
+    ]
     if len(found) != n or any(not one.ids or len(one.ids) != len(one.log_probs) for one in found):
-        sizes = [(len(one.ids), len(one.log_probs)) for one in found]
-        raise ValueError(f"{len(found)} of {n} samples, of {sizes} tokens and numbers")
+        raise ValueError(f"{len(found)} of {n} samples, or one without tokens or log-probabilities")
     if any(value is None or value <= _NONE for one in found for value in one.log_probs):
         raise ValueError("an engine's samples lack the log-probability of a token")
     return found
@@ -93,15 +88,13 @@ def scoring_request(model: str, tokens: Sequence[int]) -> dict[str, Any]:
 
 def scores_of(body: Any, tokens: Sequence[int], last: int) -> list[float]:
     """The log-probability of each of the last tokens, given those before it. Raises ValueError, in words."""
-    try:
-        (choice,) = body["choices"]
-        places = choice["prompt_logprobs"]
-        if len(places) != len(tokens):
-            raise ValueError(f"log-probabilities of {len(places)} of {len(tokens)} tokens")
-        found = [place[str(token)]["logprob"] for place, token in zip(places[-last:], tokens[-last:], strict=True)]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"an answer without {error}") from error
-    for token, value in zip(tokens[-last:], found, strict=True):
-        if not isinstance(value, int | float) or not math.isfinite(value) or value <= _NONE:
+    places = (body["choices"][0].get("prompt_logprobs") or ())[-last:]
+    if len(places) != last:
+        raise ValueError(f"log-probabilities of {len(places)} of {last} tokens")
+    found = []
+    for token, place in zip(tokens[-last:], places, strict=True):
+        value = (place.get(str(token)) or {}).get("logprob")
+        if value is None or not value > _NONE:
             raise ValueError(f"{value} as the log-probability of token {token}")
-    return [float(value) for value in found]
+        found.append(float(value))
+    return found

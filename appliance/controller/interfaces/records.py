@@ -17,7 +17,8 @@ SchedulerStatus = dict[str, Any]
 """As `Scheduler.status` makes it.
 
 devices: each with its `holder`, {"kind": "job" | "replica", "id"} or None. memory: "room_bytes" is what a reservation
-in the weight store could get now. handover: the id of the one in progress. queue: jobs in order, each {"id",
+in the weight store could get now. handover: the id of the one in progress. handovers_ended:
+`SqliteJournal.ended`. queue: jobs in order, each {"id",
 "position", "phase", "devices", "reason" (a Slurm reason code or None), "message"}. troubles: models whose engines fail,
 each {"model", "version", "reason", "message", "not_before_s" (of the next try), "tries", "lasting"}. notes: why
 something waits or was abandoned, for users.

@@ -11,6 +11,7 @@ import csv
 import io
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -21,8 +22,15 @@ from appliance.controller.models.capacity import gb
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs, models
-from appliance.store.records import deployments
-from appliance.store.rows import CheckpointRow, DeploymentRow, JobEventRow, JobMetricRow, JobRow, ModelRow, VersionRow
+from appliance.store.rows import (
+    VERSIONS,
+    JobEventRow,
+    JobMetricRow,
+    JobRow,
+    ModelRow,
+    VersionRow,
+    columns,
+)
 from train.methods.methods import METHODS
 from train.plan import verdict
 from train.plan.verdict import Verdict
@@ -63,34 +71,25 @@ def fail(db: Database, job_id: str, code: str, message: str, param: str | None =
         add_message(db, job_id, f"The job failed: {message}", level="error", data={"code": code, "param": param})
 
 
-def answers_at_once(db: Database, job: JobRow, version: str) -> bool:
+def answers_at_once(db: Database, job: JobRow, new: VersionRow) -> bool:
     """Whether this version of a job answers now: the job asks for that, or nothing else would answer, or the job's own
     version answers. Never if the version that answers is of the other kind (adapter, whole weights), because its
     engines would have to go first. Nor if a gate judges the job: the gate lets it answer."""
-    if job.gate is not None:
-        return False
-    active, new = resolve(db, job.output_model), models.find_version(db, job.output_model, version)
-    if active is None or new is None:
-        return True
+    active = resolve(db, job.output_model)
+    if job.gate is not None or active is None:
+        return job.gate is None
     if bool(active.version.meta.get("adapter")) is not bool(new.meta.get("adapter")):
         return False
-    return bool(job.activate) or active.version.meta.get("job_id") == job.id
+    return bool(job.activate) or active.version.job_id == job.id
 
 
 def serve_if_allowed(db: Database, row: JobRow, version: str) -> bool:
     """Let a job's version answer, and have its model served, if the job may do that. Returns whether it did."""
-    if not answers_at_once(db, row, version):
+    if not answers_at_once(db, row, VERSIONS.get(db, row.output_model, version)):
         models.update_version(db, row.output_model, version, held_back=1)
         return False
-    serve_version(db, row.output_model, version)
+    models.serve(db, row.output_model, version)
     return True
-
-
-def serve_version(db: Database, model: str, version: str) -> None:
-    """Let a version answer, and have its model served."""
-    models.activate(db, model, version)
-    if deployments.find(db, model) is None:
-        deployments.insert(db, DeploymentRow(model=model, created_s=time.time()))
 
 
 class JobEvents:
@@ -146,8 +145,8 @@ class JobEvents:
         costs the table and not the success: an error here would reach the scheduler's loop, which would end the job
         again in each round and plan nothing."""
         db, row = self._db, jobs.get(self._db, job_id)
-        versions = models.versions_made_by(db, row.output_model, row.id)
-        last = versions[-1].meta.get("step") if versions else None
+        versions = models.versions_made_by(db, row.id)
+        last = versions[-1].step if versions else None
         steps = [one for one in job_records.all_metrics(db, row.id) if last is None or one.step <= last]
         judged, made = verdict.judge(row.method, steps, row.resolved or {}), list[str]()
         table = _metrics_table(db, row)
@@ -184,7 +183,7 @@ class JobEvents:
             row = jobs.get(db, job_id)
             if row.finished:
                 return
-            versions = models.versions_made_by(db, row.output_model, job_id)
+            versions = models.versions_made_by(db, job_id)
             if not versions:
                 fail(db, job_id, "nothing_published", "The job ended without publishing weights; see its log.")
                 return
@@ -236,7 +235,7 @@ class JobEvents:
     def _metrics(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, at_s = self._db, int(event["step"]), event.pop("at_s", None)
         # One that is done again, after the death of a rank, say, counts once.
-        before = job_records.metric_at(db, row.id, step)
+        before = job_records.find_metric(db, row.id, step)
         if before is not None and before.created_s == at_s:
             return  # read in the run's log by a new controller, and delivered too, by ranks that outlived the old one
         # Not when it is read: steps of a time without a controller are read all at once.
@@ -295,26 +294,34 @@ class JobEvents:
     def _published(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, version = self._db, int(event["step"]), str(event["version"])
         self._ensure_output_model(row, int(event["bytes"]))
-        meta = {"step": step, "job_id": row.id, **{name: event.get(name) for name in ("epoch", "seconds")}}
+        if models.find_version(db, row.output_model, version) is not None:
+            return
+        meta = {name: event.get(name) for name in ("epoch", "seconds")}
         publish = (row.resolved or {}).get("publish")
         if publish == "checkpoints":
             meta["of_epoch"] = True  # until it is the job's result
         if event.get("adapter"):
             meta["adapter"] = event["adapter"]
-        if models.find_version(db, row.output_model, version) is None:
-            source, size, path = f"job {row.id}", int(event["bytes"]), str(event["path"])
-            new = VersionRow(row.output_model, version, source, size, time.time(), shm_path=path, meta=meta)
-            models.insert_version(db, new)
-            if publish != "epoch" or not answers_at_once(db, row, version):
-                # Also epochs before the last, and those of a job that does not reach its end.
-                models.update_version(db, row.output_model, version, held_back=1)
-        name = checkpoint_name(row, step)
-        if job_records.find_checkpoint(db, name) is None:
-            metrics, ids = self._measured_at(row.id, step), (new_id("ftckpt_"), row.id)
-            checkpoint = CheckpointRow(*ids, name, row.output_model, version, step, time.time(), metrics)
-            job_records.insert_checkpoint(db, checkpoint)
-            what = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
-            add_message(db, row.id, f"{what} created at step {step}{_written(event)}", data=meta)
+        new = VersionRow(
+            row.output_model,
+            version,
+            f"job {row.id}",
+            int(event["bytes"]),
+            time.time(),
+            shm_path=str(event["path"]),
+            meta=meta,
+            id=new_id("ftckpt_"),
+            checkpoint=checkpoint_name(row, step),
+            job_id=row.id,
+            step=step,
+            metrics=self._measured_at(row.id, step),
+        )
+        # Also epochs before the last, and those of a job that does not reach its end.
+        held_back = publish != "epoch" or not answers_at_once(db, row, new)
+        models.insert_version(db, replace(new, held_back=int(held_back)))
+        what = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
+        data = {"step": step, "job_id": row.id, **meta}
+        add_message(db, row.id, f"{what} created at step {step}{_written(event)}", data=data)
 
     def _profiled(self, row: JobRow, event: dict[str, Any]) -> None:
         """Where the time of some steps went; `appliance job logs` shows it."""
@@ -333,28 +340,21 @@ class JobEvents:
         db = self._db
         if models.find(db, row.output_model) is not None:
             return
-        # The base may be deleted while the job trains; the values from its row are then unknown, not wrong.
-        base = resolve(db, row.model)
-        known = base.model if base else None
-        models.insert(
-            db,
-            ModelRow(
-                id=row.output_model,
-                kind="fine-tuned",
-                base=row.model,
-                arch=known.arch if known else "unknown",
-                params=known.params if known else 0,
-                bytes=size_bytes,
-                owned_by=f"org-{self._organization}",
-                source=f"job {row.id}",
-                created_s=time.time(),
-                task="generate",
-                job_id=row.id,
-                owner=row.owner,
-                max_model_len=known.max_model_len if known else None,
-                info=known.info if known else {},
-            ),
+        base = resolve(db, row.model)  # deleted while the job trains: its values are unknown
+        known = columns(base.model, "arch params max_model_len info") if base else {"arch": "unknown", "params": 0}
+        model = ModelRow(
+            id=row.output_model,
+            kind="fine-tuned",
+            base=row.model,
+            bytes=size_bytes,
+            owned_by=f"org-{self._organization}",
+            source=f"job {row.id}",
+            created_s=time.time(),
+            job_id=row.id,
+            owner=row.owner,
+            **known,
         )
+        models.insert(db, model)
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
         """An event tells of the first: small models on a CPU write one at nearly every step."""
@@ -367,7 +367,7 @@ class JobEvents:
         add_message(self._db, row.id, str(event["text"]), level=event.get("level", "info"))
 
     def _measured_at(self, job_id: str, step: int) -> dict[str, float]:
-        row = job_records.metric_at(self._db, job_id, step)
+        row = job_records.find_metric(self._db, job_id, step)
         if row is None:
             return {}
         trained = {"loss": row.loss, **(row.measured or {})}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, Field, StringConstraints, create_model
 
 from appliance.controller.http.strict_body import Metadata, StrictBody
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
@@ -26,12 +26,17 @@ _JUDGES = {
 }
 
 
-class MethodChoice(StrictBody):
-    """The name of a method of `train.methods.methods`, and the blocks of methods by their names (`training_of`)."""
+def _choice() -> type[BaseModel]:
+    """The name of a method, and blocks of methods by their names: hyperparameters, and what each method takes."""
+    blocks = dict[str, Any]()
+    for name, method in METHODS.items():
+        fields: dict[str, Any] = {"hyperparameters": (Hyperparameters | None, None)}
+        fields |= {taken: (Any, None) for taken in method.takes}
+        blocks[name] = (create_model(name, __base__=StrictBody, **fields) | None, None)
+    return create_model("MethodChoice", __base__=StrictBody, type=(Name, ...), **blocks)
 
-    model_config = ConfigDict(extra="allow", strict=True)
 
-    type: Name
+MethodChoice = _choice()
 
 
 class Wandb(StrictBody):
@@ -73,7 +78,7 @@ class JobCreate(StrictBody):
     suffix: str | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     metadata: Metadata | None = None
-    method: MethodChoice | None = None
+    method: MethodChoice | None = None  # type: ignore[valid-type]
     hyperparameters: Hyperparameters | None = None
     integrations: Annotated[list[Integration], Field(max_length=5)] | None = None
     min_devices: Devices | None = None
@@ -105,27 +110,33 @@ class Training:
 def training_of(request: JobCreate) -> Training:
     """The deprecated top-level hyperparameters and those of the method may both be present; where they disagree, the
     intent is unknown. Raises BadRequest."""
-    method = METHODS.get(request.method.type) if request.method else DEFAULT
+    given: Any = request.method
+    method = METHODS.get(given.type) if given else DEFAULT
     if method is None:
-        assert request.method is not None
         raise BadRequest(
-            f"The method {shown(request.method.type)} is not supported; expected one of {', '.join(METHODS)}.",
+            f"The method {shown(given.type)} is not supported; expected one of {', '.join(METHODS)}.",
             param="method.type",
             code="unsupported_method",
         )
+    # OpenAI's SDK may send the blocks of other methods too, but not in place of the method's own.
+    own = getattr(given, method.name, None)
+    other = next((name for name in METHODS if getattr(given, name, None) is not None), None)
+    if own is None and other is not None:
+        raise InvalidValue(
+            f"Invalid value for 'method.{other}': the type of the method is '{method.name}', which reads "
+            f"'method.{method.name}'.",
+            f"method.{other}",
+        )
+    block = {name: getattr(own, name) for name in own.model_fields_set} if own is not None else {}
     where = f"method.{method.name}.hyperparameters"
-    block = _block(request.method, method)
-    old, new = request.hyperparameters or {}, block.pop("hyperparameters", None)
-    new = {} if new is None else new
-    if not isinstance(new, dict):
-        raise InvalidValue(f"Invalid value for '{where}': {shown(new)} was given, expected an object.", where)
+    old, new = request.hyperparameters or {}, block.pop("hyperparameters", None) or {}
     for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:
             raise InvalidValue(
                 f"hyperparameters.{name} is {shown(old[name])} and {where}.{name} is {shown(new[name])}; give it once.",
                 f"hyperparameters.{name}",
             )
-    training = Training(method, old | new, where if request.method else "hyperparameters", block)
+    training = Training(method, old | new, where if given else "hyperparameters", block)
     # The scheduler reads the job's row in each of its rounds.
     if (size := len(orjson.dumps(training.hyperparameters, default=str))) > MOST_BYTES:
         raise BadRequest(
@@ -141,32 +152,6 @@ def training_of(request: JobCreate) -> Training:
             code="missing_required_parameter",
         )
     return training
-
-
-def _block(given: MethodChoice | None, method: Method) -> dict[str, Any]:
-    """The block of the method. Those of others may stand beside it, unread, as at OpenAI (its SDK's own tests send
-    all), but not in its place. Raises BadRequest."""
-    blocks = (given.model_extra if given else None) or {}
-    if unknown := sorted(blocks.keys() - METHODS.keys()):
-        raise _unknown(f"method.{unknown[0][:64]}")
-    block, own = blocks.get(method.name), f"method.{method.name}"
-    other = next((name for name, block in blocks.items() if block is not None), None)
-    if block is None and other is not None:
-        raise InvalidValue(
-            f"Invalid value for 'method.{other}': the type of the method is '{method.name}', which reads '{own}'.",
-            f"method.{other}",
-        )
-    if not isinstance(block, dict | None):
-        expected = "{'hyperparameters': {...}}"
-        raise InvalidValue(f"Invalid value for '{own}': {shown(block)} was given, expected {expected}.", own)
-    block = dict(block or {})
-    if unknown := sorted(block.keys() - {"hyperparameters", *method.takes}):
-        raise _unknown(f"{own}.{unknown[0][:64]}")
-    return block
-
-
-def _unknown(param: str) -> BadRequest:
-    return BadRequest(f"Unrecognized request argument supplied: {param}.", param=param, code="unknown_parameter")
 
 
 def refused(error: InvalidHyperparameter, where: str) -> BadRequest:

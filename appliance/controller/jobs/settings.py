@@ -18,7 +18,7 @@ from appliance.controller.interfaces.errors import BadRequest, InvalidValue
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Verdict
 from appliance.store.objects import job_records, models
-from appliance.store.rows import JobRow, VersionRow
+from appliance.store.rows import VersionRow
 from runtime.devices.kinds import HOST, kind_of
 from scheduler.core.config import SchedulerConfig
 from train.data.check import DataReport
@@ -63,23 +63,19 @@ class NodeSizes:
 
     def refuse_more(self, name: str, given: int, asked: str = "") -> None:
         """Raises BadRequest if no node has `given` devices. name: the field at fault, with value `asked`."""
-        if self.counts and given > self.largest:
-            node = "the box" if len(self.counts) == 1 else "the largest node of the box"
-            raise BadRequest(
-                f"{name} is {asked or given}; expected at most {self.largest}, which is all that {node} has. "
-                "Ask for less, or join a node with more devices first (`appliance join`).",
-                param=name,
-                code="insufficient_devices",
-            )
+        node = "the box" if len(self.counts) == 1 else "the largest node of the box"
+        self._refuse(name, given, self.largest, f", which is all that {node} has", asked)
 
     def refuse_more_replicas(self, name: str, given: int, tensor_parallel: int) -> None:
         """Raises BadRequest if the nodes cannot hold `given` engines with this many devices each."""
         most = sum(count // tensor_parallel for count in self.counts)
+        self._refuse(name, given, most, f": each replica takes {tensor_parallel} of {sum(self.counts)} devices")
+
+    def _refuse(self, name: str, given: int, most: int, why: str, asked: str = "") -> None:
         if self.counts and given > most:
-            each = "one device" if tensor_parallel == 1 else f"{tensor_parallel} devices side by side"
             raise BadRequest(
-                f"{name} is {given}; expected at most {most}: each replica takes {each}, and the box has "
-                f"{sum(self.counts)}. Ask for fewer, or join a node first (`appliance join`).",
+                f"{name} is {asked or given}; expected at most {most}{why}. Ask for less, or join a node with more "
+                "devices first (`appliance join`).",
                 param=name,
                 code="insufficient_devices",
             )
@@ -140,10 +136,6 @@ class Wish:
         return fitting
 
 
-def wish_of(row: JobRow) -> Wish:
-    return Wish(row.min_devices, row.max_devices)
-
-
 def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
     """The message for a job that has no valid number of devices."""
     together = auto.ranks_of_row(resolved)
@@ -153,19 +145,6 @@ def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
         f"into {', '.join(map(str, by_batch)) or 'no allowed number of'} devices; min_devices and max_devices leave "
         "none of them."
     )
-
-
-def bounds(row: JobRow, device_count: int) -> tuple[int, int, tuple[int, ...]]:
-    """(fewest, most, allowed sizes or none) of a job for the planner.
-
-    A job too large for the box's current size keeps its sizes and waits: the box may get its devices back.
-    """
-    least = row.min_devices or 1
-    if not row.allowed_sizes:
-        return least, max(row.max_devices or device_count, least), ()
-    most = row.max_devices or max(row.allowed_sizes)
-    fitting = sorted(size for size in row.allowed_sizes if least <= size <= most) or sorted(row.allowed_sizes)
-    return fitting[0], fitting[-1], tuple(fitting)
 
 
 @dataclass(frozen=True, slots=True)

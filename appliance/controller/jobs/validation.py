@@ -135,11 +135,13 @@ class JobValidation:
         dataset = settings.dataset_of(reports["training_file"])
         choose = partial(settings.choose, context, base, method, row.hyperparameters, dataset)
         if tokenizer is not None and method.cut_refuses:
-            fields = choose(settings.wish_of(row)).resolved
+            fields = choose(settings.Wish(row.min_devices, row.max_devices)).resolved
             await self._check_cut(row, tokenizer, method.data_length(fields["max_length"], fields["options"]), reports)
         if (now := self._validating(row.id)) is None:
             return
-        chosen = choose(settings.wish_of(now))  # an operator may have changed it during the check
+        chosen = choose(
+            settings.Wish(now.min_devices, now.max_devices)
+        )  # an operator may have changed it during the check
         # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
         resolved = {**chosen.resolved, "base_version": base.version.version}
         if (verdict := chosen.verdict) is None:

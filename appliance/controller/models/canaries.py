@@ -158,11 +158,9 @@ class Canaries:
     def _message(self, row: CanaryRow) -> str:
         status = self._context.scheduler.status()
         version = models.find_version(self._db, row.model, row.version)
-        takes = f"{row.version} takes {row.share:.0%} of the requests"
-        if version is not None and version.meta.get("adapter"):
-            return f"{takes}, on the engines of its base"
-        if any(replica["model"] == row.name and replica["state"] == "open" for replica in status["replicas"]):
-            return takes
+        is_adapter = version is not None and version.meta.get("adapter")  # it is on the engines of its base
+        if is_adapter or any(one["model"] == row.name and one["state"] == "open" for one in status["replicas"]):
+            return f"{row.version} takes {row.share:.0%} of the requests"
         notes = [note for note in status["notes"] if row.name in note]
         return ". ".join([f"All requests go to {row.before}: no engine of {row.version} is open yet", *notes])
 

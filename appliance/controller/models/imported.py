@@ -12,8 +12,7 @@ from appliance.controller.interfaces.principal import Principal
 from appliance.models.library import ModelVersion
 from appliance.store.database import Database
 from appliance.store.objects import models
-from appliance.store.records import deployments
-from appliance.store.rows import DeploymentRow, ModelRow, VersionRow, columns
+from appliance.store.rows import ModelRow, VersionRow, columns
 
 
 def adapter_base(context: ControllerContext, name: str, trained_on: str, base: str | None) -> dict[str, Any]:
@@ -33,11 +32,10 @@ def adapter_base(context: ControllerContext, name: str, trained_on: str, base: s
     version = models.active(db, row)
     if version is None or version.meta.get("adapter"):
         what = "has no version that answers" if version is None else "is an adapter itself"
-        raise BadRequest(
-            f"The model {shown(row.id)} {what}, so no adapter can be served on it; name a base with whole weights.",
-            param="base",
-            code="base_not_supported",
+        message = (
+            f"The model {shown(row.id)} {what}, so no adapter can be served on it; name a base with whole weights."
         )
+        raise BadRequest(message, param="base", code="base_not_supported")
     path = version.disk_path or version.shm_path
     if path is None:
         raise Conflict(
@@ -46,14 +44,11 @@ def adapter_base(context: ControllerContext, name: str, trained_on: str, base: s
             param="base",
             code="base_not_here",
         )
-    if (there := models.find(db, name)) is not None:
-        active = models.active(db, there)
-        if active is None or (active.meta.get("adapter") or {}).get("base") != row.id:
-            raise Conflict(
-                f"The model {shown(name)} exists and is not an adapter of {row.id}; choose another name with --name.",
-                param="name",
-                code="model_exists",
-            )
+    there = models.find(db, name)
+    active = models.active(db, there) if there is not None else None
+    if there is not None and (active is None or (active.meta.get("adapter") or {}).get("base") != row.id):
+        message = f"The model {shown(name)} exists and is not an adapter of {row.id}; choose another name with --name."
+        raise Conflict(message, param="name", code="model_exists")
     rank_limit = context.sizes.adapter_rank_limit(row)
     return {"base": row.id, "base_version": version.version, "base_path": path, "rank_limit": rank_limit}
 
@@ -124,11 +119,9 @@ async def register(
                 models.share(db, row.id, owner)
         if models.find_version(db, row.id, made.version) is None:
             models.insert_version(db, version)
-        models.activate(db, row.id, made.version)
-        if deployments.find(db, row.id) is None:
-            deployments.insert(db, DeploymentRow(model=row.id, created_s=now_s))
+        models.serve(db, row.id, made.version)
     context.scheduler.nudge(f"model {row.id} version {made.version} is ready")
-    result: dict[str, Any] = {"name": row.id, "version": made.version, "params": made.params, "bytes": made.bytes}
+    result = {"name": row.id, **columns(made, "version params bytes")}
     if made.warnings:
         result["warnings"] = list(made.warnings)
     if adapter is not None:

@@ -12,7 +12,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import Conflict, OperationFailed
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.database import Database
-from appliance.store.objects import adapters, job_records, jobs, models
+from appliance.store.objects import adapters, jobs, models
 from appliance.store.records import canaries
 from appliance.store.rows import JobRow, ModelRow, VersionRow
 
@@ -76,8 +76,8 @@ async def remove_bytes(context: ControllerContext, *versions: VersionRow) -> Non
 def drop_older_checkpoints(db: Database, job: JobRow) -> list[VersionRow]:
     """Delete the checkpoints of this job but for those of its last epochs, and those that something rests on. Returns
     them: their bytes have to follow."""
-    made = models.versions_made_by(db, job.output_model, job.id)
-    by_step = sorted((row for row in made if row.meta.get("of_epoch")), key=lambda row: int(row.meta["step"]))
+    made = (row for row in models.versions_made_by(db, job.id) if row.meta.get("of_epoch"))
+    by_step = sorted(made, key=lambda row: row.step)
     with db.transaction():
         older = [row for row in by_step[:-KEPT_CHECKPOINTS] if not _rests_on(db, row)]
         for row in older:
@@ -88,7 +88,7 @@ def drop_older_checkpoints(db: Database, job: JobRow) -> list[VersionRow]:
 def _rests_on(db: Database, row: VersionRow) -> bool:
     """Whether anything would miss this checkpoint: it answers or is compared, it is pinned, or what was made of it, or
     is being made or judged by it, needs it."""
-    names = _names(db, row.model, row.version)
+    names = _names(row)
     return (
         bool(row.pinned)
         or bool(_answers(db, row))
@@ -108,12 +108,9 @@ def _answers(db: Database, row: VersionRow) -> str:
     return ""
 
 
-def _names(db: Database, model: str, version: str) -> set[str]:
+def _names(row: VersionRow) -> set[str]:
     """All names by which a job may have this version, but for its model's."""
-    names = {f"{model}@{version}"}
-    if (checkpoint := job_records.checkpoint_of(db, model, version)) is not None:
-        names.add(checkpoint)
-    return names
+    return {f"{row.model}@{row.version}"} | ({row.checkpoint} if row.checkpoint else set())
 
 
 def refuse_if_in_use(
@@ -123,7 +120,7 @@ def refuse_if_in_use(
     db, model, one = context.db, found.model.id, found.version.version if found.version is not None else None
     if found.version is not None and (how := _answers(db, found.version)):
         raise Conflict(f"{found.name} is {how}", param="model", code="version_in_use")
-    names = {found.name, *([model] if one is None else _names(db, model, one))}
+    names = {found.name, *([model] if found.version is None else _names(found.version))}
     trained = jobs.list_unfinished_with(db, {*names, model}, model)
     for job in [*trained, *jobs.list_unfinished_judged_by(db, model, names, one is None)]:
         if job.wanted == "cancel" or job.id in leaving:

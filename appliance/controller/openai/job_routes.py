@@ -26,7 +26,7 @@ from appliance.controller.openai.new_job import check_judges, insert_job
 from appliance.store import database
 from appliance.store.database import Database, Part
 from appliance.store.objects import job_records, jobs
-from appliance.store.rows import CheckpointRow, JobEventRow, JobJudgeRow, JobRow
+from appliance.store.rows import VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow
 from train.methods.methods import DEFAULT, METHODS
 
 # A job whose data is refused ends there: its last events are the lines, at most as many as a report lists, and its end.
@@ -121,7 +121,7 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.get("/{job_id}/checkpoints")
     def checkpoints(job_id: str, caller: Caller, part: Annotated[Part, part(10)]) -> dict[str, Any]:
         JOBS.known(db, job_id, caller)
-        return list_object(job_records.page_checkpoints(db, job_id, **part), checkpoint_object)
+        return list_object(VERSIONS.page(db, {"job_id": job_id}, **part), checkpoint_object)
 
     return router
 
@@ -238,6 +238,6 @@ def event_object(row: JobEventRow) -> dict[str, Any]:
     return object_of(row, "fine_tuning.job.event", "level message type", data=row.data or {})
 
 
-def checkpoint_object(row: CheckpointRow) -> dict[str, Any]:
-    of = {"fine_tuned_model_checkpoint": row.name, "fine_tuning_job_id": row.job_id, "step_number": row.step}
+def checkpoint_object(row: VersionRow) -> dict[str, Any]:
+    of = {"fine_tuned_model_checkpoint": row.checkpoint, "fine_tuning_job_id": row.job_id, "step_number": row.step}
     return object_of(row, "fine_tuning.job.checkpoint", "", **of, metrics={"step": row.step, **row.metrics})

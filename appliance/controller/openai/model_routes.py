@@ -97,7 +97,7 @@ def routes(context: ControllerContext) -> APIRouter:
         "without_key" which of the owners have none."""
         found = usable_model(db, caller, name)
         model, change = found.model, models.unshare if body.stop else models.share
-        if found.checkpoint or found.pinned:
+        if found.is_checkpoint or found.pinned:
             raise InvalidValue(f"{shown(name)} is a version of {model.id}; a model is shared as a whole.", "model")
         _refuse_unless_own(model, caller, "share")
         if not body.owners and not body.everybody:
@@ -137,7 +137,7 @@ def _audience(db: Database, model: ModelRow) -> dict[str, Any]:
 def _shown(context: ControllerContext, found: Resolved, caller: Principal, states: ModelStates) -> dict[str, Any]:
     """OpenAI's object, plus the box's fields: its context in tokens, what the model does now, and why if it does not
     serve; for its owner and admins also the owner and whom it is shared with."""
-    made_s = found.version.created_s if found.checkpoint or found.pinned else found.model.created_s
+    made_s = found.version.created_s if found.is_checkpoint or found.pinned else found.model.created_s
     own = caller.viewer in (None, found.model.owner)
     return {
         "id": found.name,

@@ -172,7 +172,7 @@ def _output_model(
         raise InvalidValue(f"Invalid value for 'publish_as': {shown(name)} was given, {expected}.", "publish_as")
     owners = {job.owner for job in others} | ({existing.owner} if existing is not None else set())
     is_import = existing is not None and existing.job_id is None
-    if is_import or owners - {caller.owner} or job_records.find_checkpoint(db, name) is not None:
+    if is_import or owners - {caller.owner} or models.find_checkpoint(db, name) is not None:
         raise _refused(name, "is taken: versions are made of fine-tuned models of one's own. Choose another name.")
     # Engines are set up for a model, so its versions may differ only in their numbers.
     root, bases = root_base(db, base.model), [(job.model, resolve(db, job.model)) for job in others]

@@ -81,9 +81,9 @@ class JobRuns:
                 for event in some:
                     self._events.ingest(job_id, event)
 
-    def _is_unfinished(self, job_id: str) -> bool:
-        row = jobs.find(self._db, job_id)
-        return row is not None and not row.finished
+    def _unfinished(self, job_id: str | None) -> JobRow | None:
+        row = jobs.find(self._db, job_id or "")
+        return row if row is not None and not row.finished else None
 
     async def prepare(self, job_id: str) -> None:
         """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError, also
@@ -248,7 +248,7 @@ class JobRuns:
                 jobs.update(self._db, row.id, snapshot=None)
                 self._tiers.nudge()
         self._rollouts.follow()
-        self._routing.keep_policies(lambda name: self._is_unfinished(policy_of(name) or ""))
+        self._routing.keep_policies(lambda name: self._unfinished(policy_of(name)) is not None)
         await self._tidy_policies(unload)
         while self._gone:
             version = self._gone.pop()
@@ -266,8 +266,8 @@ class JobRuns:
                 if policy_of(stored.model) is not None:
                     by_model[kind, stored.model].append(stored)
         for (kind, model), versions in by_model.items():
-            row, kept = jobs.find(self._db, policy_of(model) or ""), 0
-            if row is not None and not row.finished:
+            row, kept = self._unfinished(policy_of(model)), 0
+            if row is not None:
                 # Those that answers may still be asked of, and the one that ranks have just written.
                 kept = int((row.resolved or {}).get("options", {}).get("staleness", 0)) + 2
             for stored in versions[: max(0, len(versions) - kept)]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,16 +16,15 @@ from appliance.controller.devices.mode import mode_windows, policy_of, read_mode
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.interfaces.records import TRAINING_FAILED
 from appliance.controller.jobs.events import JobEvents, add_message
-from appliance.controller.jobs.settings import bounds, shape_of
+from appliance.controller.jobs.settings import shape_of
 from appliance.controller.jobs.wanted import pause_reason
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts
 from appliance.controller.scheduling.wishes import Wishes
 from appliance.memory.box_memory import BoxMemory
 from appliance.store.database import Database
-from appliance.store.ids import new_id
-from appliance.store.objects import job_records, jobs, models
-from appliance.store.objects.adapters import AdapterRow, list_callable
+from appliance.store.objects import jobs, models
+from appliance.store.objects.adapters import list_callable
 from appliance.store.records import audit, canaries, deployments, model_settings, usage
 from appliance.store.rows import AuditRow, DeploymentRow, JobRow
 from scheduler.core.failures import Failure
@@ -41,16 +40,6 @@ CHECKPOINT_IDLE_S = 300.0
 """Limit for models that nobody deployed: checkpoints called by name, and hosts of adapters."""
 POLICY_IDLE_S = 1.0
 """The same for models in training, whose jobs may wait for the devices."""
-
-
-@dataclass(frozen=True, slots=True)
-class BoxSize:
-    """serving_floor: devices that serving keeps in every mode. devices: of the box when it started. max_replicas: for
-    deployments without a limit of their own."""
-
-    serving_floor: int
-    devices: int
-    max_replicas: int
 
 
 class JobMemory:
@@ -76,8 +65,8 @@ class JobMemory:
         ascending."""
         if row.resolved is None:
             return {1: 0}
-        sizes = bounds(row, self._facts.devices)[2] or (1,)
-        return {size: self._numbers(row.id, (size,))["host_memory"]["job_bytes"] for size in sizes}
+        found = {size: self._numbers(row.id, (size,)) for size in row.allowed_sizes or (1,)}
+        return {size: numbers["host_memory"]["job_bytes"] for size, numbers in found.items()}
 
     def _computed(self, job_id: str, sizes: tuple[int, ...]) -> dict[str, Any]:
         return self._verdict(jobs.get(self._db, job_id), self._facts, sizes).numbers
@@ -97,7 +86,8 @@ class SqliteStateStore:
         self,
         db: Database,
         events: JobEvents,
-        size: BoxSize,
+        serving_floor: int,
+        max_replicas: int,
         routing: BusRouting,
         wishes: Wishes,
         learning: DemandLearning,
@@ -105,8 +95,14 @@ class SqliteStateStore:
         job_memory: JobMemory,
         starved: Callable[[JobRow], bool],
     ):
-        """starved: whether a job's ranks wait for samples (Rollouts.starved)."""
-        self._db, self._events, self._size, self._routing = db, events, size, routing
+        """
+        Args:
+            serving_floor: devices that serving keeps in every mode.
+            max_replicas: of deployments without a limit of their own.
+            starved: whether a job's ranks wait for samples (Rollouts.starved).
+        """
+        self._db, self._events, self._routing = db, events, routing
+        self._serving_floor, self._max_replicas = serving_floor, max_replicas
         self._wishes, self._learning, self._memory, self._job_memory = wishes, learning, memory, job_memory
         self._starved = starved
         self._settings: dict[str, str] = {}
@@ -127,18 +123,13 @@ class SqliteStateStore:
         self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
         mode = read_mode(self._db)
         self._settings, self._demand = model_settings.digests(self._db), self._wishes.demands(free_devices)
-        active = models.active_versions(self._db)
-        deployed = [row for row in deployments.list_all(self._db) if row.model in active]
-        adapters = {row.name: row for row in list_callable(self._db)} | self._routing.policy_adapters()
         return Workload(
-            policy=policy_of(mode, self._size.serving_floor),
+            policy=policy_of(mode, self._serving_floor),
             policy_since_s=mode.since_s,
-            windows=mode_windows(self._db, self._size.serving_floor),
+            windows=mode_windows(self._db, self._serving_floor),
             jobs=tuple(self._job(row) for row in unfinished if row.phase != "validating" and row.wanted != "cancel"),
-            deployments=self._learning.learned(
-                (*self._own_engines(deployed, active, adapters), *self._checkpoints(adapters), *self._policies())
-            ),
-            cordoned=frozenset(cordons.cordoned(self._db)),
+            deployments=self._learning.learned(self._deployments()),
+            cordoned=frozenset(cordons.read(self._db)),
             max_asleep=self._memory.max_asleep(),
         )
 
@@ -213,8 +204,7 @@ class SqliteStateStore:
             note = f"no engine starts with settings {rows[0].number}, so those before, {number}, serve again: {reason}"
             model_settings.add(self._db, model, said, served.settings, "box", time.time(), note)
             detail = {"failed": rows[0].number, "back_to": number, "reason": reason}
-            row = AuditRow(new_id("audit_"), None, "model.settings", model, "done", "", time.time(), detail)
-            audit.insert(self._db, row)
+            audit.insert(self._db, AuditRow("model.settings", model, detail=detail))
         self._routing.models_changed()  # the gateways' table holds the context
         return True
 
@@ -226,81 +216,49 @@ class SqliteStateStore:
             self._events.cancelled(row.id)
         return [row for row in unfinished if row not in gone]
 
-    def _own_engines(
-        self, deployed: list[DeploymentRow], active: Mapping[str, str], adapters: Mapping[str, AdapterRow]
-    ) -> list[DeploymentView]:
-        """Deployments that need engines of their own. An adapter's demand goes to its host model."""
+    def _deployments(self) -> tuple[DeploymentView, ...]:
+        """Everything that needs engines of its own. An adapter's demand goes to its host."""
+        active = models.active_versions(self._db)
+        adapters = {row.name: row for row in list_callable(self._db)} | self._routing.policy_adapters()
+        deployed = [row for row in deployments.list_all(self._db) if row.model in active]
         views = {row.model: self._deployment(row, active[row.model]) for row in deployed if row.model not in adapters}
         for adapter in adapters.values():
-            if adapter.host not in views:
-                # Its base serves another version now or is not deployed: start engines for the version it fits.
-                settings = self._settings.get(adapter.base, "")
-                views[adapter.host] = replace(
-                    views.get(adapter.base) or DeploymentView(adapter.base, adapter.base_version, settings=settings),
-                    model=adapter.host,
-                    version=adapter.base_version,
-                    min_replicas=0,
-                    pinned=False,
-                    served=None,
-                    demand=self._demand(adapter.host),
-                    idle_sleep_s=None,
-                    idle_limit_s=CHECKPOINT_IDLE_S,
-                )
+            if adapter.host not in views:  # its base serves another version now or is not deployed
+                like = views.get(adapter.base)
+                views[adapter.host] = self._on_demand(adapter.host, adapter.base, adapter.base_version, like)
         for row in deployed:
             if row.model in adapters and (row.pinned or row.min_replicas):
                 host = views[adapters[row.model].host]
-                views[host.model] = replace(
-                    host,
-                    pinned=host.pinned or bool(row.pinned),
-                    min_replicas=min(max(host.min_replicas, row.min_replicas), host.max_replicas),
-                )
+                least = min(max(host.min_replicas, row.min_replicas), host.max_replicas)
+                views[host.model] = replace(host, pinned=host.pinned or bool(row.pinned), min_replicas=least)
         for canary in canaries.list_running(self._db):
             # An adapter's canary needs none: the engines of its host serve both versions.
             if canary.model in views and canary.name not in adapters:
-                stable = views[canary.model]
-                views[canary.name] = replace(
-                    stable,
-                    model=canary.name,
-                    version=canary.version,
-                    min_replicas=1,  # no request waits for it, so demand alone would not start one
-                    max_replicas=max(1, stable.max_replicas),
-                    demand=self._demand(canary.name),
-                    idle_sleep_s=None,
-                    idle_limit_s=None,
-                    pinned=False,
-                    served=None,
-                )
-        return list(views.values())
+                like = views[canary.model]
+                # No request waits for it, so demand alone would not start one.
+                own: dict[str, Any] = {
+                    "min_replicas": 1,
+                    "max_replicas": max(1, like.max_replicas),
+                    "idle_limit_s": None,
+                }
+                views[canary.name] = self._on_demand(canary.name, canary.model, canary.version, like, **own)
+        for name, model, version in models.checkpoint_names(self._db):
+            if name not in adapters:
+                views[name] = self._on_demand(name, model, version, beside=model)
+        for name, policy in self._routing.policies.items():
+            if policy.version:  # it gives way as soon as its samples are there
+                views[name] = self._on_demand(name, policy.base, policy.version, idle_limit_s=POLICY_IDLE_S)
+        return tuple(views.values())
 
-    def _checkpoints(self, adapters: Mapping[str, AdapterRow]) -> list[DeploymentView]:
-        """Deployments of checkpoints, which have an engine only while they are in use. Adapters among the thousands
-        that there may be need none: their hosts' engines serve them."""
-        return [
-            DeploymentView(
-                row.name,
-                row.version,
-                demand=self._demand(row.name),
-                idle_limit_s=CHECKPOINT_IDLE_S,
-                settings=self._settings.get(row.model, ""),
-                beside=row.model,
-            )
-            for row in job_records.checkpoint_names(self._db)
-            if row.name not in adapters
-        ]
-
-    def _policies(self) -> list[DeploymentView]:
-        """Models in training with engines of their own, which give way as soon as their samples are there."""
-        return [
-            DeploymentView(
-                name,
-                policy.version,
-                demand=self._demand(name),
-                idle_limit_s=POLICY_IDLE_S,
-                settings=self._settings.get(policy.base, ""),
-            )
-            for name, policy in self._routing.policies.items()
-            if policy.version
-        ]
+    def _on_demand(
+        self, name: str, model: str, version: str, like: DeploymentView | None = None, **changes: Any
+    ) -> DeploymentView:
+        """A version of `model` that nobody deployed under this name, which has an engine only while it is in use. like:
+        whose engines it has; None: by the settings of `model`."""
+        view = like or DeploymentView(name, version, settings=self._settings.get(model, ""))
+        own: dict[str, Any] = {"min_replicas": 0, "pinned": False, "served": None, "idle_sleep_s": None}
+        own |= {"idle_limit_s": CHECKPOINT_IDLE_S, "demand": self._demand(name)}
+        return replace(view, model=name, version=version, **own | changes)
 
     def _open(self, job_id: str) -> JobRow | None:
         """The job if it can still change; None if a user has just cancelled or deleted it."""
@@ -308,16 +266,15 @@ class SqliteStateStore:
         return row if row is not None and not row.finished else None
 
     def _job(self, row: JobRow) -> JobView:
-        least, most, sizes = bounds(row, self._size.devices)
-        there = self._memory.job_sizes(row) if sizes else ()
-        if possible := tuple(size for size in sizes if size in there):
-            least, most, sizes = possible[0], possible[-1], possible
+        # One that is too large for the box now keeps its sizes and waits: the box may get its devices back.
+        sizes, there = tuple(row.allowed_sizes or (1,)), self._memory.job_sizes(row)
+        sizes = tuple(size for size in sizes if size in there) or sizes
         if row.eta_s is not None and row.devices:
             self._remaining_device_s[row.id] = row.eta_s * len(row.devices)
         return JobView(
             id=row.id,
-            min_devices=least,
-            max_devices=most,
+            min_devices=sizes[0],
+            max_devices=sizes[-1],
             allowed_sizes=sizes,
             remaining_device_s=self._remaining_device_s.get(row.id),
             nodes=self._memory.job_nodes(row),
@@ -334,7 +291,7 @@ class SqliteStateStore:
         )
 
     def _deployment(self, row: DeploymentRow, version: str) -> DeploymentView:
-        most = max(row.min_replicas, self._size.max_replicas) if row.max_replicas is None else row.max_replicas
+        most = max(row.min_replicas, self._max_replicas) if row.max_replicas is None else row.max_replicas
         return DeploymentView(
             model=row.model,
             version=version,

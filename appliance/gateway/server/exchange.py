@@ -423,7 +423,7 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self._offers_upgrade = True
             return
-        self.scope |= {"connection": self, "target": self.url, "fields": headers}  # type: ignore[typeddict-item]
+        self.scope |= {"connection": self, "target": self.url, "fields": headers}  # type: ignore[misc]
         # uvicorn takes the URL apart and decodes it; routes go by its bytes, which are checked there.
         self.url = b"/"
         super().on_headers_complete()

@@ -389,10 +389,8 @@ class Inference:
         if self.checked.batch:
             return
         metrics.first_byte(*metrics.series_of(exchange)).observe(now_s - exchange.received_s)
-        if self.checked.stream:
-            metrics.loads[choice.model].first_token(now_s - exchange.received_s)
-            if choice.load.inflight == 1:
-                metrics.loads[choice.model].prefills.append((self.checked.prompt_tokens, now_s - exchange.sent_s))
+        if self.checked.stream and choice.load.inflight == 1:
+            metrics.loads[choice.model].prefills.append((self.checked.prompt_tokens, now_s - exchange.sent_s))
 
     def _keep_copy(self) -> None:
         """Once an answer is whole that is to be stored."""

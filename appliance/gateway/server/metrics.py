@@ -125,7 +125,7 @@ class ModelLoad:
 
     def __init__(self) -> None:
         self._last_request_s: float | None = None
-        self._prompts, self._first_tokens = Counter[int](), Counter[int]()
+        self._prompts = Counter[int]()
         self._estimated = self._computed = 0.0
         self._tpot: deque[tuple[float, float]] = deque(maxlen=256)
         self.prefills: deque[tuple[int, float]] = deque(maxlen=_STREAMS)
@@ -134,10 +134,6 @@ class ModelLoad:
         """Count an admitted request."""
         self._last_request_s = now_s
         self._prompts[bucket(prompt_tokens, 1.0)] += 1
-
-    def first_token(self, seconds: float) -> None:
-        """Count a stream by the time from its complete request to its first token."""
-        self._first_tokens[bucket(seconds)] += 1
 
     def computed(self, estimated: int, tokens: int) -> None:
         """Count the tokens of a prompt that an engine computed, not those of its cache. estimated: all its tokens."""
@@ -152,8 +148,8 @@ class ModelLoad:
     def report(self, now_s: float) -> dict[str, Any]:
         """This model's part of the load report. tpot_p95_s: of streams of the last minute. computed_part: prompt tokens
         that engines computed for an estimated one (fewer where prompts share a cached prefix). prefill_tokens_per_s: of
-        one replica. None for what is unknown. arrived_prompts, first_tokens: requests by `bucket` of their prompt
-        tokens (from 1), and streams of the time to their first token."""
+        one replica. None for what is unknown. arrived_prompts: requests by `bucket` of their prompt
+        tokens (from 1)."""
         recent = sorted(seconds for at_s, seconds in self._tpot if at_s >= now_s - RECENT_S)
         return {
             "last_request_s": self._last_request_s,
@@ -161,7 +157,6 @@ class ModelLoad:
             "computed_part": self._computed / self._estimated if self._estimated else None,
             "prefill_tokens_per_s": prefill_tokens_per_s(self.prefills),
             "arrived_prompts": self._prompts,
-            "first_tokens": self._first_tokens,
         }
 
 

@@ -46,8 +46,7 @@ def list_callable(db: Database) -> list[AdapterRow]:
         AdapterRow,
         f"SELECT m.id AS name, {_FIELDS} FROM models m "
         f"JOIN versions v ON v.model = m.id AND v.version = m.active_version WHERE {_IS_ADAPTER} "
-        f"UNION ALL SELECT c.name, {_FIELDS} FROM checkpoints c "
-        f"JOIN versions v ON v.model = c.model AND v.version = c.version WHERE {_IS_ADAPTER} "
+        f"UNION ALL SELECT v.checkpoint, {_FIELDS} FROM versions v WHERE v.checkpoint IS NOT NULL AND {_IS_ADAPTER} "
         f"UNION ALL SELECT n.model || '@' || n.version AS name, {_FIELDS} FROM canaries n "
         f"JOIN versions v ON v.model = n.model AND v.version = n.version WHERE n.state = 'running' AND {_IS_ADAPTER}",
     )

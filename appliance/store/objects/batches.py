@@ -16,11 +16,7 @@ insert, find, update, page = BATCHES.insert, BATCHES.find_visible, BATCHES.updat
 
 def using_file(db: Database, file_id: str) -> BatchRow | None:
     """An unfinished batch that reads this file."""
-    return db.one(
-        BatchRow,
-        f"SELECT * FROM batches WHERE input_file_id = ? AND {UNFINISHED['batches']} ORDER BY seq LIMIT 1",
-        [file_id],
-    )
+    return BATCHES.first(db, f"input_file_id = ? AND {UNFINISHED['batches']}", file_id)
 
 
 def set_status(db: Database, batch_id: str, status: BatchStatus, **changes: Any) -> None:

@@ -9,14 +9,10 @@ from collections.abc import Iterable
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part, owned_by
-from appliance.store.rows import EVAL_ITEMS, EVAL_RUNS, EVALS, UNFINISHED, EvalItemRow, EvalRow, EvalRunRow
+from appliance.store.rows import EVAL_ITEMS, EVAL_RUNS, EVALS, UNFINISHED, EvalItemRow, EvalRunRow
 
-insert, update, find = EVALS.insert, EVALS.update, EVALS.find_visible
+insert, update, find, page = EVALS.insert, EVALS.update, EVALS.find_visible, EVALS.page_visible
 insert_run, update_run = EVAL_RUNS.insert, EVAL_RUNS.update
-
-
-def page(db: Database, *, viewer: str | None, order_by: str = "", **part: Unpack[Part]) -> Page[EvalRow]:
-    return db.page(EvalRow, "evals", scope=owned_by(viewer), order_by=order_by, **part)
 
 
 def find_run(db: Database, run_id: str, *, viewer: str | None = None) -> EvalRunRow | None:
@@ -28,7 +24,7 @@ def page_runs(
 ) -> Page[EvalRunRow]:
     """Those of the viewer: an administrator may run another's eval, too."""
     scope, where = {"eval_id": eval_id, **owned_by(viewer)}, "(? IS NULL OR status = ?)"
-    return db.page(EvalRunRow, "eval_runs", scope=scope, where=where, parameters=[status, status], **part)
+    return EVAL_RUNS.page(db, scope=scope, where=where, parameters=[status, status], **part)
 
 
 def unfinished_ids(db: Database, object_id: str) -> list[str]:
@@ -56,15 +52,14 @@ def insert_items(db: Database, rows: Iterable[EvalItemRow]) -> None:
 
 
 def find_item(db: Database, run_id: str, item_id: str) -> EvalItemRow | None:
-    return db.one(EvalItemRow, "SELECT * FROM eval_items WHERE id = ? AND run_id = ?", [item_id, run_id])
+    return EVAL_ITEMS.first(db, "id = ? AND run_id = ?", item_id, run_id)
 
 
 def page_items(db: Database, run_id: str, *, status: str | None, **part: Unpack[Part]) -> Page[EvalItemRow]:
     """In the order of the data."""
     scope, where = {"run_id": run_id}, "(? IS NULL OR status = ?)"
-    return db.page(
-        EvalItemRow, "eval_items", scope=scope, where=where, parameters=[status, status], order_by="place", **part
-    )
+    part["order_by"] = "place"
+    return EVAL_ITEMS.page(db, scope, where=where, parameters=[status, status], **part)
 
 
 def passed(db: Database, run_id: str) -> dict[int, bool | None]:
@@ -75,9 +70,6 @@ def passed(db: Database, run_id: str) -> dict[int, bool | None]:
 
 def newest_sampled(db: Database, eval_id: str, *, viewer: str | None) -> EvalRunRow | None:
     """The newest run in which a model answered items of a file."""
-    return db.one(
-        EvalRunRow,
-        "SELECT * FROM eval_runs WHERE eval_id = ?1 AND (?2 IS NULL OR owner = ?2) AND model <> ''"
-        " AND data_source ->> '$.source.type' = 'file_id' ORDER BY seq DESC LIMIT 1",
-        [eval_id, viewer],
-    )
+    sampled = "model <> '' AND data_source ->> '$.source.type' = 'file_id'"
+    where = f"eval_id = ?1 AND (?2 IS NULL OR owner = ?2) AND {sampled}"
+    return EVAL_RUNS.first(db, where, eval_id, viewer, last=True)

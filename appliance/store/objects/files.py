@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Unpack
 
-from appliance.store.database import Database, Page, Part, owned_by
+from appliance.store.database import Database, Page, Part
 from appliance.store.rows import FILES, UNFINISHED, FileRow
 
 insert, update, delete = FILES.insert, FILES.update, FILES.delete
@@ -25,19 +25,12 @@ def page(db: Database, *, viewer: str | None, purpose: str | None, **part: Unpac
     where, parameters = "(expires_s IS NULL OR expires_s > ?)", list[object]([time.time()])
     if purpose is not None:
         where, parameters = where + " AND purpose = ?", [*parameters, purpose]
-    return db.page(
-        FileRow,
-        "files",
-        scope=owned_by(viewer),
-        where=where,
-        parameters=parameters,
-        unread=("report", "data_check"),
-        **part,
-    )
+    unread = ("report", "data_check")
+    return FILES.page_visible(db, viewer=viewer, where=where, parameters=parameters, unread=unread, **part)
 
 
 def expired(db: Database, *, now_s: float) -> list[FileRow]:
     """Files whose time has passed, but not the input of an unfinished batch: it would stay on the disk, uncounted, as
     long as the batch reads it."""
     inputs = f"SELECT input_file_id FROM batches WHERE {UNFINISHED['batches']}"
-    return db.all(FileRow, f"SELECT * FROM files WHERE expires_s <= ? AND id NOT IN ({inputs})", [now_s])
+    return FILES.list_all(db, f"expires_s <= ? AND id NOT IN ({inputs})", now_s)

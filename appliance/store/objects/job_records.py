@@ -1,4 +1,4 @@
-"""What belongs to a job: its judge, events, metrics and checkpoints."""
+"""What belongs to a job: its judge, events and metrics."""
 
 from __future__ import annotations
 
@@ -8,23 +8,13 @@ from statistics import median
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part
-from appliance.store.rows import (
-    CHECKPOINTS,
-    JOB_EVENTS,
-    JOB_JUDGES,
-    JOB_METRICS,
-    CheckpointNameRow,
-    CheckpointRow,
-    JobEventRow,
-    JobMetricRow,
-)
+from appliance.store.rows import JOB_EVENTS, JOB_JUDGES, JOB_METRICS, JobEventRow, JobMetricRow
 
 MOST_GROWN = 1.5
 """Times the estimate of memory, beyond which a job tells of itself alone."""
 
 insert_judge, find_judge, insert_event = JOB_JUDGES.insert, JOB_JUDGES.find, JOB_EVENTS.insert
-insert_checkpoint, find_checkpoint = CHECKPOINTS.insert, CHECKPOINTS.find
-upsert_metric = JOB_METRICS.insert_or_merge
+find_metric, upsert_metric = JOB_METRICS.find, JOB_METRICS.insert_or_merge
 """A step that ran again replaces its row, but keeps a validation loss already measured at it."""
 
 
@@ -39,7 +29,7 @@ def teachers_of_running(db: Database) -> list[str]:
 
 def page_events(db: Database, job_id: str, **part: Unpack[Part]) -> Page[JobEventRow]:
     """Newest first."""
-    return db.page(JobEventRow, "job_events", scope={"job_id": job_id}, **part)
+    return JOB_EVENTS.page(db, {"job_id": job_id}, **part)
 
 
 def set_communication(db: Database, job_id: str, step: int, share: float) -> None:
@@ -49,21 +39,13 @@ def set_communication(db: Database, job_id: str, step: int, share: float) -> Non
 
 def last_communication(db: Database, job_id: str) -> float | None:
     """The share of communication in the newest step that was profiled."""
-    share: float | None = db.value(
-        "SELECT communication FROM job_metrics WHERE job_id = ? AND communication IS NOT NULL "
-        "ORDER BY step DESC LIMIT 1",
-        [job_id],
-    )
-    return share
+    row = JOB_METRICS.first(db, "job_id = ? AND communication IS NOT NULL", job_id, last=True)
+    return None if row is None else row.communication
 
 
 def list_metrics(db: Database, job_id: str, *, after_step: int = -1, limit: int = 10_000) -> list[JobMetricRow]:
     """Metrics by ascending step, from the one behind `after_step`."""
-    return db.all(
-        JobMetricRow,
-        "SELECT * FROM job_metrics WHERE job_id = ? AND step > ? ORDER BY step LIMIT ?",
-        [job_id, after_step, limit],
-    )
+    return JOB_METRICS.list_all(db, "job_id = ? AND step > ?", job_id, after_step, limit=limit)
 
 
 def steps_of(db: Database, job_id: str) -> set[int]:
@@ -100,31 +82,4 @@ def last_step(db: Database, job_id: str) -> int:
 
 def last_metrics(db: Database, job_id: str, count: int) -> list[JobMetricRow]:
     """The newest `count` steps, ascending."""
-    rows = db.all(
-        JobMetricRow, "SELECT * FROM job_metrics WHERE job_id = ? ORDER BY step DESC LIMIT ?", [job_id, count]
-    )
-    return rows[::-1]
-
-
-def metric_at(db: Database, job_id: str, step: int) -> JobMetricRow | None:
-    return db.one(JobMetricRow, "SELECT * FROM job_metrics WHERE job_id = ? AND step = ?", [job_id, step])
-
-
-def checkpoint_of(db: Database, model: str, version: str) -> str | None:
-    """The name of a version's checkpoint."""
-    name: str | None = db.value("SELECT name FROM checkpoints WHERE model = ? AND version = ?", [model, version])
-    return name
-
-
-def list_checkpoints(db: Database) -> list[CheckpointRow]:
-    return db.all(CheckpointRow, "SELECT * FROM checkpoints ORDER BY seq")
-
-
-def checkpoint_names(db: Database) -> list[CheckpointNameRow]:
-    """What each round of the scheduler and each table need of all checkpoints, in order of creation."""
-    return db.all(CheckpointNameRow, "SELECT name, model, version FROM checkpoints ORDER BY seq")
-
-
-def page_checkpoints(db: Database, job_id: str, **part: Unpack[Part]) -> Page[CheckpointRow]:
-    """Newest first."""
-    return db.page(CheckpointRow, "checkpoints", scope={"job_id": job_id}, **part)
+    return JOB_METRICS.list_all(db, "job_id = ?", job_id, limit=count, last=True)[::-1]

@@ -6,20 +6,12 @@ import time
 from collections.abc import Collection
 from typing import Any, Unpack
 
-from appliance.store.database import HAS_PAIR, Database, Page, Part, owned_by, sql_list
-from appliance.store.errors import IllegalTransition, RowNotFound
+from appliance.store.database import HAS_PAIR, Database, Page, Part, sql_list
+from appliance.store.errors import IllegalTransition
 from appliance.store.objects.models import CHECKPOINT_MARK, VERSION_MARK
 from appliance.store.rows import FINISHED_PHASES, JOBS, UNFINISHED, JobPhase, JobRow, JobWanted
 
-insert, find, find_visible = JOBS.insert, JOBS.find, JOBS.find_visible
-
-
-def get(db: Database, job_id: str) -> JobRow:
-    """Raises RowNotFound."""
-    row = find(db, job_id)
-    if row is None:
-        raise RowNotFound("jobs", job_id)
-    return row
+insert, find, find_visible, get = JOBS.insert, JOBS.find, JOBS.find_visible, JOBS.get
 
 
 def page(
@@ -35,7 +27,7 @@ def page(
     pairs = metadata or {}
     where = " AND ".join(["metadata IS NULL" if null_metadata else "1", *[HAS_PAIR] * len(pairs)])
     parameters = [part for pair in pairs.items() for part in pair]
-    return db.page(JobRow, "jobs", scope=owned_by(viewer), where=where, parameters=parameters, **part)
+    return JOBS.page_visible(db, viewer=viewer, where=where, parameters=parameters, **part)
 
 
 def list_unfinished(db: Database, also: str = "", *parameters: Any) -> list[JobRow]:
@@ -79,8 +71,7 @@ def any_wants_devices(db: Database) -> bool:
 _MADE = f"""
     SELECT output_model AS name FROM jobs WHERE owner = ?1 AND ({UNFINISHED["jobs"]}
         OR EXISTS (SELECT 1 FROM models WHERE id = output_model AND models.owner = jobs.owner))
-    UNION ALL SELECT c.name FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id JOIN models ON models.id = c.model
-        WHERE jobs.owner = ?1
+    UNION ALL SELECT v.checkpoint FROM versions AS v JOIN jobs ON jobs.id = v.job_id WHERE jobs.owner = ?1
 """
 
 

@@ -6,7 +6,7 @@ import time
 
 from appliance.store.database import Database
 from appliance.store.errors import RowNotFound
-from appliance.store.rows import MODELS, VERSIONS, ModelRow, VersionRow
+from appliance.store.rows import DEPLOYMENTS, MODELS, VERSIONS, DeploymentRow, ModelRow, VersionRow
 
 _VISIBLE = (
     "SELECT id FROM models WHERE (models.owner = ?1 OR EXISTS (SELECT 1 FROM model_shares"
@@ -50,7 +50,7 @@ def callable_names(db: Database, viewer: str | None) -> list[str]:
     """What this owner may call, None: an admin, all: models, oldest first, then their checkpoints."""
     seen, given = ("SELECT id FROM models", []) if viewer is None else (_VISIBLE, [viewer])
     found = f"SELECT id FROM models WHERE active_version IS NOT NULL AND id IN ({seen}) ORDER BY seq"
-    checkpoints = f"SELECT name FROM checkpoints WHERE model IN ({seen}) ORDER BY seq"
+    checkpoints = f"SELECT checkpoint FROM versions WHERE checkpoint IS NOT NULL AND model IN ({seen}) ORDER BY seq"
     return db.column(found, given) + db.column(checkpoints, given)
 
 
@@ -90,12 +90,17 @@ def activate(db: Database, name: str, version: str) -> None:
             update_version(db, name, version, held_back=0)
 
 
+def serve(db: Database, name: str, version: str) -> None:
+    """Let a version answer, and have its model served. Raises RowNotFound."""
+    activate(db, name, version)
+    if DEPLOYMENTS.find(db, name) is None:
+        DEPLOYMENTS.insert(db, DeploymentRow(name, time.time()))
+
+
 def delete(db: Database, name: str) -> None:
     """Deletes the versions and the deployment too. Raises RowNotFound."""
-    with db.transaction():
-        if db.execute("DELETE FROM models WHERE id = ?", [name]).rowcount == 0:
-            raise RowNotFound("models", name)
-        db.execute("DELETE FROM checkpoints WHERE model = ?", [name])
+    if not MODELS.delete(db, name):
+        raise RowNotFound("models", name)
 
 
 def active(db: Database, row: ModelRow) -> VersionRow | None:
@@ -108,25 +113,28 @@ def list_versions(db: Database, model: str) -> list[VersionRow]:
     return VERSIONS.list_all(db, "model = ?", model)
 
 
-def versions_made_by(db: Database, model: str, job_id: str) -> list[VersionRow]:
+def versions_made_by(db: Database, job_id: str) -> list[VersionRow]:
     """Those of this job, oldest first: jobs under one name have made ten thousands."""
-    return VERSIONS.list_all(db, "model = ? AND meta ->> '$.job_id' = ?", model, job_id)
+    return VERSIONS.list_all(db, "job_id = ?", job_id)
+
+
+def find_checkpoint(db: Database, name: str) -> VersionRow | None:
+    return VERSIONS.first(db, "checkpoint = ?", name)
+
+
+def checkpoint_names(db: Database) -> list[tuple[str, str, str]]:
+    """(name, model, version) of all checkpoints, oldest first; each round of the scheduler asks."""
+    rows = db.execute("SELECT checkpoint, model, version FROM versions WHERE checkpoint IS NOT NULL ORDER BY seq")
+    return [(name, model, version) for name, model, version in rows]
 
 
 def delete_version(db: Database, model: str, version: str) -> None:
-    """Deletes the checkpoints that name it too. Raises RowNotFound."""
-    with db.transaction():
-        cursor = db.execute("DELETE FROM versions WHERE model = ? AND version = ?", [model, version])
-        if cursor.rowcount == 0:
-            raise RowNotFound("versions", f"{model}@{version}")
-        db.execute("DELETE FROM checkpoints WHERE model = ? AND version = ?", [model, version])
+    """Raises RowNotFound."""
+    if not VERSIONS.delete(db, model, version):
+        raise RowNotFound("versions", f"{model}@{version}")
 
 
 def version_before(db: Database, model: str, version: str) -> VersionRow | None:
     """The version made just before this one that has answered, which a rollback without an argument goes to."""
-    return db.one(
-        VersionRow,
-        "SELECT * FROM versions WHERE model = ?1 AND NOT held_back AND seq < "
-        "(SELECT seq FROM versions WHERE model = ?1 AND version = ?2) ORDER BY seq DESC LIMIT 1",
-        [model, version],
-    )
+    made = "SELECT seq FROM versions WHERE model = ?1 AND version = ?2"
+    return VERSIONS.first(db, f"model = ?1 AND NOT held_back AND seq < ({made})", model, version, last=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Unpack, cast, get_args
 
-from appliance.store.database import HAS_PAIR, Database, Page, Part, owned_by
+from appliance.store.database import HAS_PAIR, Database, Page, Part
 from appliance.store.rows import RESPONSES, UNFINISHED, UNFINISHED_RESPONSE, ResponseRow, ResponseStatus
 
 COMPLETION = "chat.completion"
@@ -53,15 +53,8 @@ def page_completions(
     # The kind as a literal, for the partial index.
     conditions = [f"kind = '{COMPLETION}'", "(? IS NULL OR model = ?)", *[HAS_PAIR] * len(metadata)]
     parameters = [model, model, *(part for pair in metadata.items() for part in pair)]
-    return db.page(
-        ResponseRow,
-        "responses",
-        scope=owned_by(viewer),
-        where=" AND ".join(conditions),
-        parameters=parameters,
-        unread=() if messages else ("input",),
-        **part,
-    )
+    where, unread = " AND ".join(conditions), () if messages else ("input",)
+    return RESPONSES.page_visible(db, viewer=viewer, where=where, parameters=parameters, unread=unread, **part)
 
 
 def delete_before(db: Database, before_s: float) -> None:

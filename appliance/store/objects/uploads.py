@@ -9,7 +9,7 @@ insert, find, update = UPLOADS.insert, UPLOADS.find_visible, UPLOADS.update
 
 
 def overdue(db: Database, *, now_s: float) -> list[UploadRow]:
-    return db.all(UploadRow, "SELECT * FROM uploads WHERE status = 'pending' AND expires_s <= ?", [now_s])
+    return UPLOADS.list_all(db, "status = 'pending' AND expires_s <= ?", now_s)
 
 
 def delete_ended(db: Database, before_s: float) -> None:

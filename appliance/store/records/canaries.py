@@ -10,8 +10,7 @@ put, find, update, list_all = CANARIES.put, CANARIES.find, CANARIES.update, CANA
 
 
 def find_running(db: Database, model: str) -> CanaryRow | None:
-    row = find(db, model)
-    return row if row is not None and row.state == "running" else None
+    return CANARIES.first(db, "model = ? AND state = 'running'", model)
 
 
 def list_running(db: Database) -> list[CanaryRow]:

@@ -28,16 +28,8 @@ def create(db: Database, name: str, scopes: list[str], owner: str | None = None,
     Raises DuplicateRow when a live key has this name; a revoked key's name is free.
     """
     key = KEY_PREFIX + secrets.token_urlsafe(32)
-    row = KeyRow(
-        id=new_id("key_"),
-        name=name,
-        sha256=fingerprint(key),
-        prefix=key[:_SHOWN_CHARACTERS],
-        scopes=list(scopes),
-        created_s=time.time(),
-        owner=name if owner is None else owner,
-        **limits,
-    )
+    made: dict[str, Any] = {"sha256": fingerprint(key), "prefix": key[:_SHOWN_CHARACTERS], "created_s": time.time()}
+    row = KeyRow(new_id("key_"), name, scopes=list(scopes), owner=name if owner is None else owner, **made, **limits)
     insert(db, row)
     return row, key
 
@@ -68,7 +60,7 @@ def find(db: Database, id_or_name: str) -> KeyRow | None:
 
 def of_subject(db: Database, subject: str) -> KeyRow | None:
     """The newest key of this person's, revoked or not."""
-    return db.one(KeyRow, "SELECT * FROM keys WHERE subject = ? AND subject != '' ORDER BY seq DESC LIMIT 1", [subject])
+    return KEYS.first(db, "subject = ? AND subject != ''", subject, last=True)
 
 
 def owner_of(db: Database, key_id: str) -> str:

@@ -25,8 +25,7 @@ def add(
 
 
 def current(db: Database, model: str) -> ModelSettingsRow | None:
-    query = "SELECT * FROM model_settings WHERE model = ? ORDER BY number DESC LIMIT 1"
-    return db.one(ModelSettingsRow, query, [model])
+    return MODEL_SETTINGS.first(db, "model = ?", model)
 
 
 def digests(db: Database) -> dict[str, str]:

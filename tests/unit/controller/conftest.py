@@ -26,6 +26,7 @@ from appliance.store.objects import models
 from appliance.store.records import keys
 from appliance.store.rows import ModelRow, VersionRow
 from tests.simulator.control_plane import SimulatedEngines, SimulatedModelOps, SimulatedScheduler, simulated_context
+from tests.simulator.routes import routes_are_analysed_once  # noqa: F401
 
 SCOPES = {"x-appliance-key-id": "key_test", "x-appliance-scopes": "inference,fine_tuning"}
 ADMIN = {"x-appliance-key-id": "key_admin", "x-appliance-scopes": "admin"}
@@ -167,24 +168,10 @@ def insert_model(
     info: dict[str, Any] | None = None,
 ) -> None:
     """A tuned one belongs to the key of SCOPES, unless somebody else is named."""
-    models.insert(
-        db,
-        ModelRow(
-            id=name,
-            kind=kind,
-            arch="llama",
-            params=5_000_000,
-            bytes=10,
-            owned_by="org-local",
-            source="test",  # type: ignore[arg-type]
-            created_s=time.time(),
-            base=base,
-            task=task,
-            max_model_len=2048,
-            info=info or {},
-            active_version=versions[-1],  # type: ignore[arg-type]
-            owner=owner if owner is not None else SCOPES["x-appliance-key-id"] if kind == "fine-tuned" else "",
-        ),
-    )
+    if owner is None:
+        owner = SCOPES["x-appliance-key-id"] if kind == "fine-tuned" else ""
+    row: Any = {"base": base, "task": task, "max_model_len": 2048, "info": info or {}, "active_version": versions[-1]}
+    row |= {"kind": kind, "arch": "llama", "params": 5_000_000, "bytes": 10, "owned_by": "org-local", "source": "test"}
+    models.insert(db, ModelRow(name, created_s=time.time(), owner=owner, **row))
     for version in versions:
         models.insert_version(db, VersionRow(name, version, "test", 10, time.time(), disk_path=f"/models/{version}"))

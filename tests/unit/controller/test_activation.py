@@ -15,24 +15,18 @@ from appliance.store.rows import VersionRow
 from .conftest import ADMIN, Control, insert_model
 
 
-@pytest.fixture
-def two(control: Control) -> Control:
-    """A model with a version of 10 bytes that is active, and a larger one."""
+async def test_a_failed_change_leaves_a_version_that_was_published_meanwhile(control: Control, monkeypatch):
     insert_model(control.db, "m", versions=("v2", "v1"))
-    models.update_version(control.db, "m", "v2", bytes=99)
-    return control
 
-
-async def test_a_failed_change_leaves_a_version_that_was_published_meanwhile(two: Control, monkeypatch):
     async def overtaken(model: str) -> dict[str, Any]:
-        models.insert_version(two.db, VersionRow(model, "v3", "test", 10, 1.0, disk_path="/models/v3"))
-        models.activate(two.db, model, "v3")
+        models.insert_version(control.db, VersionRow(model, "v3", "test", 10, 1.0, disk_path="/models/v3"))
+        models.activate(control.db, model, "v3")
         raise SwapFailed(model, "v2", "v3 came")
 
-    monkeypatch.setattr(two.scheduler, "converge_model", overtaken)
+    monkeypatch.setattr(control.scheduler, "converge_model", overtaken)
     with pytest.raises(SwapFailed):
-        await activation.switch(two.context, models.find(two.db, "m"), "v2", "a test")
-    assert models.find(two.db, "m").active_version == "v3"
+        await activation.switch(control.context, models.find(control.db, "m"), "v2", "a test")
+    assert models.find(control.db, "m").active_version == "v3"
 
 
 async def test_two_roll_backs_at_once_go_one_after_the_other(control: Control, monkeypatch):

@@ -79,19 +79,6 @@ async def test_never_on_more_may_name_more_than_there_are(control: Control):
     assert jobs.get(control.db, job_id).allowed_sizes == [4, 8]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"deadline_s": -1}, "deadline_s"),
-        ({"min_devices": 3, "max_devices": 2}, "min_devices"),
-    ],
-)
-async def test_contradictions_are_refused_at_once(control: Control, fields: dict[str, Any], param: str):
-    with pytest.raises(openai.BadRequestError) as refused:
-        await control.job(extra_body=fields)
-    assert refused.value.param == param
-
-
 async def test_the_queue_has_the_planners_order_and_reasons(control: Control):
     first, second, third = [await control.job(suffix=name) for name in ("a", "b", "c")]
     jobs.set_phase(control.db, second, "running", devices=["n0/0", "n0/1"])

@@ -5,9 +5,11 @@ import re
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.models import archive
@@ -17,24 +19,13 @@ from weights.tiers.directory import seal_dir
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, tiny_checkpoint) -> tuple[Path, Archive]:
+def made(tmp_path_factory) -> tuple[Path, Archive]:
     folder = tmp_path_factory.mktemp("archive") / "v1"
-    tiny_checkpoint(folder)
+    folder.mkdir()
+    save_file({"w": np.arange(3000, dtype=np.float32)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
     seal_dir(folder, kind="version", model="m", version="v1")
     return folder, Archive.of(folder)
-
-
-@pytest.fixture(scope="module")
-def tiny_checkpoint():
-    import numpy as np
-    from safetensors.numpy import save_file
-
-    def write(folder: Path) -> None:
-        folder.mkdir()
-        save_file({"w": np.arange(3000, dtype=np.float32)}, folder / "model.safetensors")
-        (folder / "config.json").write_text("{}")
-
-    return write
 
 
 def test_archive_is_a_tar_file_with_the_manifest_first(made):

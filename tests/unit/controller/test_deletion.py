@@ -7,11 +7,7 @@ import pytest
 
 from appliance.store.database import Database
 from appliance.store.objects import evals
-from appliance.store.rows import (
-    EvalItemRow,
-    EvalRow,
-    EvalRunRow,
-)
+from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK, given, made
 

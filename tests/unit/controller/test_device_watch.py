@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from appliance.controller.devices import cordons
-from appliance.controller.devices.cordons import cordoned
 from appliance.controller.devices.device_watch import DeviceWatch
-from appliance.store.records import audit, box
+from appliance.store.records import audit
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
@@ -26,6 +25,10 @@ def faults(db):
     return {device_id: row["fault"] for device_id, row in cordons.read(db).items() if row["fault"]}
 
 
+def cordoned(db):
+    return sorted(cordons.read(db))
+
+
 def told(db):
     return [
         (row.action, row.target, row.detail.get("reason"), row.key_id)
@@ -34,7 +37,7 @@ def told(db):
 
 
 def test_two_deaths_cordon_and_undrain_forgives(db, watch):
-    cordons.drain(db, "n0/7", "", "ann", 1.0)
+    cordons.drain(db, {"id": "n0/7"}, "", "ann", 1.0)
     watch.died(("n0/3",), "job a", "died")
     assert cordoned(db) == ["n0/7"] and watch.nudges == []
     watch.died(("n0/3",), "model m", "the process ended")
@@ -44,7 +47,7 @@ def test_two_deaths_cordon_and_undrain_forgives(db, watch):
     assert told(db) == [("device.cordon", "n0/3", reason, None)]
     watch.judge()
     assert len(told(db)) == 1, "said once"
-    cordons.undrain(db, "n0/3")
+    cordons.undrain(db, {"id": "n0/3"})
     watch.judge()
     assert cordoned(db) == ["n0/7"] and faults(db) == {}
     watch.died(("n0/3",), "job b", "died")
@@ -102,10 +105,10 @@ async def test_a_device_that_a_person_drained_is_let_go_and_judged_anew_once_it_
     clock = Clock([{"ecc_uncorrected": 3}])
     watch = clock.watch(db)
     await watch.look(clock)
-    cordons.drain(db, "n0/3", "a reset", "ann", clock.now_s)
+    cordons.drain(db, {"id": "n0/3"}, "a reset", "ann", clock.now_s)
     await watch.look(clock)
     assert clock.let_go == {"n0/3"}
-    cordons.undrain(db, "n0/3")
+    cordons.undrain(db, {"id": "n0/3"})
     for errors in (0, 1):
         assert cordoned(db) == []
         clock.read = [{"ecc_uncorrected": errors}]
@@ -159,33 +162,21 @@ def gpus(*uuids, unfit=()):
 
 
 def test_cordons_follow_a_gpu_whose_number_changes(db, watch):
-    watch.check(gpus("a", "b", "c", "d"))
-    cordons.drain(db, "n0/3", "noisy", "ann", 1.0)
-    cordons.drain(db, "n0/1", "hot", "ann", 1.0)
+    watch.check(gpus("a", "b", "c"))
+    cordons.drain(db, {"id": "n0/2", "uuid": "c"}, "noisy", "ann", 1.0)
     for _ in range(2):
-        watch.died(("n0/2",), "job a", "died")
-    watch.check(gpus("a", "c", "d"))  # b fell off the bus
-    assert cordoned(db) == ["b", "n0/1", "n0/2"]
-    seen = cordons.read(db)
-    assert seen["n0/2"]["drain"]["reason"] == "noisy" and seen["b"]["drain"]["reason"] == "hot"
-    assert list(faults(db)) == ["n0/1"]
-    watch.check(gpus("a", "b", "c", "d"))
-    seen = cordons.read(db)
-    assert cordoned(db) == ["n0/1", "n0/2", "n0/3"] and list(faults(db)) == ["n0/2"]
-    reasons = {name: row["drain"]["reason"] for name, row in seen.items() if row["drain"]}
-    assert reasons == {"n0/1": "hot", "n0/3": "noisy"}
-
-
-def test_a_silent_gpu_is_taken_for_the_one_that_had_its_number(db, watch):
-    watch.check(gpus("a", "b", "c"))
-    cordons.drain(db, "n0/1", "hot", "ann", 1.0)
-    watch.check(gpus("a", "", "c", unfit=[1]))
-    assert cordoned(db) == ["n0/1"] and box.get(db, cordons.IDENTITIES)["n0/1"] == "b"
-    watch.check(gpus("a", "b", "c"))
-    assert cordoned(db) == ["n0/1"]
+        watch.died(("n0/1",), "job a", "died")
+    assert cordoned(db) == ["b", "c"] and told(db)[0][1] == "n0/1"
+    watch.check(gpus("a", "c"))  # b fell off the bus
+    device = cordons.shown(cordons.read(db), {"id": "n0/1", "uuid": "c", "health": "ok"})
+    assert device["drain"]["reason"] == "noisy" and list(faults(db)) == ["b"]
+    cordons.undrain(db, device)
+    assert cordoned(db) == ["b"]
 
 
 def test_a_gpu_that_cannot_be_used_is_cordoned_when_it_is_found(db, watch):
-    watch.node_changed("n0", "joined", gpus("a", "b", unfit=[1]))
+    watch.node_changed("n0", "joined", gpus("a", "", unfit=[1]))
     assert cordoned(db) == ["n0/1"]
     assert ("device.cordon", "n0/1", "does not answer", None) in told(db)
+    watch.check(gpus("a", "b"))  # it answers again, and stays cordoned until it is tried
+    assert cordons.shown(cordons.read(db), {"id": "n0/1", "uuid": "b", "health": "ok"})["cordon"] == "box"

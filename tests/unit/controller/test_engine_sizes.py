@@ -35,8 +35,3 @@ def test_an_engine_may_be_placed_on_any_device_and_is_sized_for_the_smallest(siz
         assert size(*devices) == alone
     assert alone.memory.device_bytes <= 24 * GIB < size(LARGE).memory.device_bytes
     assert alone.max_num_seqs < size(LARGE).max_num_seqs
-
-
-def test_a_models_own_share_is_one_of_the_smallest_too(size):
-    assert size(LARGE, SMALL, gpu_memory=0.5).room_bytes == 12 * GIB
-    assert size(LARGE, LARGE, gpu_memory=0.5).room_bytes == 40 * GIB

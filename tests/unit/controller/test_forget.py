@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from appliance.store.objects import jobs, models
-from appliance.store.records import audit, box, handovers, keys, model_settings, usage
-from appliance.store.rows import HandoverRow
+from appliance.store.records import audit, box, keys, model_settings, usage
+from appliance.store.rows import HANDOVERS, HandoverRow
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 
 NAME, OTHER = "annabel-q7", "benedict-z3"
@@ -148,16 +148,14 @@ async def test_an_administrator_who_leaves_has_asked_for_nothing_by_name(control
     keys.create(db, "pager", ["admin"], NAME)
     insert_model(db, "of-all")
     for number, by in enumerate((NAME, "pager", OTHER), 1):
-        handovers.insert(
-            db, HandoverRow(str(number), "demand", "done", 1.0, detail={"asked_by": by, "asked_for": "x"}), []
-        )
+        HANDOVERS.insert(db, HandoverRow(number, "demand", 1.0, by, "x", "done"))
         model_settings.add(db, "of-all", {}, str(number), by, 1.0)
     box.put(db, "mode", {"by": NAME, "policy": NAME})
     box.put(db, "drained_devices", {"n0/1": {"by": "pager", "reason": "dust"}, "n0/2": {"by": OTHER}})
     who = (await ask(control))["pseudonym"]
     assert box.get(db, "mode") == {"by": who, "policy": NAME}, "who asked, and no other word"
     assert box.get(db, "drained_devices") == {"n0/1": {"by": who, "reason": "dust"}, "n0/2": {"by": OTHER}}
-    asked = [row.detail["asked_by"] for row in handovers.page(db).data]
+    asked = [row.asked_by for row in HANDOVERS.page(db).data]
     changed = [row["by_whom"] for row in db.execute("SELECT by_whom FROM model_settings ORDER BY number")]
     assert asked[::-1] == changed == [who, who, OTHER]
 

@@ -51,12 +51,6 @@ async def test_a_grader_is_tried_on_a_sample(control: Control):
     assert found.metadata.execution_time >= 0 and not found.metadata.errors.other_error
 
 
-async def test_what_the_item_lacks_is_a_flag_and_words(control: Control):
-    found = await control.sdk.fine_tuning.alpha.graders.run(grader=CHECK, model_sample="4", item={})
-    assert found.reward == 0.0 and found.metadata.errors.invalid_variable_error
-    assert "'answer' is not there" in found.metadata.messages[0]  # type: ignore[attr-defined]
-
-
 async def test_a_grader_is_checked_and_told_back(control: Control):
     told = await control.sdk.fine_tuning.alpha.graders.validate(grader=CHECK)
     assert told.grader is not None and told.grader.model_dump(exclude_unset=True) == CHECK
@@ -67,14 +61,7 @@ async def test_a_grader_is_checked_and_told_back(control: Control):
 
 @pytest.mark.skipif(bool(worker.refusal()), reason="no sandbox for code")
 @pytest.mark.parametrize(
-    "source",
-    [
-        "def grade(sample, item)\n    return 1",
-        "def grade(s, i): return " + "-" * 8_000 + "1",
-        "import rdkit\ndef grade(sample, item):\n    return 1",
-        "def grade(sample):\n    return 1",
-        "async def grade(sample, item):\n    return 1",
-    ],
+    "source", ["def grade(sample, item)\n    return 1", "import rdkit\ndef grade(sample, item):\n    return 1"]
 )
 async def test_code_that_cannot_grade_is_refused(control: Control, source: str):
     bad: Any = {"type": "python", "name": "p", "source": source}
@@ -123,13 +110,6 @@ async def test_a_model_of_the_box_judges_and_is_asked_for_the_key(control: Contr
     assert found.api_model_grader_token_usage_per_model == {"starter": {"total_tokens": 29}}
     assert sent[0]["messages"] == [{"role": "user", "content": "2+2: 4"}] and "structured_outputs" in sent[0]
     assert list(control.engines.models) == [] and control.engines.asked_by == [key_id]
-
-
-async def test_an_answer_that_is_no_grade_or_an_error_has_its_flag(control: Control):
-    judged(control, "it is good", EngineAnswer(400, {"error": {"message": "too long"}}))
-    run = control.sdk.fine_tuning.alpha.graders.run
-    first, second = [(await run(grader=JUDGE, model_sample="", item={"q": ""})).metadata.errors for _ in range(2)]
-    assert first.api_model_grader_parse_error and second.api_model_grader_server_error_details == "too long"
 
 
 @pytest.mark.parametrize(("again_s", "times"), [(judging.SAY_AGAIN_S, 1), (0.0, 2)])

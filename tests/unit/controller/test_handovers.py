@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from appliance.controller.admin.box import step_view
-from appliance.store.records import handovers
-from appliance.store.rows import HandoverRow, HandoverStepRow
+from appliance.store.rows import HANDOVERS, HandoverRow
+from scheduler.handover.ports import StepRecord
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_admin import ask
 
@@ -17,7 +17,7 @@ SNAPSHOT = {"bytes": 8_000_000_000, "seconds": {"agree": 0.1, "snapshot": 1.0, "
 
 
 def seen(verb: str, detail: dict[str, Any]) -> tuple[Any, ...]:
-    step = step_view(HandoverStepRow("1", 0, verb, "x", "done", 1.0, 3.5, {}, detail))
+    step = step_view(StepRecord(0, "c", verb, "x", "done", 1.0, 3.5, detail))
     assert step["seconds"] == 2.5
     return step["bytes"], step["moved_s"], step["path"]
 
@@ -38,11 +38,11 @@ def test_what_a_step_moved(verb: str, detail: dict[str, Any], expected: tuple[An
 
 async def test_a_hand_over_says_who_asked_and_how_fast_it_was(control: Control):
     why = {"asked_by": "ops", "asked_for": "mode train"}
-    steps = [
-        HandoverStepRow("7", 0, "suspend_group", "j", "done", 10.0, 12.0, {"undoes": None}, SNAPSHOT),
-        HandoverStepRow("7", 1, "wake_replica", "r", "done", 12.0, 14.0, {"undoes": None}, IN_PLACE),
-    ]
-    handovers.insert(control.db, HandoverRow("7", "mode train: …", "done", 10.0, 14.0, why), steps)
+    steps = (
+        StepRecord(0, "c", "suspend_group", "j", "done", 10.0, 12.0, SNAPSHOT),
+        StepRecord(1, "c", "wake_replica", "r", "done", 12.0, 14.0, IN_PLACE),
+    )
+    HANDOVERS.insert(control.db, HandoverRow(7, "mode train: …", 10.0, state="done", ended_s=14.0, steps=steps, **why))
     shown = await ask(control, "GET", "/handovers/7")
     assert shown | why | {"seconds": 4.0, "bytes": 28_000_000_000} == shown
     assert [step["bytes_per_s"] for step in shown["steps"]] == [8e9, 1e10]

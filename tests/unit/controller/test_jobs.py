@@ -90,12 +90,6 @@ async def test_the_methods_of_the_box_are_listed_with_what_each_takes(control: C
     assert (told["supervised"]["takes"], told["distillation"]["takes"]) == ([], ["teacher"])
 
 
-async def test_devices_that_share_a_model_come_in_groups(control: Control):
-    asked = {"tensor_parallel": 2, "batch_size": 4}
-    made = jobs.get(control.db, await control.job(hyperparameters=asked))
-    assert made.resolved["tensor_parallel"] == 2 and made.allowed_sizes == [2, 4, 8]
-
-
 def hyper(**values: Any) -> dict[str, Any]:
     return {"hyperparameters": values}
 
@@ -114,31 +108,21 @@ def wandb(**values: Any) -> dict[str, Any]:
         (hyper(n_epochs=0), "hyperparameters.n_epochs"),
         (hyper(publish="best"), "hyperparameters.publish"),
         (hyper(early_stopping_patience=2), "hyperparameters.early_stopping_patience"),
-        (hyper(eval_interval=5), "hyperparameters.eval_interval"),
-        (hyper(n_epoch=3), "hyperparameters.n_epoch"),
         (supervised(lora_rank=-1), "method.supervised.hyperparameters.lora_rank"),
         (supervised(n_epochs=1) | hyper(n_epochs=2), "hyperparameters.n_epochs"),
         ({"method": {"type": "dpo", "ppo": {}}}, "method.ppo"),
         ({"method": {"type": "dpo", "supervised": {"hyperparameters": {"n_epochs": 1}}}}, "method.supervised"),
         ({"method": {"type": "dpo", "dpo": {"hyperparameters": []}}}, "method.dpo.hyperparameters"),
         ({"method": {"type": "dpo", "dpo": {"beta": 0.1}}}, "method.dpo.beta"),
-        ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 3}}}}, "method.dpo.hyperparameters.beta"),
         ({"method": {"type": "reinforcement"}}, "method.reinforcement.grader"),
         ({"method": {"type": "magic"}}, "method.type"),
-        ({"suffix": "<>!"}, "suffix"),
         ({"suffix": "客" * 65}, "suffix"),
-        ({"suffix": ""}, "suffix"),
-        ({"seed": 2**40}, "seed"),
         ({"metadata": {"k": 1}}, "metadata.k"),
         ({"model": "no-such-model"}, "model"),
         ({"training_file": "../../etc/passwd"}, "training_file"),
         ({"validation_file": "file-none"}, "validation_file"),
-        ({"integrations": [{"type": "mlflow"}]}, "integrations.0.type"),
         (wandb(project="a/b"), "integrations.0.wandb.project"),
-        (wandb(tags=[""]), "integrations.0.wandb.tags.0"),
-        ({"max_devices": 0}, "max_devices"),
         ({"training_file": None}, "training_file"),
-        ({"colour": "red"}, "colour"),
     ],
 )
 async def test_job_with_a_bad_field_is_refused_by_its_name(control: Control, fields: dict[str, Any], param: str):
@@ -146,13 +130,6 @@ async def test_job_with_a_bad_field_is_refused_by_its_name(control: Control, fie
     answer = await control.http.post("/v1/fine_tuning/jobs", json=body)
     assert (answer.status_code in (400, 404), answer.json()["error"]["param"]) == (True, param), answer.text
     assert jobs.page(control.db, viewer=None, after=None, limit=10).data == []
-
-
-@pytest.mark.parametrize("metadata", [{f"k{n}": "v" for n in range(17)}, {"k" * 65: "v"}, {"k": "v" * 513}])
-async def test_metadata_beyond_openais_bounds_is_refused(control: Control, metadata: Any):
-    with pytest.raises(openai.BadRequestError) as refused:
-        await control.job(metadata=metadata)
-    assert refused.value.code == "invalid_value"
 
 
 async def test_job_with_large_hyperparameters_is_refused(control: Control, monkeypatch: pytest.MonkeyPatch):
@@ -285,21 +262,6 @@ async def test_lists_page_and_filter_by_metadata(control: Control):
         assert (await control.http.get(f"/v1/fine_tuning/jobs?{query}")).status_code == 400
     events = [event.message async for event in api.list_events(ids[0], limit=1)]
     assert len(events) == 2 and events[-1].startswith("Created")
-
-
-@pytest.mark.parametrize(
-    ("path", "query", "code"),
-    [
-        ("/v1/batches", "limit=101", "invalid_value"),
-        ("/v1/batches", "limit=-1", "invalid_value"),
-        ("/v1/files", "limit=0", None),
-        ("/v1/fine_tuning/jobs", "limit=1000&api-version=2024-10-21", None),
-    ],
-)
-async def test_a_list_is_as_long_as_openai_allows(control: Control, path: str, query: str, code: str | None):
-    answer = await control.http.get(f"{path}?{query}")
-    told = answer.json()
-    assert (answer.status_code, told.get("error", {}).get("code")) == (400 if code else 200, code)
 
 
 async def test_a_restart_takes_up_validation_and_a_vanished_file_fails_the_job(control: Control):

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.controller import retention
 from appliance.controller.jobs.events import fail
 from appliance.store.objects import job_records, jobs
-from appliance.store.records import handovers
-from appliance.store.rows import HandoverRow, JobMetricRow
+from appliance.store.records.journal import SqliteJournal
+from appliance.store.rows import JobMetricRow
 from tests.simulator.control_plane import change
 
 from .conftest import ADMIN, Control
@@ -70,23 +69,18 @@ async def test_metrics_of_jobs_and_devices(control: Control) -> None:
     assert found["appliance_job_energy_joules", job] == 250
 
 
-async def test_handover_counts_survive_retention(control: Control) -> None:
-    """A count that falls is an increase to Prometheus, of all that is left."""
-    now_s = time.time()
-
-    def add(number: int, state: str, seconds: float | None) -> None:
-        ended_s = None if seconds is None else now_s + seconds
-        handovers.insert(control.db, HandoverRow(str(number), "r", state, now_s, ended_s), [])
-
-    for number, state, seconds in ((1, "done", 2.0), (2, "done", 3.0), (3, "undone", 1.0), (4, "running", None)):
-        add(number, state, seconds)
-    assert (await scrape(control))["appliance_handovers_running", ()] == 1
-    retention.delete_records(control.db, now_s + 60)
-    add(5, "done", 0.5)
-    retention.delete_records(control.db, now_s + 60)
-    kept, series = await scrape(control), "appliance_handover_seconds"
-    counted = [kept[f"{series}_count", (("outcome", state),)] for state in ("done", "undone")]
-    assert counted == [3, 1] and kept[f"{series}_sum", (("outcome", "done"),)] == pytest.approx(5.5, abs=1e-3)
+async def test_metrics_count_ended_handovers(control: Control) -> None:
+    """By outcome, since the controller began."""
+    journal = SqliteJournal(control.db)
+    control.scheduler._journal = journal
+    for number, state, seconds in ((1, "done", 2.0), (2, "done", 3.5), (3, "undone", 1.0), (4, "running", None)):
+        journal.begin(number, "r", 10.0, "", "")
+        if seconds is not None:
+            journal.end(number, state, 10.0 + seconds)
+    found, series = await scrape(control), "appliance_handover_seconds"
+    assert found["appliance_handovers_running", ()] == 1
+    counted = [found[f"{series}_count", (("outcome", state),)] for state in ("done", "undone", "failed")]
+    assert counted == [2, 1, 0] and found[f"{series}_sum", (("outcome", "done"),)] == 5.5
 
 
 async def test_metrics_count_failures(control: Control) -> None:

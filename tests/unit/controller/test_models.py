@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from urllib.parse import quote
 
 import pytest
 
 from appliance.controller.access.naming import is_model_name, resolve
 from appliance.store.objects import job_records, jobs, models
-from appliance.store.rows import CheckpointRow, JobJudgeRow, JobRow, VersionRow
+from appliance.store.rows import JobJudgeRow, JobRow, VersionRow
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
 TUNED = "ft:starter:local:maths:AbCd1234"
@@ -19,8 +18,7 @@ CHECKPOINT = f"{TUNED}:ckpt-step-10"
 def insert_tuned(control: Control) -> None:
     insert_model(control.db, TUNED, kind="fine-tuned", base="starter", versions=("step-10", "step-20"))
     jobs.insert(control.db, JobRow("ftjob-1", "starter", "supervised", "f", 1, TUNED, 1.0, phase="succeeded"))
-    checkpoint = CheckpointRow("ftckpt_1", "ftjob-1", CHECKPOINT, TUNED, "step-10", 10, time.time())
-    job_records.insert_checkpoint(control.db, checkpoint)
+    models.update_version(control.db, TUNED, "step-10", id="ftckpt_1", checkpoint=CHECKPOINT, job_id="ftjob-1", step=10)
 
 
 async def test_the_state_of_a_model_and_why_it_does_not_serve_are_said_alike_everywhere(control: Control):
@@ -101,8 +99,8 @@ async def test_a_model_that_a_job_uses_stays(control: Control):
 async def test_a_version_that_a_job_uses_stays_by_whichever_of_its_names(control: Control, used: str, how: str):
     insert_tuned(control)
     db, names = control.db, [f"{TUNED}@step-30", f"{TUNED}:ckpt-step-30"]
-    models.insert_version(db, VersionRow(TUNED, "step-30", "test", 10, time.time(), disk_path="/models/step-30"))
-    job_records.insert_checkpoint(db, CheckpointRow("ftckpt_3", "ftjob-1", names[1], TUNED, "step-30", 30, time.time()))
+    made = {"id": "ftckpt_3", "checkpoint": names[1], "job_id": "ftjob-1", "step": 30}
+    models.insert_version(db, VersionRow(TUNED, "step-30", "test", 10, 1.0, disk_path="/models/step-30", **made))
     model = used if how == "trained on" else "starter"
     jobs.insert(db, JobRow("ftjob-u", model, "distillation", "f", 1, "made", 1.0, phase="running"))
     if how == "judge":

@@ -7,17 +7,13 @@ from typing import Any
 import pytest
 
 from appliance.controller.devices.mode import write_mode
-from appliance.controller.devices.power import EnergyMeter, PowerKeeper
+from appliance.controller.devices.power import EnergyMeter, PowerKeeper, of_job
 from appliance.controller.interfaces.records import Mode
-from appliance.store.objects import job_records, jobs
+from appliance.store.objects import jobs
 from appliance.store.records import usage
-from appliance.store.rows import JobMetricRow
 from runtime.devices.kind import PowerLimits, PowerRefused, Reading
 from scheduler.core.inventory import Device
 from tests.unit.controller.conftest import SCOPES, Control
-from tests.unit.controller.test_admin import ask
-
-NOON = 12 * 3600.0
 
 
 class Driver:
@@ -101,35 +97,24 @@ async def test_energy_of_devices_is_booked_for_the_job_that_holds_them(control: 
     assert drawn() == (1000, 5), "the same reading counts once"
     meters.hold(None, None)
     await meters.look(20, 3000, 700)
-    assert drawn() == (1500, 10), "a device that changed hands is booked by halves"
+    assert drawn() == (1000, 5), "whoever holds it now pays"
     meters.hold({"kind": "job", "id": job_id}, None)
     await meters.look(25, 10, None)  # its driver was loaded anew; the other does not count any more
     await meters.look(30, 20, 900)
-    assert drawn() == (1510, 15)
+    assert drawn() == (1010, 10)
 
 
-def trained(control: Control, job_id: str, *, steps: int, tokens: int, joules: float, metered_s: float) -> None:
-    """A job that held one device for a hundred seconds."""
-    db = control.db
-    jobs.update(db, job_id, step=steps, trained_tokens=tokens)
-    job_records.upsert_metric(db, JobMetricRow(job_id, 1, NOON, tokens_per_s=100.0, devices=1))
+async def test_energy_of_a_job_is_told_by_step_and_token_where_its_time_was_metered(control: Control):
+    job_id, db = await control.job(), control.db
+    jobs.update(db, job_id, step=50, trained_tokens=20_000)
     usage.devices_held(db, job_id, 1, 0.0)
     usage.devices_held(db, job_id, 0, 100.0)
-    if metered_s:
-        jobs.add_energy(db, job_id, joules, metered_s)
-
-
-async def test_a_job_tells_its_energy(control: Control):
-    job_id = await control.job()
-    assert (await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}"))["energy"] is None
-    trained(control, job_id, steps=50, tokens=20_000, joules=36_000.0, metered_s=95.0)
-    told = (await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}"))["energy"]
-    assert told == {
-        "joules": 36_000.0,
-        "metered_share": 0.95,
-        "joules_per_step": 720.0,
-        "joules_per_1000_tokens": 1800.0,
-        "kwh": pytest.approx(0.01),
-    }
-    own = (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}", headers=SCOPES)).json()
-    assert own["energy"] == told, "its owner sees it too"
+    assert of_job(db, jobs.get(db, job_id), 100.0) is None
+    jobs.add_energy(db, job_id, 18_000.0, 80.0)
+    partly = of_job(db, jobs.get(db, job_id), 100.0)
+    assert partly is not None and (partly["metered_share"], partly["joules_per_step"]) == (0.8, None)
+    jobs.add_energy(db, job_id, 18_000.0, 15.0)
+    answer = await control.http.get(f"/v1/fine_tuning/jobs/{job_id}", headers=SCOPES)
+    told = answer.json()["energy"]
+    assert (told["joules_per_step"], told["joules_per_1000_tokens"]) == (720.0, 1800.0)
+    assert told["kwh"] == pytest.approx(0.01)

@@ -9,13 +9,13 @@ from appliance.controller import retention
 from appliance.controller.retention import DAY_S
 from appliance.store.database import Database
 from appliance.store.objects import batches, files, job_records, jobs
-from appliance.store.records import audit, handovers, operations, usage
+from appliance.store.records import audit, operations, usage
 from appliance.store.rows import (
+    HANDOVERS,
     AuditRow,
     BatchRow,
     FileRow,
     HandoverRow,
-    HandoverStepRow,
     JobEventRow,
     JobMetricRow,
     JobRow,
@@ -30,7 +30,6 @@ LEFT = {
     "usage": 1,
     "device_time": 1,
     "handovers": 1,
-    "handover_steps": 1,
     "operations": 1,
     "batches": 3,
     "files": 6,
@@ -54,12 +53,11 @@ def filled(db: Database, folder: Path) -> None:
     spent |= {"prompt_tokens": 1, "completion_tokens": 1}
     for age in AGES:
         at_s = NOW_S - age * DAY_S
-        audit.insert(db, AuditRow(f"audit_{age}", None, "a.b", "", "done", "", at_s))
+        audit.insert(db, AuditRow("a.b", "", created_s=at_s))
         usage.add(db, [spent], at_s)
         usage.devices_held(db, f"job-{age}", 2, at_s - 60)
         usage.devices_held(db, f"job-{age}", 0, at_s)
-        step = HandoverStepRow(f"ho_{age}", 0, "v", "t", "done")
-        handovers.insert(db, HandoverRow(f"ho_{age}", "r", "done", at_s, at_s), [step])
+        HANDOVERS.insert(db, HandoverRow(100 - age, "r", at_s, state="done", ended_s=at_s))
         operations.insert(db, OperationRow(f"op_{age}", "import", "t", "succeeded", at_s, at_s))
         for status in ("completed", "in_progress"):
             given = f"file-{status}-{age}"

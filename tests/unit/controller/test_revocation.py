@@ -14,8 +14,9 @@ from appliance.controller.admin.keys import end_expired
 from appliance.controller.files import storage
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.jobs import wanted
-from appliance.store.objects import jobs, responses, tasks
+from appliance.store.objects import jobs, responses
 from appliance.store.records import keys
+from appliance.store.rows import TASKS
 from tests.unit.controller.conftest import ADMIN, Control
 
 
@@ -121,7 +122,7 @@ async def test_revoke_fails_background_responses(control: Control):
     control.as_key("desktop", owner="alice")
     found = [await control.sdk.responses.retrieve(response_id) for response_id in stopped]
     assert [(one.status, one.error.code) for one in found] == [("failed", "invalid_prompt")] * 2
-    assert tasks.list_all(control.db) == [] and len(control.engines.sent) == 1
+    assert TASKS.list_all(control.db) == [] and len(control.engines.sent) == 1
 
 
 @pytest.mark.parametrize(

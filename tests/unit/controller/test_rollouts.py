@@ -133,27 +133,22 @@ async def run(control: Control, tmp_path: Path) -> AsyncIterator[Run]:
     run.close()
 
 
-async def test_step_is_drawn_from_the_newest_weights_and_judged_in_the_order_of_its_answers(run: Run, judged):
-    run.begin()
-    run.publish(0)
+@pytest.mark.parametrize(("kind", "asked", "engines"), [("adapter", "@step-0", ""), ("version", "", "step-0")])
+async def test_step_is_drawn_from_the_newest_weights_and_judged_in_order(
+    run: Run, judged, kind: str, asked: str, engines: str
+):
+    """A policy of whole weights has engines of its own."""
+    run.begin(kind)
+    run.publish(0, kind)
     samples = await run.file(0)
     name, sent = policy_name(run.job_id), run.control.engines.sent
-    assert {body["model"] for body in sent} == {f"{name}@step-0"} and len({body["seed"] for body in sent}) == 4
+    assert {body["model"] for body in sent} == {f"{name}{asked}"} and len({body["seed"] for body in sent}) == 4
     assert sorted(body["n"] for body in sent) == [1, 1, 8, 8] and all(body["stop_token_ids"] == [2] for body in sent)
-    assert run.routing.offered == [(name, "starter", "v1", "")]
+    assert run.routing.offered == [(name, "starter", "v1", engines)]
     assert len(samples.ids) == 18 and samples.weights_step == 0 and not samples.failed
     assert samples.verdict["rewards"] == [int(ids[0]) - 10 for ids in samples.ids]
     while run.starved:
         await asyncio.sleep(0)
-
-
-async def test_engines_of_their_own_serve_whole_weights(run: Run, judged):
-    run.begin("version")
-    run.publish(0, "version")
-    await run.file(0)
-    name = policy_name(run.job_id)
-    assert {body["model"] for body in run.control.engines.sent} == {name}
-    assert run.routing.offered == [(name, "starter", "v1", "step-0")]
 
 
 async def test_file_that_is_there_is_not_drawn_again_and_the_next_waits_for_its_weights(run: Run, judged):
@@ -166,12 +161,6 @@ async def test_file_that_is_there_is_not_drawn_again_and_the_next_waits_for_its_
     assert len(run.control.engines.sent) == sent
     run.publish(1)
     assert (await run.file(1)).weights_step == 1
-
-
-async def test_steps_ahead_are_drawn_from_weights_that_may_be_behind(run: Run, judged):
-    run.begin(staleness=1)
-    run.publish(0)
-    assert [(await run.file(step)).weights_step for step in (0, 1)] == [0, 0]
 
 
 @pytest.mark.parametrize(("phase", "starved"), [("running", False), ("suspended", True)])

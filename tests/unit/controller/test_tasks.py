@@ -13,9 +13,8 @@ import pytest
 from appliance.controller.context import tasks
 from appliance.controller.context.tasks import Kind, TaskFailed, Tasks
 from appliance.store.database import Database
-from appliance.store.objects import tasks as rows
 from appliance.store.records import keys
-from appliance.store.rows import TaskRow
+from appliance.store.rows import TASKS, TaskRow
 from tests.unit.controller.conftest import disk_full
 
 
@@ -54,10 +53,10 @@ async def test_task_resumes_after_restart_with_its_cursor(db: Database):
     before.tasks.start("things", "a", None, size=7)
     await before.until(1)
     await before.tasks.stop()
-    row = rows.find(db, "things", "a")
+    row = TASKS.find(db, "things", "a")
     assert row is not None and row.arguments == {"size": 7}
     after = Work(db)
-    assert await after.end() == ["run a", "end a"] and rows.list_all(db) == []
+    assert await after.end() == ["run a", "end a"] and TASKS.list_all(db) == []
 
 
 async def test_task_of_rolled_back_object_does_not_run(db: Database):
@@ -109,7 +108,7 @@ async def test_bug_fails_its_object_by_name_and_is_logged(db: Database, caplog: 
     work = Work(db)
     work.error = ZeroDivisionError("odd")
     work.tasks.start("things", "a", None)
-    assert await work.end() == ["run a", "fail a internal_error"] and rows.list_all(db) == []
+    assert await work.end() == ["run a", "fail a internal_error"] and TASKS.list_all(db) == []
     assert "ZeroDivisionError: odd" in caplog.text
 
 

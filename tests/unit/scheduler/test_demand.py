@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from scheduler.autoscale import demand as demand_
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, ReplicaView
@@ -16,10 +14,10 @@ MODEL = DeploymentView("m", "v1", min_replicas=1, max_replicas=8, target_infligh
 
 def test_few_long_prompts_fill_as_many_caches_as_many_short_ones() -> None:
     long = replace(MODEL, kv_tokens=100_000, demand=Demand(inflight=4, prompt_tokens=250_000, waiting_tokens=50_000))
-    assert demand_.load(long, CONFIG) == 2.0 and demand_.running(long, 0.75, CONFIG) == 2.0
+    assert demand_.load(long, CONFIG) == 2.0
     assert demand_.wanted_now(long, 0.0, CONFIG) == 2
     short = replace(long, demand=replace(long.demand, prompt_tokens=2_000, waiting_tokens=0))
-    assert demand_.load(short, CONFIG) == 0.4 and demand_.running(short, 0.75, CONFIG) == pytest.approx(0.3)
+    assert demand_.load(short, CONFIG) == 0.4
     assert demand_.load(replace(long, kv_tokens=None), CONFIG) == 0.4, "by their number where nobody knows the cache"
 
 

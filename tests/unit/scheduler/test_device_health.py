@@ -28,12 +28,6 @@ def at(second: float, **told) -> Reading:
     return Reading("n0/0", second, **told)
 
 
-def test_what_a_driver_calls_broken_is_enough_and_stays():
-    broken = ("reported Xid 48", "could not remap a row of its memory")
-    assert judged(at(1), at(6, faults=broken[:1]), at(11)) == {"n0/0": "reported Xid 48"}
-    assert judged(at(1), at(6, faults=broken[:1]), at(11, faults=broken)) == {"n0/0": "; ".join(broken)}
-
-
 @pytest.mark.parametrize(
     "xid, says",
     [(79, "restart"), (48, "catalogue"), (9999, "catalogue"), (95, "reset"), (109, "reset"), (119, "reset")]
@@ -98,15 +92,6 @@ def test_the_driver_is_read_as_far_as_it_tells(monkeypatch):
         "n0/0": fault_of(79),
         "n0/1": "does not answer any more (GPU is lost)",
     }
-
-
-def test_a_driver_that_dropped_functions_has_lost_no_gpu(monkeypatch):
-    """NVML says of the old question for heat that CUDA 14 has it no more."""
-    lacks = ("nvmlDeviceGetTemperature", "nvmlDeviceGetPowerUsage")
-    Machine(eight_h100().gpus[:1], driver="640.10", lacks=lacks).install(monkeypatch)
-    (reading,) = DeviceReadings((Device("n0/0", "n0", 0, "cuda"),)).read()
-    assert (reading.lost, reading.temperature_c, reading.slowdown_c) == ("", 41, 87)
-    assert (reading.power_w, reading.power_limit_w) == (None, 700.0)
 
 
 def test_a_gpu_that_tells_how_far_its_limit_is_is_known_to_be_too_hot(monkeypatch):

@@ -23,22 +23,6 @@ def test_an_echo_of_a_death_is_no_second_one(failures: Failures) -> None:
     assert (first.count, first.not_before_s) == (2, 103.5)
 
 
-def waits(failures: Failures, reasons: list[str], version: str = "v1") -> list[float]:
-    now_s, found = 0.0, []
-    for reason in reasons:
-        failure = failures.model_failed("m", version, reason, now_s, at_start=True)
-        found.append(failure.wait_s)
-        now_s = failure.not_before_s
-    return found
-
-
-def test_backoff_of_another_version_begins_at_once(failures: Failures) -> None:
-    waits(failures, ["SIGILL"] * 12)
-    assert failures.model("m", "v2") is None and waits(failures, ["SIGILL"], "v2") == [1]
-    failures.models.pop("m")  # its settings changed
-    assert waits(failures, ["SIGILL"], "v2") == [1]
-
-
 def test_only_its_own_failures_without_progress_end_a_job(failures: Failures) -> None:
     now_s = 0.0
     for step, blame, over in [

@@ -42,12 +42,6 @@ def test_what_a_holder_has_is_taken_again() -> None:
     assert set(free.choose(4, near=("n1/2", "n1/3")) or ()) >= {"n1/2", "n1/3"}
 
 
-def test_devices_nobody_has_to_leave_come_first() -> None:
-    free, idle = FreeDevices(box_of(8)), FreeDevices(box_of(8)[6:])
-    assert free.choose(2, only=idle) == ("n0/6", "n0/7")
-    assert free.choose(3, only=idle) == ("n0/0", "n0/1", "n0/2")
-
-
 def test_wholly_on_one_of_the_nodes_named() -> None:
     free = FreeDevices(box_of(8, nodes=3))
     free.take([f"n0/{i}" for i in range(6)] + ["n1/0"])

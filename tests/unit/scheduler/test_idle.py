@@ -35,15 +35,10 @@ def test_an_operators_number_is_obeyed_while_others_want_the_devices() -> None:
         assert asleep_after_s(replace(BUSY, idle_sleep_s=own_s)) == own_s
 
 
-def test_a_limit_of_the_box_keeps_nothing_awake() -> None:
-    by_default_s = asleep_after_s(BUSY)
-    assert asleep_after_s(replace(BUSY, idle_limit_s=LIMIT_S)) == by_default_s < LIMIT_S
-
-
 def test_explain_says_until_when_an_idle_model_stays_awake() -> None:
     idle = replace(BUSY, idle_sleep_s=600.0, demand=Demand(last_request_s=LAST_S))
     plan_input = PlanInput(Policy("auto"), box_of(2), deployments=(idle,))
     now_s = LAST_S + 100.0
     allocation = plan(plan_input, now_s, CONFIG)
-    told = explain(Handover(0, ()), allocation, plan_input, CONFIG, now_s)
-    assert told["idle"] == {"m": "Stays awake for 500 s more without a request, because its idle_sleep_s is 600 s."}
+    told = explain(Handover(0, ()), allocation, plan_input, now_s)
+    assert told["idle"] == {"m": "Stays awake for 500 s more without a request: its idle_sleep_s is 600 s."}

@@ -9,25 +9,9 @@ import pytest
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, JobView, PlanInput, Policy, ReplicaView
-from scheduler.loop.job_pauses import USUAL_S, JobPauses
 from scheduler.plan.shares import Shares
 
 CONFIG = SchedulerConfig()
-
-
-def moved(pauses: JobPauses, job_id: str, suspend_s: float, start_s: float) -> None:
-    pauses.step_done("suspend_group", job_id, suspend_s)
-    pauses.step_done("start_group", job_id, start_s)
-
-
-def test_pause_adds_to_its_steps_what_they_do_not_show() -> None:
-    pauses = JobPauses(CONFIG.job_pause_s, CONFIG.start_group_timeout_s)
-    moved(pauses, "j", 0.25, 2.0)
-    assert pauses.pause_s["j"] == pytest.approx(CONFIG.job_pause_s), "as long as the setting was measured with"
-    moved(pauses, "j", 2.0, 18.0)
-    assert pauses.pause_s["j"] == pytest.approx(20.0 + CONFIG.job_pause_s - USUAL_S)
-    pauses.keep({"other"})
-    assert "j" not in pauses.pause_s
 
 
 def held_for_s(pause_s: float | None) -> float:

@@ -118,23 +118,6 @@ async def test_what_is_changed_is_tried_at_once() -> None:
             assert rig.states() == ["open"], what
 
 
-@in_virtual_time
-async def test_memory_that_is_free_again_brings_back_what_it_killed() -> None:
-    def hook(at: str, verb: str, target: str) -> None:
-        if verb in ("start_replica", "start_group") and at == "in":
-            raise EffectFailed("the host's memory ran out", "memory")
-
-    async with Rig(FakeStore(Policy("split", 2), (JOB,), (MODEL,))) as rig:
-        rig.effects.hook = hook
-        await asyncio.sleep(400)
-        assert rig.states() == [] and rig.jobs() == {} and rig.store.ended == {}
-        assert not rig.store.troubles["m"].lasting, "nobody waits in vain for memory"
-        rig.effects.hook = lambda at, verb, target: None
-        rig.loop.retry("memory")
-        await asyncio.sleep(3)
-        assert rig.states() == ["open"] and rig.jobs() == {"j1": 2}
-
-
 @pytest.mark.parametrize("supervisor_first", [False, True], ids=["engine first", "supervisor first"])
 @pytest.mark.parametrize("heard", [True, False], ids=["told", "only seen"])
 @pytest.mark.parametrize("apart_s", [0.0, 0.01, 0.05, 0.06, 0.3, 1.0, 1.2, 2.0])
@@ -231,43 +214,10 @@ async def test_job_that_finishes_while_it_is_suspended_and_observed_does_not_sta
         assert [verb for verb, _ in rig.world.verbs_done].count("start_group") == 1
 
 
-@in_virtual_time
-async def test_step_without_an_effect_is_repeated_at_the_pace_of_observations() -> None:
-    async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
-        await rig.settle()
-        observe = rig.effects.observe
-
-        async def never_open() -> Box:
-            box = await observe()
-            return replace(box, replicas={k: replace(r, state="ready") for k, r in box.replicas.items()})
-
-        rig.effects.observe = never_open
-        before = rig.journal.last_id()
-        await asyncio.sleep(10 * rig.config.observe_every_s)
-        assert 0 < rig.journal.last_id() - before <= 11
-
-
 def test_moves_start_an_engine_without_waiting_for_a_group_that_has_left_its_devices() -> None:
     box = Box.of(box_of(1), (), [GroupView("j1", (), ended=GroupEnded("succeeded"))])
     handover = moves(box, Allocation((ReplicaView("r", "m", "v1", "open", ("n0/0",)),)), 1)
     assert [move.how for move in handover.moves] == ["end", "start"] and not handover.take[0].needs
-
-
-@in_virtual_time
-async def test_a_failed_swap_keeps_the_old_version_serving() -> None:
-    async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
-        await rig.settle()
-        rig.effects.hook = failing(100, "swap_replica", when="before")
-        rig.store.deployments["m"] = replace(MODEL, version="v2")
-        await asyncio.sleep(600)
-        await rig.settle()
-        assert [(r.version, r.state) for r in rig.world.replicas.values()] == [("v1", "open")]
-        assert "injected" in rig.store.troubles["m"].reason
-        swaps = [s for h in rig.journal.since(0) for s in h.steps if s.verb == "swap_replica"]
-        assert 7 <= len(swaps) <= 16, "tried on, at most a minute apart"
-        rig.effects.hook = lambda at, verb, target: None
-        await asyncio.sleep(61)
-        assert [(r.version, r.state) for r in rig.world.replicas.values()] == [("v2", "open")]
 
 
 def refusing(blame: Blame, *verbs: str) -> Callable[[str, str, str], None]:
@@ -299,23 +249,6 @@ async def test_a_refused_version_gets_new_engines_one_after_the_other() -> None:
         assert min(least) == 2, "one after the other, on the device that nobody has"
         assert tried(rig, "swap_replica") == 2, "one engine for each version"
         assert rig.store.troubles == {} and rig.loop.status()["troubles"] == []
-
-
-@in_virtual_time
-async def test_a_version_that_a_running_engine_refuses_gets_a_new_one_and_the_next_is_loaded_again() -> None:
-    async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,)), devices=1) as rig:
-        await rig.settle()
-        rig.effects.hook = refusing("version", "swap_replica")
-        rig.store.deployments["m"] = replace(MODEL, version="v2")
-        await rig.settle()
-        assert [(r.version, r.state) for r in rig.world.replicas.values()] == [("v2", "open")]
-        rig.effects.hook = lambda at, verb, target: None
-        rig.store.deployments["m"] = replace(MODEL, version="v3")
-        await rig.settle()
-        rig.store.policy = Policy("train")
-        await rig.settle()
-        assert [(r.version, r.state) for r in rig.world.replicas.values()] == [("v3", "asleep")]
-        assert tried(rig, "swap_replica") == 2
 
 
 @in_virtual_time
@@ -380,29 +313,6 @@ async def test_of_an_engine_that_no_memory_is_enough_for_who_asks_is_told_and_no
         assert rig.world.replicas == {} and "j1" in rig.world.groups
 
 
-@in_virtual_time
-async def test_a_loop_knows_the_devices_before_its_first_round() -> None:
-    world, looked = World(box_of(3)), []
-    effects = FakeEffects(world)
-    observe = effects.observe
-
-    async def observed() -> Box:
-        looked.append(1)
-        return await observe()
-
-    effects.observe = observed
-    loop = SchedulerLoop(effects, FakeStore(Policy("serve")), MemoryJournal(), clock=virtual_time.now_s)
-    assert loop.status()["devices"] == []
-    await loop.adopt()
-    assert len(loop.status()["devices"]) == 3 and looked == [1]
-    running = asyncio.create_task(loop.run())
-    await asyncio.sleep(0)
-    assert looked == [1], "it is done once"
-    await loop.wait_settled(loop.nudge())
-    loop.stop()
-    await running
-
-
 SET_UP = replace(MODEL, settings="old", served=Build())
 
 
@@ -455,22 +365,3 @@ async def test_settings_stay_where_something_else_may_be_at_fault(blame: Blame, 
         change(rig, settings="new", **changes)
         await rig.settle()
         assert not rig.store.gone_back and rig.store.troubles["m"].blame == blame
-
-
-@in_virtual_time
-async def test_handovers_name_the_newest_unsettled_request() -> None:
-    store = FakeStore(Policy("auto"), (), (MODEL,))
-    async with Rig(store) as rig:
-        await rig.settle()
-        store.policy = Policy("train")
-        store.jobs["j1"] = JOB
-        rig.loop.nudge("ops", "job j1")
-        generation = rig.loop.nudge("alice", "mode train")
-        first = await rig.loop.next_handover(generation)
-        record = rig.journal.since(first - 1)[0]
-        assert (record.asked_by, record.asked_for) == ("alice", "mode train")
-        await rig.loop.wait_settled(generation)
-        assert await rig.loop.next_handover(rig.loop.nudge()) is None
-        del store.jobs["j1"]
-        after = await rig.loop.next_handover(rig.loop.nudge())
-        assert rig.journal.since(after - 1)[0].asked_by == "scheduler"

@@ -60,19 +60,6 @@ def opened(name: str, device: int, **fields) -> ReplicaView:  # noqa: ANN003
 M = DeploymentView("m", "v1", max_replicas=8)
 
 
-def test_train_takes_all_but_the_floor() -> None:
-    hot = replace(M, demand=Demand(inflight=3, held=2, last_request_s=999))
-    assert sizes(planned(policy=Policy("train"), jobs=(job(),), deployments=(hot,))) == {"j1": 8}
-    a = planned(policy=Policy("train", serving_floor=1), jobs=(job(),), deployments=(hot,))
-    assert sizes(a) == {"j1": 4} and awake(a) == {"m": 2}, "7 are left: 4 fit the job, the rest is lent to demand"
-
-
-def test_split_bounds_training() -> None:
-    a = planned(policy=Policy("split", 6), jobs=(job(allowed_sizes=()),), deployments=(replace(M, min_replicas=1),))
-    assert sizes(a) == {"j1": 6} and awake(a) == {"m": 2}
-    assert sizes(planned(policy=Policy("split", 0), jobs=(job(),))) == {}
-
-
 @pytest.mark.parametrize("floor", [8, 20])
 @pytest.mark.parametrize(
     ("policy", "why"),
@@ -88,16 +75,6 @@ def test_a_floor_of_all_devices_or_more_keeps_what_there_is(policy: Policy, why:
     a = planned(policy=replace(policy, serving_floor=floor), jobs=(job(),), deployments=(hot,))
     assert sizes(a) == {} and awake(a)["m"] >= 1
     assert a.waiting["j1"] == f"Needs 1 device: {why}."
-
-
-def test_a_job_that_waits_for_idle_models_is_told_so_and_for_how_long() -> None:
-    asked, idle = Demand(inflight=1, last_request_s=999.0), Demand(last_request_s=998.0)
-    models = tuple(replace(M, model=f"m{n}", max_replicas=1, demand=asked if n < 3 else idle) for n in range(8))
-    a = planned(jobs=(job(),), deployments=models, replicas=tuple(opened(f"m{n}", n, model=f"m{n}") for n in range(8)))
-    assert a.waiting["j1"] == (
-        "Needs 1 device: serving needs 8 of 8 devices now, 5 of them for models that were asked a moment ago, which "
-        "give theirs back 60 to 300 s after their last request."
-    )
 
 
 def test_auto_takes_idle_engines_when_a_job_waits() -> None:
@@ -127,29 +104,6 @@ def test_who_is_ahead_has_a_name_for_the_same_owner_alone() -> None:
         "a": "Needs 1 device; 0 of training's 8 are left by jobs ahead of it.",
         "b": "Needs 1 device; 0 of training's 8 are left by job z and others ahead of it.",
     }
-
-
-def test_reasons_for_paused_held_and_impossible_jobs() -> None:
-    a = planned(
-        jobs=(
-            job("p", phase="paused", devices=("n0/0",)),
-            job("h", held=True),
-            job("x", min_devices=16, max_devices=16, allowed_sizes=()),
-            job("f", not_before_s=1004.0),
-        )
-    )
-    assert sizes(a) == {}
-    assert a.waiting["p"].startswith("Paused") and a.waiting["h"].startswith("Held")
-    assert a.waiting["x"] == "Needs 16 devices; only 8 of the box work."
-    assert "tries again in 4 s" in a.waiting["f"] and a.review_at_s == 1004.0
-
-
-def test_a_running_job_does_not_grow_in_its_dwell_but_shrinks() -> None:
-    young = job(phase="running", devices=("n0/0", "n0/1"), since_s=990.0)
-    a = planned(jobs=(young,))
-    assert sizes(a) == {"j1": 2} and a.review_at_s == 1020.0
-    assert sizes(planned(1020.0, jobs=(young,))) == {"j1": 8}
-    assert sizes(planned(policy=Policy("train"), jobs=(young,))) == {"j1": 8}, "a person's mode takes hold at once"
 
 
 def test_a_sleeping_engine_wakes_where_it_sleeps() -> None:

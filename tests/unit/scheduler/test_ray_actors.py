@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryErr
 from runtime.errors import ChildDied, ChildTimeout, SupervisorDied, WarmParentError
 from scheduler.core.errors import EffectFailed
 from scheduler.ray import actors
-from scheduler.ray.actors import Supervisor, ask, blame_of, within
+from scheduler.ray.actors import Supervisor, ask, blame_of
 from serve.core.errors import (
     EngineFailed,
     EngineOutOfMemory,
@@ -112,12 +112,6 @@ async def test_one_that_has_not_begun_yet_is_waited_for(killed) -> None:
     await asyncio.sleep(10 * actors.HUNG_S)
     begun.set()
     assert await calling == 5 and not killed
-
-
-async def test_who_looks_is_not_stopped_by_one_that_is() -> None:
-    with pytest.raises(EffectFailed, match="has not answered") as failed:
-        await within(never(), "r", 0.01)
-    assert failed.value.blame == "outside"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device
-from scheduler.handover.effects import GroupEnded
-from scheduler.ray import groups
+from scheduler.ray import actors, groups
 from scheduler.ray.groups import RANK, Groups, is_whole
 
 START = "j", ("n0/0", "n0/1"), "l1:job:j"
@@ -167,7 +166,7 @@ async def test_a_hand_over_of_dead_supervisors_ends_and_the_next_start_has_livin
 
 
 async def test_a_supervisor_that_is_stopped_hides_no_other_and_its_job_stays_as_it_was(box, monkeypatch):
-    monkeypatch.setattr(groups, "LOOK_S", 0.01)
+    monkeypatch.setattr(actors, "LOOK_S", 0.01)
     await box.groups.start_group(*START)
     box.hosts[1].do_not_answer()
     async with asyncio.timeout(60):
@@ -194,18 +193,11 @@ async def test_only_an_error_of_a_device_counts_against_it(box, raised, counted)
 
 async def test_one_that_nobody_knows_yet_is_waited_for(box, monkeypatch):
     """After a restart of the controller its devices would look free."""
-    monkeypatch.setattr(groups, "ANSWER_S", 0.05)
-    monkeypatch.setattr(groups, "LOOK_S", 0.01)
+    monkeypatch.setattr(actors, "ANSWER_S", 0.05)
+    monkeypatch.setattr(actors, "LOOK_S", 0.01)
     box.find_or_make(None, f"{RANK}n0/0").do_not_answer()
     with pytest.raises(EffectFailed, match="rank:n0/0 has not answered"):
         await box.groups.observe_groups()
-
-
-async def test_start_group_of_a_job_that_has_ended_leaves_its_end_to_be_observed(box):
-    await box.groups.start_group(*START)
-    box.groups._groups["j"].ended = GroupEnded("succeeded")
-    assert await box.groups.start_group("j", ("n0/0", "n0/1"), "l2:job:j") is None
-    assert [group.ended for group in await box.groups.observe_groups()] == [GroupEnded("succeeded")]
 
 
 async def test_ranks_that_are_being_stopped_are_not_adopted(box):
@@ -241,3 +233,14 @@ def status(rank, size=3, alive=True, done=False):
 )
 def test_a_world_is_whole_when_every_rank_of_it_is_there(statuses, whole):
     assert is_whole(statuses) is whole
+
+
+async def test_observe_leaves_out_ranks_of_a_node_that_is_gone(box):
+    def gone(*_: Any) -> Any:
+        raise EffectFailed("device n1/0 is gone", "outside")
+
+    await box.groups.start_group(*START)
+    box.find_or_make(None, f"{RANK}n1/0")  # Ray still lists it
+    here = box.groups._nodes.config_of
+    box.groups._nodes.config_of = lambda ids: gone() if ids == ("n1/0",) else here(ids)
+    assert [group.job_id for group in await box.groups.observe_groups()] == ["j"]

@@ -92,17 +92,6 @@ async def nodes(ray):
     return made
 
 
-async def test_look_while_another_look_drops_a_node_goes_on(nodes, ray, monkeypatch):
-    async def started(node_config, ray_id):
-        if ray.on.pop("n2", None):
-            await nodes.look()
-        return ray.start(node_config)
-
-    monkeypatch.setattr(ray_nodes, "_start", started)
-    del ray.agents["node:n1"]
-    assert await nodes.look() and ray.told[-1] == ("n2", "lost")
-
-
 async def test_devices_of_a_node_that_leaves_are_drained_until_it_is_gone(nodes, ray):
     assert not await nodes.look()
     ray.agents["node:n1"].going = True

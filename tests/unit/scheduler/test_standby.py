@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.standby import Seen, StandbyLearner
+from scheduler.autoscale.standby import Bounds, StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, Standby
 
@@ -30,12 +30,12 @@ def lived(
 ) -> list[Standby]:
     """Requests of 0.05 replica-seconds each, at this rate of work; the choice after every minute."""
     config = CONFIG.model_copy(update={"late_requests_share": late_share})
-    found = StandbyLearner(config, 8, least=1, most=8, target_s=2.0)
+    found = StandbyLearner(config, Bounds(8, 1, 8, 2.0))
     rng, chosen = random.Random(seed), []
     for look in range(int(minutes * 60 / LOOK_S)):
         now_s = look * LOOK_S
         requests = poisson(rng, work_per_s(now_s) * LOOK_S / 0.05)
-        best = found.seen(now_s, Seen([0.05] * requests, awake=found.best.replicas))
+        best = found.seen(now_s, [0.05] * requests)
         if look % int(60 / LOOK_S) == 0:
             chosen.append(best)
     return chosen

@@ -49,26 +49,22 @@ def flow(db, tiers):
     return TierFlow(db, tiers, owner="box-1")
 
 
+def _insert_model(db, name, *, kind, versions, deployed, meta=None, **columns):
+    shared = {"arch": "LlamaForCausalLM", "bytes": 10, "owned_by": "org", "created_s": 1.0}
+    models.insert(db, ModelRow(id=name, kind=kind, **shared, **columns))
+    for version in versions:
+        path = f"/models/{name}/{version}"
+        models.insert_version(db, VersionRow(name, version, "here", 10, 1.0, disk_path=path, meta=meta or {}))
+    models.activate(db, name, versions[-1])
+    if deployed is not None:
+        deployments.insert(db, DeploymentRow(name, 1.0, **deployed))
+
+
 @pytest.fixture
 def add_model(db):
     def add(name="starter", version="v1", deployed=True, params=5):
-        models.insert(
-            db,
-            ModelRow(
-                id=name,
-                kind="base",
-                arch="LlamaForCausalLM",
-                params=params,
-                bytes=10,
-                owned_by="org",
-                source="here",
-                created_s=1.0,
-            ),
-        )
-        models.insert_version(db, VersionRow(name, version, "here", 10, 1.0, disk_path=f"/models/{name}/{version}"))
-        models.activate(db, name, version)
-        if deployed:
-            deployments.insert(db, DeploymentRow(name, 1.0))
+        rows = {} if deployed else None
+        _insert_model(db, name, kind="base", versions=[version], deployed=rows, params=params, source="here")
 
     return add
 
@@ -77,27 +73,10 @@ def add_model(db):
 def add_adapter(db):
     """Two published versions of an adapter on `base` `base_version`, the newer one active."""
 
-    def add(name, base="starter", base_version="v1", deployed=True, **columns):
-        models.insert(
-            db,
-            ModelRow(
-                id=name,
-                kind="fine-tuned",
-                base=base,
-                arch="LlamaForCausalLM",
-                params=5,
-                bytes=1,
-                owned_by="org",
-                source="job",
-                created_s=1.0,
-            ),
-        )
-        for version in ("step-1", "step-2"):
-            meta = {"adapter": {"base": base, "base_version": base_version, "rank": 8}}
-            models.insert_version(db, VersionRow(name, version, "job", 1, 1.0, disk_path="/a", meta=meta))
-        models.activate(db, name, "step-2")
-        if deployed:
-            deployments.insert(db, DeploymentRow(name, 1.0, **columns))
+    def add(name, base="starter", base_version="v1", **columns):
+        meta = {"adapter": {"base": base, "base_version": base_version, "rank": 8}}
+        of = {"kind": "fine-tuned", "base": base, "params": 5, "source": "job"}
+        _insert_model(db, name, versions=["step-1", "step-2"], deployed=columns, meta=meta, **of)
 
     return add
 
@@ -107,18 +86,8 @@ def add_job(db):
     def add(job_id="ftjob-1", **columns):
         given = {"phase": "queued", "resolved": {"publish": "end"}, "allowed_sizes": [1, 2, 4, 8], **columns}
         given.setdefault("method", "supervised")
-        jobs.insert(
-            db,
-            JobRow(
-                id=job_id,
-                model="starter",
-                training_file="file-1",
-                seed=1,
-                output_model=f"ft:starter:local::{job_id}",
-                created_s=time.time(),
-                **given,
-            ),
-        )
+        made = {"output_model": f"ft:starter:local::{job_id}", "created_s": time.time(), **given}
+        jobs.insert(db, JobRow(job_id, "starter", training_file="file-1", seed=1, **made))
         return jobs.get(db, job_id)
 
     return add

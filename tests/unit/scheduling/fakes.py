@@ -7,7 +7,7 @@ from typing import Any
 
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.jobs.events import JobEvents
-from appliance.controller.scheduling.state_store import BoxSize, SqliteStateStore
+from appliance.controller.scheduling.state_store import SqliteStateStore
 from appliance.store.database import Database
 from scheduler.core.workload import Demand
 from scheduler.devices.discovery import HOME_NODE
@@ -35,7 +35,8 @@ def routing_of(bus: Any, db: Database, sizes: Any = UNKNOWN_SIZES) -> BusRouting
 def states_of(
     db: Database,
     events: JobEvents,
-    size: BoxSize = BoxSize(1, 8, 1),  # noqa: B008 - frozen
+    serving_floor: int = 1,
+    max_replicas: int = 1,
     *,
     routing: Any = NO_ROUTING,
     demand: Any = lambda model: Demand(),
@@ -47,9 +48,8 @@ def states_of(
     """Where there is memory for everything, unless `job_memory` or `job_sizes` say otherwise."""
     wishes, learning = SimpleNamespace(demands=lambda free_devices: demand), SimpleNamespace(learned=learned)
     enough = SimpleNamespace(
-        waits_for=lambda row: "",
-        job_nodes=lambda row: (HOME_NODE,),
-        job_sizes=job_sizes,
-        max_asleep=dict,
+        waits_for=lambda row: "", job_nodes=lambda row: (HOME_NODE,), job_sizes=job_sizes, max_asleep=dict
     )
-    return SqliteStateStore(db, events, size, routing, wishes, learning, enough, job_memory or enough, starved)  # type: ignore[arg-type]
+    return SqliteStateStore(
+        db, events, serving_floor, max_replicas, routing, wishes, learning, enough, job_memory or enough, starved
+    )  # type: ignore[arg-type]

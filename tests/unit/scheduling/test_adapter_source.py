@@ -63,19 +63,3 @@ async def test_what_no_tier_has_is_refused_with_the_reason(source, only_remote, 
     with pytest.raises(AdapterUnavailable, match=told):
         async with brought_in(source, asked, 10):
             pass
-
-
-async def test_a_controller_that_is_away_is_waited_for(db, store, only_remote, tmp_path, tiers):
-    asking = asyncio.create_task(ask_late(str(tmp_path / "late")))
-    await asyncio.sleep(0)
-    made = AdapterSource(tmp_path / "late", db, store, tiers)
-    await made.start()
-    assert (await asking).endswith("step-2")
-    await made.stop()
-    with pytest.raises(AdapterUnavailable, match="within 0.01 s"):
-        await ask_late(str(tmp_path / "late"), 0.01)
-
-
-async def ask_late(socket_path, timeout_s=10.0):
-    async with brought_in(socket_path, "ft:x@step-2", timeout_s) as path:
-        return path

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from appliance.memory.box_memory import BoxMemory, Means
+from appliance.memory.box_memory import STARTING_FOR_S, BoxMemory, Means
+from appliance.memory.memory_policy import CALM_S, Holdings, MemoryState, decide
 from appliance.store.objects import jobs
 from appliance.store.records import audit
 from scheduler.core.errors import EffectFailed
@@ -141,3 +142,28 @@ async def test_a_node_that_is_gone_or_fails_holds_up_nothing(box, world, monkeyp
     world.there = False
     await box.look(world.status())
     assert box.nodes() == {} and box.notes() == [] and box.max_asleep() == {}
+
+
+async def test_engines_that_start_count_before_their_memory_shows(box, world):
+    world.home = replace(world.home, available=6 * GB)
+    await box.look(world.status())
+    assert [box.book_engine(model, "n0") for model in ("chat", "code", "third")] == [True, True, False]
+    world.now_s += STARTING_FOR_S
+    await box.look(world.status())
+    assert box.book_engine("third", "n0")
+
+
+def test_decide_gives_back_a_suspended_job_while_another_waits_for_more_than_there_is():
+    reading, waits = MemoryReading(24 * GB, 10 * GB), Holdings(job_wanted=20 * GB)
+    state, action = decide(reading, waits, MemoryState(jobs=("small",)), 0.0, GB)
+    assert action is None
+    _, action = decide(reading, waits, state, CALM_S, GB)
+    assert action is not None and (action.back, action.what) == (True, "small")
+
+
+def test_decide_between_the_marks_moves_nothing():
+    """What is given back at the reserve comes back at half as much again: no to and fro in between."""
+    state = MemoryState(jobs=("a",))
+    for now_s in range(0, 600, 10):
+        state, action = decide(MemoryReading(24 * GB, int(GB * 1.2)), Holdings(), state, now_s, GB)
+        assert action is None

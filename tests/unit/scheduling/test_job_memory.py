@@ -57,7 +57,7 @@ def test_what_a_job_takes_follows_the_devices_that_it_may_run_on(db, events, sto
     memory = JobMemory(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB))
     needs = memory.host_bytes(jobs.get(db, "ftjob-new"))
     assert list(needs) == [1, 2, 4, 8] and needs[8] - 14 * MB == pytest.approx(8 * (needs[1] - 14 * MB), rel=0.1)
-    jobs.update(db, "ftjob-new", max_devices=2)
+    jobs.update(db, "ftjob-new", allowed_sizes=[1, 2])
     assert memory.host_bytes(jobs.get(db, "ftjob-new")) == {size: needs[size] for size in (1, 2)}
     states = states_of(db, events, job_sizes=lambda row: (1, 8))
     (view,) = states.load(free_devices=0).jobs

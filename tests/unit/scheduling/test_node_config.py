@@ -27,16 +27,6 @@ def test_both_warm_parents_get_it(tmp_path):
         assert all("GLIBC_TUNABLES" in dict(spec.env) for spec in node_config.warm)
 
 
-def test_ranks_on_gpus_lock_no_more_of_the_hosts_memory_than_they_ask_for(tmp_path):
-    """What an offloading rank locks is planned to the byte (train.plan.estimate); torch would round it up."""
-    paths = BoxPaths.of(tmp_path / "data", tmp_path)
-    paths.shm_root.mkdir()
-    gpus = (Device("n0/0", "n0", 0, "cuda"),)
-    for devices, expected in ((gpus, "pinned_max_cached_size_mb:4"), (logical_devices(1), None)):
-        serve, train = (dict(spec.env) for spec in node_config_of(BoxConfig(), paths, devices).warm)
-        assert train.get("PYTORCH_ALLOC_CONF") == expected and "PYTORCH_ALLOC_CONF" not in serve
-
-
 def test_processes_run_beside_their_devices_unless_told_otherwise(tmp_path):
     paths = BoxPaths.of(tmp_path / "data", tmp_path)
     paths.shm_root.mkdir()

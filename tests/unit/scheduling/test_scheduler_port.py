@@ -12,13 +12,13 @@ from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import write_mode
 from appliance.controller.interfaces.errors import SwapFailed
 from appliance.controller.interfaces.records import Mode
-from appliance.controller.scheduling.journal import SqliteJournal
-from appliance.controller.scheduling.state_store import BoxSize
 from appliance.store.objects import models
-from appliance.store.records import deployments, handovers
+from appliance.store.records import deployments
+from appliance.store.records.journal import SqliteJournal
+from appliance.store.rows import HANDOVERS
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Policy
-from scheduler.handover.ports import HandoverRecord, StepRecord
+from scheduler.handover.ports import StepRecord
 from scheduler.loop.loop import SchedulerLoop
 from tests.unit.scheduler.fakes import FakeEffects, World, box_of
 from tests.unit.scheduling.fakes import states_of
@@ -29,7 +29,7 @@ def scheduler_of(db):
     """A Scheduler of these parts; for the others stand-ins that report next to nothing."""
     host = {"short": "1 GB", "reserve_bytes": 5}
     nothing = {
-        "effects": None,
+        "effects": SimpleNamespace(resident_bytes=dict),
         "journal": SqliteJournal(db),
         "routing": SimpleNamespace(wait_applied=lambda: asyncio.sleep(0), refresh=lambda: 1),
         "db": db,
@@ -46,7 +46,7 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
     add_job(allowed_sizes=[1, 2])
     deployments.update(db, "starter", min_replicas=1, max_replicas=1)
     world = World(box_of(3))
-    states = states_of(db, events, BoxSize(0, 3, 1))
+    states = states_of(db, events, 0)
     write_mode(db, Mode("serve"))
     journal = SqliteJournal(db)
     loop = SchedulerLoop(FakeEffects(world), states, journal)
@@ -59,18 +59,19 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
     told = port.explain(Policy("train"))
     assert any("ftjob-1 runs on 2 devices" in step and ", because training gets" in step for step in told["steps"])
 
-    cordons.drain(db, device, "a test", "ops", 1.0)
+    cordons.drain(db, {"id": device}, "a test", "ops", 1.0)
     port.nudge(f"drain of {device}", "ops")
     await loop.wait_settled(loop.nudge())
     held = {d["id"]: d["holder"] for d in port.status()["devices"]}
     assert held[device] is None and sum(holder is not None for holder in held.values()) == 1
-    newest = handovers.page(db, limit=1).data[0]
-    assert newest.detail == {"asked_by": "ops", "asked_for": f"drain of {device}"}
+    newest = HANDOVERS.get(db, journal.last_id())
+    assert (newest.asked_by, newest.asked_for) == ("ops", f"drain of {device}")
 
     wanted = write_mode(db, Mode("train", serving_floor=1, by="alice"))
     handover_id = await port.set_mode(wanted, wait=True)
     assert await port.set_mode(wanted, wait=True) is None, "nothing is left to do for it"
-    assert handovers.find(db, handover_id).detail == {"asked_by": "alice", "asked_for": "mode train"}
+    newest = HANDOVERS.get(db, int(handover_id))
+    assert (newest.asked_by, newest.asked_for) == ("alice", "mode train")
     loop.stop()
     await running
 
@@ -84,16 +85,18 @@ async def test_a_swap_is_told_of_its_own_model_only(db, add_model, scheduler_of)
 
     done = {"pause_s": 0.1, "seconds": 1.0, "bytes": 10, "how": "shared memory"}
     journal = SqliteJournal(db)
-    journal.begin(HandoverRecord(1, "an earlier one", "done", 1.0, 2.0, (swap(0, "starter", done),)))
+
+    def begin(number: int, *steps: StepRecord) -> None:
+        journal.begin(number, "swaps", 1.0, "", "")
+        for step in steps:
+            journal.step(number, step)
+
+    begin(1, swap(0, "starter", done))
 
     async def settle(generation: int) -> None:
         if journal.last_id() == 1:
-            steps = (
-                swap(0, "starter", done),
-                swap(1, "other", {**done, "pause_s": 9.0}),
-                swap(2, "other", {"error": "e"}),
-            )
-            journal.begin(HandoverRecord(2, "two swaps", "done", 1.0, 2.0, steps))
+            others = swap(1, "other", {**done, "pause_s": 9.0}), swap(2, "other", {"error": "e"})
+            begin(2, swap(0, "starter", done), *others)
 
     replica = {"id": "r1", "model": "starter", "state": "open", "version": models.find(db, "starter").active_version}
     loop = SimpleNamespace(
@@ -104,6 +107,6 @@ async def test_a_swap_is_told_of_its_own_model_only(db, add_model, scheduler_of)
     assert (told["replicas"], told["pause_s"], told["bytes"]) == (1, 0.1, 10)
 
     replica["version"] = "older"
-    journal.begin(HandoverRecord(3, "another model's", "failed", 1.0, 2.0, (swap(0, "other", {"error": "e"}),), "e"))
+    begin(3, swap(0, "other", {"error": "e"}))
     with pytest.raises(SwapFailed, match="r1 serve another version"):
         await port.converge_model("starter")

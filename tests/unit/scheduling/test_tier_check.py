@@ -79,19 +79,6 @@ async def test_what_is_read_while_it_is_deleted_goes_when_its_reader_has_gone(db
     assert store.find("adapter", "ft:x", "step-2") is None
 
 
-async def test_what_is_deleted_is_deleted_on_other_nodes_too(db, flow, store, tiers):
-    library = type("Library", (), {"remove": lambda self, name, version: True})()
-    told = []
-
-    async def elsewhere(names):
-        assert store.find("adapter", "ft:x", "step-2") is None, "home first: another node must not fetch it again"
-        told.extend(names)
-
-    ops = LibraryOps(library, store, tiers, flow, lambda name: None, elsewhere)
-    await ops.remove("ft:x", [ADAPTER])
-    assert told == [("adapter", "ft:x", "step-2")]
-
-
 async def test_verify_says_which_file_keeps_a_version_from_being_opened(ops, store):
     folder = store.find("version", "starter", "v1").path
     (folder / "pytorch_model.bin").touch()

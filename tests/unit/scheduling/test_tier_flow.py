@@ -130,25 +130,6 @@ async def test_a_full_disk_does_not_keep_a_version_from_the_remote_tier(flow, pu
     assert await flow.finish() and put_off(tiers, "disk")["backlog"] == 0
 
 
-async def test_a_full_tier_gives_up_what_no_rule_keeps_and_goes_on(flow, publish, store, db, add_job, tiers):
-    publish("v1", "v2")
-    add_job(phase="running")
-    snapshot(store, 1)
-    await passes(flow, "disk")
-    publish("v3")
-    jobs.set_phase(db, "ftjob-1", "cancelled")
-    disk = tiers.disk
-    disk.version_rules = KeepRules(keep_last=1)
-    disk.copies._free_bytes = 1 << 60
-    await passes(flow, "disk")
-    assert versions(disk) == {"v2"}, "the newest stays until v3 is there"
-    assert put_off(tiers, "disk")["snapshots"] == 0
-    assert "free" in put_off(tiers, "disk")["last_error"] and put_off(tiers, "disk")["backlog"] == 1
-    disk.copies._free_bytes = 0
-    await passes(flow, "disk")
-    assert versions(disk) == {"v3"}
-
-
 async def test_rules_decide_what_stays_and_never_take_what_is_needed(flow, publish, db, tmp_path, tiers):
     publish(*(f"v{n}" for n in range(1, 7)))
     models.activate(db, "starter", "v1")
@@ -161,14 +142,6 @@ async def test_rules_decide_what_stays_and_never_take_what_is_needed(flow, publi
     assert len(list((tmp_path / "data/models/starter").iterdir())) == 6, "each tier has its own rules"
     await passes(flow, "remote")
     assert versions(remote) == {"v1", "v2", "v5", "v6"}, "nothing goes to and fro"
-
-
-async def test_what_a_rule_does_not_want_may_leave_memory(flow, publish, store, tiers):
-    old, new = publish("v1", "v2")
-    tiers.disk.version_rules = KeepRules(keep_last=1)
-    await passes(flow, "disk")
-    assert tiers.tiers_of(Name("version", "starter", "v1")) == ["memory"]
-    assert not old.pinned and not new.pinned
 
 
 async def test_a_deleted_version_leaves_a_tier_that_could_not_be_reached_then(flow, publish, db, store, tmp_path):

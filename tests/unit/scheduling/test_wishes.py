@@ -25,11 +25,7 @@ class Asked(Wishes):
     """Wishes of a box whose gateways report nothing."""
 
     def __init__(
-        self,
-        db: Database,
-        folder: Path,
-        lines: tuple[str, ...] = (),
-        policies: Mapping[str, str] = NO_POLICIES,
+        self, db: Database, folder: Path, lines: tuple[str, ...] = (), policies: Mapping[str, str] = NO_POLICIES
     ) -> None:
         self.bus = Bus(folder / "bus.sock", ControllerConfig(), first_generation=1)
         hosts, self.reported = {"adapter": "starter", **policies}, Demand()

@@ -12,13 +12,7 @@ from typing import Literal
 import pytest
 
 from appliance.store.database import TABLES, Database
-from appliance.store.errors import (
-    DatabaseUnusable,
-    DuplicateRow,
-    OtherSchema,
-    RowNotFound,
-    UnknownCursor,
-)
+from appliance.store.errors import DatabaseUnusable, DuplicateRow, OtherSchema, RowNotFound, UnknownCursor
 from appliance.store.objects import files, jobs
 from appliance.store.rows import FileRow, JobRow
 from appliance.store.table import Table
@@ -92,15 +86,6 @@ def test_an_exception_undoes_the_whole_transaction_with_those_inside_it(db: Data
     with db.transaction():
         jobs.insert(db, job(3))
     assert [row.id for row in jobs.list_unfinished(db)] == ["ftjob-3"]
-
-
-def test_an_inner_transaction_that_fails_and_is_caught_leaves_the_outer_one_usable(db: Database):
-    with db.transaction():
-        jobs.insert(db, job(1))
-        with pytest.raises(DuplicateRow), db.transaction():
-            jobs.insert(db, job(1))
-        jobs.insert(db, job(2))
-    assert len(jobs.list_unfinished(db)) == 2
 
 
 def test_the_same_id_twice_and_unknown_rows_are_named(db: Database):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,23 +10,12 @@ import pytest
 from appliance.store.database import Database
 from appliance.store.errors import DuplicateRow, IllegalTransition, RowNotFound
 from appliance.store.objects import job_records, jobs
-from appliance.store.records import handovers, keys
-from appliance.store.rows import HandoverRow, HandoverStepRow, JobMetricRow, JobRow
+from appliance.store.records import keys
+from appliance.store.rows import JobMetricRow, JobRow
 
 
 def insert_job(db: Database, job_id: str = "ftjob-1", **fields) -> JobRow:
-    row = JobRow(
-        id=job_id,
-        model="m",
-        method="supervised",
-        training_file="f",
-        seed=1,
-        output_model="ft:m:o:s:12345678",
-        created_s=1.0,
-        **fields,
-    )
-    jobs.insert(db, row)
-    return row
+    return jobs.insert(db, JobRow(job_id, "m", "supervised", "f", 1, "ft:m:o:s:12345678", 1.0, **fields))
 
 
 class TestKeys:
@@ -96,21 +84,3 @@ class TestJobs:
         job_records.upsert_metric(db, JobMetricRow("ftjob-1", 6, 4.0, loss=1.8))
         assert [row.step for row in job_records.list_metrics(db, "ftjob-1", after_step=5)] == [6]
         assert [row.step for row in job_records.last_metrics(db, "ftjob-1", 1)] == [6]
-
-
-def test_has_made_finds_a_checkpoint_by_its_name(db: Database):
-    plan = db.execute(f"EXPLAIN QUERY PLAN SELECT 1 FROM ({jobs._MADE}) WHERE name = ?2", ["ann", "m"]).fetchall()
-    assert any("(name=?)" in row["detail"] for row in plan)
-
-
-def test_a_journal_holds_the_whole_plan_or_nothing(db: Database):
-    steps = [HandoverStepRow("1", n, "drain_replica", f"r{n}", "planned") for n in range(3)]
-    with pytest.raises(DuplicateRow):
-        handovers.insert(db, HandoverRow("1", "why", "running", 1.0), [*steps, steps[0]])
-    assert handovers.find(db, "1") is None and handovers.steps(db, "1") == []
-    handovers.insert(db, HandoverRow("1", "why", "running", 1.0), steps)
-    handovers.put_step(db, replace(steps[1], state="done", detail={"seconds": 0.5}))
-    assert [step.state for step in handovers.steps(db, "1")] == ["planned", "done", "planned"]
-    assert [row.id for row in handovers.list_open(db)] == ["1"]
-    handovers.update(db, "1", state="done", ended_s=2.0)
-    assert handovers.list_open(db) == []
