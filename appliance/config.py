@@ -255,7 +255,7 @@ Key = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Given:
+class _Setting:
     """The value of a key, the source that has it, and how the key is called there."""
 
     value: Any
@@ -283,7 +283,7 @@ def load_config(
             "--data-dir or APPLIANCE_DATA_DIR, or name the file with --config"
         )
     hub = environ.get("HF_ENDPOINT", "").rstrip("/")
-    below = {("box", "hub_endpoint"): _Given(hub, "the environment", "HF_ENDPOINT")} if hub else {}
+    below = {("box", "hub_endpoint"): _Setting(hub, "the environment", "HF_ENDPOINT")} if hub else {}
     return _checked(below | file | above, path.parent)
 
 
@@ -292,40 +292,41 @@ def load_resolved(path: Path) -> BoxConfig:
     return _checked(_flat(json.loads(path.read_text()), str(path)), Path.cwd())
 
 
-def _flat(table: Table, source: str, at: Key = ()) -> dict[Key, _Given]:
-    found: dict[Key, _Given] = {}
+def _flat(table: Table, source: str, at: Key = ()) -> dict[Key, _Setting]:
+    """The settings below the key `at`. Raises ConfigError."""
+    settings: dict[Key, _Setting] = {}
     for key, value in table.items():
-        place = (*at, key)
+        location = (*at, key)
         if value and isinstance(value, dict):
-            found |= _flat(value, source, place)
+            settings |= _flat(value, source, location)
         elif not at and not isinstance(value, dict):
             raise ConfigError(f"{source}: {key} is {value!r}; expected a section, [{key}]")
         else:
-            found[place] = _Given(value, source, ".".join(place))
-    return found
+            settings[location] = _Setting(value, source, ".".join(location))
+    return settings
 
 
-def _nested(given: Mapping[Key, _Given]) -> Table:
+def _nested(settings: Mapping[Key, _Setting]) -> Table:
     table: Table = {}
-    for keys, one in given.items():
-        (*sections, key), place = keys, table
+    for (*sections, key), setting in settings.items():
+        place = table
         for section in sections:
             place = place.setdefault(section, {})
             if not isinstance(place, dict):
-                raise ConfigError(f"{one.source}: {one.name}: {section} is {place!r}; expected a section")
-        if one.value != {}:
-            place[key] = one.value
+                raise ConfigError(f"{setting.source}: {setting.name}: {section} is {place!r}; expected a section")
+        if setting.value != {}:
+            place[key] = setting.value
         else:
             place.setdefault(key, {})
     return table
 
 
-def _checked(given: Mapping[Key, _Given], folder: Path) -> BoxConfig:
+def _checked(settings: Mapping[Key, _Setting], folder: Path) -> BoxConfig:
     """`folder`: relative paths of certificates are meant from there."""
     try:
-        config = BoxConfig.model_validate(_nested(given))
+        config = BoxConfig.model_validate(_nested(settings))
     except ValidationError as error:
-        raise ConfigError(_message(error.errors(), given)) from error
+        raise ConfigError(_message(error.errors(), settings)) from error
     gateway = config.gateway.model_copy(
         update={
             key: str(folder / value)
@@ -341,35 +342,35 @@ def _checked(given: Mapping[Key, _Given], folder: Path) -> BoxConfig:
         )
     except ConfigInvalid as error:
         location = ("gateway", *str(error).partition(":")[0].split("."))
-        source = given[location].source if location in given else "the configuration"
+        source = settings[location].source if location in settings else "the configuration"
         raise ConfigError(f"{source}: gateway.{error}") from error
     data_dir = str(Path(config.box.data_dir).expanduser().resolve())
     return config.model_copy(update={"gateway": gateway, "box": config.box.model_copy(update={"data_dir": data_dir})})
 
 
-def _message(errors: list[Any], given: Mapping[Key, _Given]) -> str:
+def _message(errors: list[Any], settings: Mapping[Key, _Setting]) -> str:
     """What is wrong with the first key at fault, and where it comes from."""
 
     def place(error: Any) -> Key:
         location = tuple(map(str, error["loc"]))
         # pydantic adds the branch of a union behind the key ("devices", "int"); no source has such a key.
-        while not any(key[: len(location)] == location for key in given):
+        while not any(key[: len(location)] == location for key in settings):
             location = location[:-1]
         return location
 
     error, location = errors[0], place(errors[0])
     expected = " or ".join(dict.fromkeys(_expected(e) for e in errors if place(e) == location))
     section = ".".join(location)
+    first = next(setting for key, setting in settings.items() if key[: len(location)] == location)
+    name = first.name if location in settings else section
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         known = sorted(_known_keys(location[:-1]))
         close = difflib.get_close_matches(location[-1], known, n=1)
         guess = f"; did you mean {close[0]}?" if close else ""
-        first = next(one for key, one in given.items() if key[: len(location)] == location)
-        name = first.name if location in given else section
         return f"{first.source}: unknown key {name}{guess} (known there: {', '.join(known)})"
     if isinstance(error["input"], dict):  # settings that do not fit each other, maybe of several sources
         return f"the configuration: {f'[{section}]: ' if section else ''}{expected}"
-    return f"{given[location].source}: {given[location].name} is {error['input']!r}: {expected}"
+    return f"{first.source}: {name} is {error['input']!r}: {expected}"
 
 
 FORMS = {
@@ -402,9 +403,9 @@ def _toml(path: Path) -> Table:
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
-def _environment(environ: Mapping[str, str]) -> dict[Key, _Given]:
+def _environment(environ: Mapping[str, str]) -> dict[Key, _Setting]:
     """Settings among the variables, as text; pydantic makes numbers of them. Empty ones count as not set."""
-    found: dict[Key, _Given] = {}
+    settings: dict[Key, _Setting] = {}
     for variable, text in environ.items():
         name = variable.removeprefix(_PREFIX)
         if name == variable or name in _NO_SETTINGS or not text:
@@ -419,5 +420,5 @@ def _environment(environ: Mapping[str, str]) -> dict[Key, _Given]:
                     raise ConfigError(f"the environment: unknown variable {variable}; did you mean {guess}?")
                 continue
             location = ("box", *location)
-        found[location] = _Given(text, "the environment", variable)
-    return found
+        settings[location] = _Setting(text, "the environment", variable)
+    return settings

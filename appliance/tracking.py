@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 Settings = dict[str, Any]
-LOOK_EVERY_S = 2.0
+POLL_EVERY_S = 2.0
 GIVE_UP_S = 7 * 24 * 3600.0  # after a job's end
 EVENTS_AT_ONCE = 40  # MLflow's server takes 1000 values in a request; an event has less than 25
 PARAMS, PARAM_CHARACTERS, TAG_CHARACTERS = 100, 6000, 5000  # what it takes at most
@@ -78,8 +78,8 @@ class Follower:
         self._since_s, self._done = known["since_s"], set(known["done"])
         self._sent: dict[str, Sent] = {}
 
-    def look(self) -> None:
-        """Raises the first error of the library, OSError or sqlite3.Error; other jobs are sent all the same."""
+    def poll(self) -> None:
+        """Send what is new of every job. Raises the first error of the library, or of reading the database."""
         first: Exception | None = None
         rows = self._rows(
             "SELECT * FROM jobs WHERE started_s IS NOT NULL AND (finished_s IS NULL OR finished_s > ?) ORDER BY seq",
@@ -308,8 +308,8 @@ def follow(settings: Settings) -> None:
         raise SystemExit(f"{error} for {sys.executable}; {how}") from error
     follower = Follower(tracker, Path(settings["database"]), Path(settings["folder"]) / f"{name}.since")
     while True:
-        follower.look()
-        time.sleep(LOOK_EVERY_S)
+        follower.poll()
+        time.sleep(POLL_EVERY_S)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -19,14 +19,14 @@ class BoxState:
 
     def __init__(self, path: Path):
         self._path = path
-        self._fields: dict[str, Any] = {}
+        self.fields: dict[str, Any] = {}
 
     def update(self, **fields: Any) -> None:
-        if (changed := {**self._fields, **fields}) == self._fields:
+        if (changed := {**self.fields, **fields}) == self.fields:
             return
-        self._fields = changed
+        self.fields = changed
         try:
-            replace_file(self._path, json.dumps(self._fields).encode())
+            replace_file(self._path, json.dumps(self.fields).encode())
         except OSError as error:
             # The disk is full. The caller keeps the box's processes alive and must not end because of that.
             log.warning("%s could not be written: %s", self._path, error)

@@ -84,7 +84,8 @@ def exit_code(found: list[Finding]) -> int:
 
 
 def _judged(check: str, well: bool | None, found: str, wanted: str, remedy: str, bad: State = "warn") -> Finding:
-    """well: None where it could not be read. bad: how bad it is where it is not well."""
+    """A finding with the remedy where it is needed. well: None where it could not be read. bad: the state of one that
+    is not well."""
     if well is None:
         return Finding(check, "skip", found or "not reported here", wanted)
     return Finding(check, "ok", found, wanted) if well else Finding(check, bad, found, wanted, remedy)
@@ -111,8 +112,9 @@ def _devices(config: BoxConfig, runs: bool) -> Iterator[Finding]:
     for reading in () if watch is None else watch(()):
         yield _device(reading)
     if kind.name == HOST.name and os.uname().machine == "x86_64":
-        has, remedy = "avx2" in host_features(), "engines end by SIGILL here: take a machine with AVX2, or with a GPU"
-        yield _judged("processor", has, "avx2" if has else "no avx2", "avx2", remedy, "fail")
+        has_avx2 = "avx2" in host_features()
+        remedy = "engines end by SIGILL here: take a machine with AVX2, or with a GPU"
+        yield _judged("processor", has_avx2, "avx2" if has_avx2 else "no avx2", "avx2", remedy, "fail")
     if kind.locks_pages:
         locked = _hard_limit(resource.RLIMIT_MEMLOCK)
         remedy = "LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1: copies to the devices are slower without"
@@ -120,7 +122,8 @@ def _devices(config: BoxConfig, runs: bool) -> Iterator[Finding]:
             "locked memory", locked is None, "unlimited" if locked is None else gb(locked), "unlimited", remedy
         )
     if not runs and watch is not None:
-        foreign, remedy = "; ".join(foreign_use(devices)), "end them: engines and ranks will not find what they hold"
+        foreign = "; ".join(foreign_use(devices))
+        remedy = "end them: engines and ranks cannot use the memory that they hold"
         yield _judged("others' programs", not foreign, foreign or "none on the devices", "none", remedy)
 
 
@@ -155,12 +158,10 @@ def _memory() -> Iterator[Finding]:
 def _disk(folder: Path) -> Iterator[Finding]:
     disk = shutil.disk_usage(folder)
     share = disk.free / max(1, disk.total)
-    found, remedy = (
-        f"{gb(disk.free)} of {gb(disk.total)} ({share:.0%})",
-        (
-            "`appliance tier list` and `appliance file list` show what takes it: `appliance model rm`, "
-            "`appliance file rm`, a shorter [controller.retention], or the data directory on a larger disk"
-        ),
+    found = f"{gb(disk.free)} of {gb(disk.total)} ({share:.0%})"
+    remedy = (
+        "`appliance tier list` and `appliance file list` show what takes it: `appliance model rm`, "
+        "`appliance file rm`, a shorter [controller.retention], or the data directory on a larger disk"
     )
     yield _judged("disk free", share >= DISK_SHARE, found, f"at least {DISK_SHARE:.0%}", remedy, "fail")
     mounts = [one for one in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(one.mountpoint)]

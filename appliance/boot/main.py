@@ -100,7 +100,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState, show: str | 
         if starting.done():
             starting.result()
             if show:
-                show_ready(Session(None, show == "json"), BoxFile.read(paths.data_dir), detached=False)
+                show_ready(Session(None, show == "json"), BoxFile(paths.data_dir, state.fields), detached=False)
             await stopping
         else:
             starting.cancel()
@@ -108,7 +108,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState, show: str | 
     finally:
         fault = await box.end() or box.hopeless
         state.update(state="stopped", message=fault, pid=None)
-    return 1 if fault else 0
+    return 1 if fault else 130 if starting.cancelled() else 0
 
 
 def _ask_to_stop(stop: asyncio.Event, state: BoxState) -> None:
@@ -192,7 +192,7 @@ class Box:
         self._state.update(state="ready", message="ready", first_key_file=file)
         for process in (self._controller, self._gateway):
             self._background.keep_every(f"pulse of the {process.name}", process.look, LOOK_EVERY_S)
-        self._background.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
+        self._background.keep_every("box.json", self._report_troubles, TROUBLES_EVERY_S)
         for tracker in self._config.tracking.trackers:
             exporter = partial(run_exporter, tracker, self._config.tracking, self._paths, self._environment)
             self._background.keep(f"tracking: {tracker}", exporter)
@@ -256,7 +256,7 @@ class Box:
         with open(self._paths.logs / f"{name}.log", "ab") as output:
             return await ray_head.start_process(arguments, output, self._environment)
 
-    async def _tell_troubles(self) -> None:
+    async def _report_troubles(self) -> None:
         self._state.update(troubles=self._background.degraded())
         for process in (self._ray, self._controller, self._gateway):
             if process.failures >= HOPELESS:

@@ -96,10 +96,10 @@ def command(name: str, *options: Option, **more: Any) -> Callable[[Function], Fu
 class Parser(argparse.ArgumentParser):
     """Of one command."""
 
-    def __init__(self, made: Command):
-        text, _, examples = made.help.partition("\n\nExamples:\n")
-        words = [one.shown for one in made.options if one.is_positional or one.settings.get("required")]
-        prog, width = f"appliance {made.name}", min(110, shutil.get_terminal_size().columns)
+    def __init__(self, entry: Command):
+        text, _, examples = entry.help.partition("\n\nExamples:\n")
+        words = [option.shown for option in entry.options if option.is_positional or option.settings.get("required")]
+        prog, width = f"appliance {entry.name}", min(110, shutil.get_terminal_size().columns)
         super().__init__(
             prog=prog,
             usage=" ".join([prog, *words, "[options]"]),
@@ -108,9 +108,9 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=32, width=width),
         )
-        for option in made.all_options():
-            given = os.environ.get(option.env)  # a text, which argparse gives to the option's type
-            self.add_argument(*option.flags, **option.settings, **({"default": given} if given else {}))
+        for option in entry.all_options():
+            default = os.environ.get(option.env)  # a text, which argparse gives to the option's type
+            self.add_argument(*option.flags, **option.settings, **({"default": default} if default else {}))
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; `{self.prog} --help` shows what it takes\n")

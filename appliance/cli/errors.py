@@ -47,7 +47,7 @@ class WaitTimedOut(CliError):
     exit_code = 124
 
 
-class Said(Exception):
+class Ended(Exception):
     """Ends a command whose output has said why."""
 
     def __init__(self, exit_code: int):

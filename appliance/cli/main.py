@@ -10,7 +10,7 @@ from importlib import metadata
 
 from appliance.cli import output
 from appliance.cli.command import COMMANDS
-from appliance.cli.errors import BadUsage, CliError, Said
+from appliance.cli.errors import BadUsage, CliError, Ended
 from appliance.cli.resources import GROUPS
 
 for _module in ("box", "chat", "data", "evals", "export", "jobs", "keys", "machine", "mode", "models"):
@@ -84,7 +84,7 @@ def main(words: list[str]) -> int:
         return call(words)
     except SystemExit as end:
         return int(end.code or 0)
-    except Said as end:
+    except Ended as end:
         return end.exit_code
     except CliError as error:
         output.say(f"error: {error}")

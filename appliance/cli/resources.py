@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from appliance.cli import output
 from appliance.cli.command import COMMANDS, TIMEOUT, WAIT, Command, Patience, Session, finish
-from appliance.cli.errors import AuthFailed, CliError, Conflict, NotFound, Said
+from appliance.cli.errors import AuthFailed, CliError, Conflict, Ended, NotFound
 from appliance.cli.options import WATCH, Option, number, opt, picked, seconds
 
 
@@ -96,16 +96,17 @@ class Row:
             session.show(answer(), self.drawn)
 
     def _run_each(self, session: Session, send: Callable[[str], Any], ids: list[str]) -> None:
-        """Send for each, whatever the state of the others is."""
+        """Send a request per id; one that is refused does not stop the others. Raises Ended with the first refusal's
+        code."""
         refused: CliError | None = None
-        for one in ids:
+        for id in ids:
             try:
-                session.show(send(one), self.drawn)
+                session.show(send(id), self.drawn)
             except (NotFound, Conflict) as error:
                 output.say(f"error: {error}")
                 refused = refused or error
         if refused:
-            raise Said(refused.exit_code)
+            raise Ended(refused.exit_code)
 
 
 # How answers look where the order and the names of their fields do not say it

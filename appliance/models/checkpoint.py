@@ -194,7 +194,7 @@ def examine(directory: Path, layout: Layout) -> Facts:
     quantization = config.get("quantization_config") or {}
     if not isinstance(quantization, dict):
         raise NotACheckpoint("config.json", "'quantization_config' must be an object")
-    form = str(quantization.get("quant_method", "unnamed")) if quantization else None
+    form = str(quantization.get("quant_method", "unnamed"))[:64] if quantization else None
     if form not in (None, TRAINED_FORM):
         warnings.append(f"the weights are quantised ({form}): they cannot be fine-tuned")
     return Facts(

@@ -151,7 +151,7 @@ _READING = (
     opt("target FILE|FILE_ID", "On this machine, or one that the box has."),
     *_READING,
     opt("--against FILE|FILE_ID", "The validation set, which training must not have seen."),
-    without_box=lambda args: Path(args.target).expanduser().is_file(),
+    without_box=lambda args: Path(args.target).expanduser().is_file() or not args.target.startswith("file-"),
 )
 def check(session: Session, args: Namespace) -> None:
     """Show what is in training data, in numbers and with examples by line. Changes nothing.
@@ -186,7 +186,7 @@ def _checked_here(path: Path, options: dict[str, Any]) -> dict[str, Any]:
             return carried_out({"file": str(path), "check": options | names})
     except BadOption as error:
         raise BadUsage(str(error)) from error
-    except (CheckFailed, OSError, ValueError) as error:
+    except (CheckFailed, ValueError) as error:
         raise CommandFailed(str(error)) from error
 
 

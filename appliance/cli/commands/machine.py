@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.cli import output
 from appliance.cli.command import Session, command
-from appliance.cli.errors import CommandFailed, Said
+from appliance.cli.errors import CommandFailed, Ended
 from appliance.cli.locate import BoxFile, python, resolved
 from appliance.cli.options import CONFIG, flag, number, opt
 from appliance.paths import BoxPaths
@@ -79,7 +79,7 @@ def doctor(session: Session, args: Namespace) -> None:
     shown = [one for one in answer["data"] if args.all or one["state"] in ("warn", "fail")]
     columns = "state check found wanted do=remedy"
     session.show(answer, lambda _: output.listing(columns, shown, empty="nothing is wrong"))
-    raise Said(answer["exit_code"])
+    raise Ended(answer["exit_code"])
 
 
 def _send_test(session: Session, settings: BoxConfig) -> None:
@@ -87,11 +87,14 @@ def _send_test(session: Session, settings: BoxConfig) -> None:
         raise CommandFailed("[alerts] names no receiver: set webhook or email in appliance.toml (docs/operations.md)")
     from appliance.alerts import Message, Undelivered, channels, send
 
-    try:
-        for channel in channels(settings.alerts):
+    failures: list[str] = []
+    for channel in channels(settings.alerts):
+        try:
             send(settings.alerts, channel, Message("test", "test", "This is a test."), settings.public_url)
-    except Undelivered as error:
-        raise CommandFailed(f"not delivered: {error}") from error
+        except Undelivered as error:
+            failures.append(str(error))
+    if failures:
+        raise CommandFailed(f"not delivered: {'; '.join(failures)}")
     receivers = [*filter(None, [settings.alerts.webhook]), *settings.alerts.email]
     session.show({"sent_to": receivers}, lambda _: f"sent to {', '.join(receivers)}")
 

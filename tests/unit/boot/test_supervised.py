@@ -141,10 +141,10 @@ async def test_process_that_keeps_failing_ends_the_box(tmp_path):
     stopped = []
     box = Box(BoxConfig(), paths, BoxState(paths.state_file), lambda: stopped.append(1))
     box._ray.failures = HOPELESS - 1
-    await box._tell_troubles()
+    await box._report_troubles()
     assert stopped == []
     box._ray.failures += 1
-    await box._tell_troubles()
+    await box._report_troubles()
     assert stopped == [1] and "ray failed" in box.hopeless
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from appliance import alerts
 from appliance.boot import doctor as checks
 from appliance.boot.doctor import findings
 from appliance.cli.command import COMMANDS
 from appliance.cli.commands import machine
 from appliance.cli.locate import BoxFile
 from appliance.config import load_config
+from tests.unit.cli.conftest import run
 from tests.unit.cli.test_tree import is_command
 
 
@@ -34,6 +36,17 @@ def test_send_test_uses_the_options_that_a_running_box_was_started_with(tmp_path
     monkeypatch.setattr(machine, "_send_test", lambda _, settings: ports.append(settings.box.port))
     COMMANDS["doctor"].call(["--send-test", "--data-dir", str(tmp_path)])
     assert ports == [9876]
+
+
+def test_send_test_tries_every_channel_and_names_those_that_fail(tmp_path: Path, monkeypatch):
+    def refuse(_settings, channel, *_):
+        raise alerts.Undelivered(f"{channel} refused")
+
+    monkeypatch.setattr(alerts, "send", refuse)
+    file = tmp_path / "appliance.toml"
+    file.write_text('[alerts]\nwebhook = "http://127.0.0.1:9"\nemail = ["a@b.org"]\n')
+    done = run("doctor", "--send-test", "--data-dir", str(tmp_path))
+    assert (done.exit_code, done.stderr) == (1, "error: not delivered: webhook refused; e-mail refused\n")
 
 
 def test_remedies_name_commands_that_can_be_typed():

@@ -31,3 +31,8 @@ def test_file_check_of_a_stored_file_runs_on_the_box(box: ControlledBox, tmp_pat
 def test_file_check_here_reports_what_makes_no_sense(tmp_path: Path, options: tuple[str, str], code: int):
     result = run("file", "check", str(write(tmp_path / "f.jsonl")), *options)
     assert (result.exit_code, result.stderr.count("\n")) == (code, 1) and options[1] in result.stderr
+
+
+def test_file_check_of_a_path_without_a_file_names_it():
+    result = run("file", "check", "data/nowhere.jsonl")
+    assert (result.exit_code, result.stderr) == (1, "error: data/nowhere.jsonl: No such file or directory\n")

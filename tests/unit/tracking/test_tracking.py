@@ -89,20 +89,20 @@ def box(tmp_path: Path) -> Iterator[Box]:
         yield Box(db, tmp_path)
 
 
-def test_look_sends_a_job_from_its_begin_to_its_end(box: Box, monkeypatch: pytest.MonkeyPatch):
+def test_poll_sends_a_job_from_its_begin_to_its_end(box: Box, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tracking, "EVENTS_AT_ONCE", 5)
     tracker = Heard()
     follower = box.follower(tracker)
     job_id = box.start(1, suffix="mine", resolved={"epochs": 2, "full": False, "options": {"beta": 0.1}, "rank": None})
-    follower.look()
+    follower.poll()
     assert tracker.begun == [job_id] and tracker.seen == []
     box.step(job_id, 1, 2)
     box.validation(job_id, 2)
-    follower.look()
+    follower.poll()
     box.step(job_id, 3, *range(4, 20))
     fail(box.db, job_id, "diverged", "the loss is not finite")
-    follower.look()
-    follower.look()
+    follower.poll()
+    follower.poll()
     expected = [("train", 1), ("train", 2), ("validation", 2), *(("train", step) for step in range(3, 20))]
     assert tracker.steps == expected
     assert tracker.seen[0].values == {"train/loss": 1.0, "train/devices": 2.0, "train/logps/chosen": -3.5}
@@ -121,40 +121,40 @@ def test_look_sends_a_job_from_its_begin_to_its_end(box: Box, monkeypatch: pytes
     }
 
 
-def test_look_sends_steps_repeated_after_a_sudden_end_once(box: Box):
+def test_poll_sends_steps_repeated_after_a_sudden_end_once(box: Box):
     job_id, tracker = box.start(1), Heard()
     follower = box.follower(tracker)
     box.step(job_id, 1, 2, 3)
     box.validation(job_id, 3)
-    follower.look()
+    follower.poll()
     box.step(job_id, 2, 3, 4)
     box.validation(job_id, 3)
-    follower.look()
+    follower.poll()
     assert tracker.steps == [("train", 1), ("train", 2), ("train", 3), ("validation", 3), ("train", 4)]
 
 
-def test_look_after_a_failure_sends_everything_and_holds_up_no_other_job(box: Box):
+def test_poll_after_a_failure_sends_everything_and_holds_up_no_other_job(box: Box):
     first, second = box.start(1), box.start(2)
     tracker = Heard(refused={first})
     with pytest.raises(ValueError, match="entity"):
-        box.follower(tracker).look()
+        box.follower(tracker).poll()
     box.step(first, 1)
     box.step(second, 1)
     jobs.set_phase(box.db, first, "cancelled")
     jobs.set_phase(box.db, second, "succeeded")
     with pytest.raises(ValueError, match="entity"):
-        box.follower(tracker).look()
+        box.follower(tracker).poll()
     assert [job.id for job in tracker.ended] == [second]
     tracker.refused.clear()
-    box.follower(tracker).look()  # also one of a new process
+    box.follower(tracker).poll()  # also one of a new process
     assert {job.id for job in tracker.ended} == {first, second} and len(tracker.seen) == 2
 
 
-def test_look_of_a_new_tracker_skips_ended_jobs(box: Box):
+def test_poll_of_a_new_tracker_skips_ended_jobs(box: Box):
     ended, running = box.start(1), box.start(2)
     jobs.set_phase(box.db, ended, "succeeded")
     tracker = Heard()
-    box.follower(tracker).look()
+    box.follower(tracker).poll()
     assert tracker.begun == [running]
 
 
