@@ -29,7 +29,8 @@ from weights.memory.lease import Lease, StoredVersion, unpin
 from weights.memory.store import WeightStore
 from weights.tiers.directory import take_in
 
-JOB_DATA = ("train.jsonl", "valid.jsonl")
+JOB_DATA = ("train.jsonl", "valid.jsonl", "tokens")
+"""In a job's folder; without its tokens one rank alone would tokenise, on devices that wait."""
 KEPT_SNAPSHOTS = 2
 CHUNK_BYTES = 8 << 20  # two of each copy are in Ray's object store of 80 MiB
 
@@ -43,8 +44,9 @@ class NodeCopies:
         self._held: dict[str, Lease] = {}
 
     async def files(self, directory: Path) -> list[str]:
-        """Names of the files in a directory of this node."""
-        return sorted(file.name for file in directory.iterdir() if file.is_file())
+        """Names of the files in a directory of this node, with those in folders below it. Raises FileNotFoundError."""
+        directory = directory.resolve(strict=True)
+        return sorted(str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file())
 
     async def read(self, path: Path, offset: int) -> bytes:
         """The next chunk of a file of this node; empty at its end."""
@@ -158,13 +160,14 @@ class NodeCopies:
 
 
 async def copy_directory(source: Any, remote: Path, target: Path, names: Sequence[str] | None = None) -> int:
-    """Copy the files of another node's directory, or those of `names` that it has, into the new directory `target`;
-    returns the bytes copied. Raises CopyFailed, OSError."""
+    """Copy the files of another node's directory, or those that are, or are in, one of `names`, into the new directory
+    `target`; returns the bytes copied. Raises CopyFailed, OSError."""
     total = 0
     try:
         listed = await source.files.remote(remote)
         target.mkdir(mode=0o700, parents=True)
-        for name in listed if names is None else [name for name in listed if name in names]:
+        for name in listed if names is None else [name for name in listed if Path(name).parts[0] in names]:
+            (target / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(target / name, "xb") as file:
                 offset, coming = 0, source.read.remote(remote / name, 0)
                 while coming is not None:

@@ -1,10 +1,10 @@
 """Makes a checkpoint of another one: an adapter added to its base, or linear layers rounded to 8 or 4 bits.
 
-    python -m train.convert.remake merge BASE ADAPTER OUT
+    python -m train.convert.remake merged BASE ADAPTER OUT
     python -m train.convert.remake int8|fp8|int4 SOURCE OUT
 
 compressed-tensors has the formats, which vLLM serves; activations need no data to calibrate with. The model is in
-memory as a whole. Prints {"error": see `quantise`} or {"refused": why}.
+memory as a whole. Prints {"error": see `quantise`}, {} of a merge, or {"refused": why}.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from weights.checkpoint.folder import check_folder
+from weights.checkpoint.folder import check_folder, read_json
 
 FORMS: Final = {"int8": "W8A8", "fp8": "FP8_DYNAMIC", "int4": "W4A16"}
 """Presets of compressed-tensors. int8 and fp8: a scale for each row, activations quantised as they come. int4: a scale
@@ -39,17 +39,17 @@ for each 128 weights of a row, or 64 or 32 where that does not divide it; activa
 _GROUPS: Final = (128, 64, 32)  # of which vLLM has kernels
 
 
-class NotQuantisable(ValueError):
-    """The checkpoint's layers cannot have this form; the text says why."""
+class CannotRemake(ValueError):
+    """The checkpoint cannot have this form; the text says why."""
 
 
 @torch.no_grad()
 def quantise(source: Path, target: Path, form: str) -> float:
     """Write the checkpoint `source` in another form into the new directory `target`. Returns the error: the distance
-    between the weights and what they mean afterwards, over the length of the weights. Raises NotQuantisable."""
+    between the weights and what they mean afterwards, over the length of the weights. Raises CannotRemake."""
+    if _is_quantised(source):
+        raise CannotRemake("it is quantised already")
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise NotQuantisable("it is quantised already")
     scheme = preset_name_to_scheme(FORMS[form], ["Linear"])
     layers = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     head = model.get_output_embeddings()
@@ -58,12 +58,12 @@ def quantise(source: Path, target: Path, form: str) -> float:
         widths = {name: layer.in_features for name, layer in layers.items() if name not in ignored}
         odd = next((name for name, width in widths.items() if width % _GROUPS[-1]), None)
         if odd is not None:
-            raise NotQuantisable(
+            raise CannotRemake(
                 f"{form} needs rows of a multiple of {_GROUPS[-1]} weights, {odd} has {widths[odd]}; take int8 or fp8"
             )
         scheme.weights.group_size = next(size for size in _GROUPS if not any(w % size for w in widths.values()))
     if sum(one.weight.numel() for one in layers.values()) < sum(p.numel() for p in model.parameters() if p.dim() > 2):
-        raise NotQuantisable("most of its weights are experts in one tensor, whose quantised form this does not write")
+        raise CannotRemake("most of its weights are experts in one tensor, whose quantised form this does not write")
     apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=ignored))
     moved = total = 0.0
     for module in layers.values():
@@ -85,11 +85,21 @@ def quantise(source: Path, target: Path, form: str) -> float:
 
 @torch.no_grad()
 def merge(base: Path, adapter: Path, target: Path) -> None:
-    """Write `base` with a LoRA adapter added to its weights, computed in float32, into the new directory `target`."""
+    """Write `base` with a LoRA adapter added to its weights, computed in float32, into the new directory `target`.
+    Raises CannotRemake."""
+    if _is_quantised(base):
+        raise CannotRemake(
+            "its base is quantised, and the sum would have to be rounded again. It is served beside its base: export "
+            "it as it is, without --format merged"
+        )
     model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     dtype = model.dtype
     PeftModel.from_pretrained(model.float(), str(adapter)).merge_and_unload().to(dtype).save_pretrained(target)
     _copy_others(base, target)
+
+
+def _is_quantised(checkpoint: Path) -> bool:
+    return bool(read_json(checkpoint / "config.json", "config.json").get("quantization_config"))
 
 
 def _copy_others(source: Path, target: Path) -> None:
@@ -116,12 +126,12 @@ def main(arguments: Sequence[str]) -> None:
     for source in sources:
         check_folder(source)
     try:
-        if work == "merge":
+        if work == "merged":
             merge(sources[0], sources[1], target)
             print("{}", file=out)
         else:
             print(json.dumps({"error": quantise(sources[0], target, work)}), file=out)
-    except NotQuantisable as refused:
+    except CannotRemake as refused:
         print(json.dumps({"refused": str(refused)}), file=out)
 
 

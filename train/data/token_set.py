@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from weights.format.names import TOKENIZER_FILES
 
 _RENDERED_BY = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json")
 _MAX_LISTED_ERRORS = 20
-_COUNTED_TOGETHER = 4096  # sequences, whose loss masks are counted at once
+_POLL_S = 0.2  # between two looks for a set that another rank writes
 FORMAT = 8
 
 
@@ -45,9 +46,9 @@ class Rows(Protocol):
 
 
 def set_of(path: Path, base_path: Path) -> str:
-    """The key of the set of a file's tokens by the tokenizer in `base_path`."""
-    digest, stat = hashlib.sha256(), path.stat()
-    digest.update(f"{FORMAT}:{path.name}:{stat.st_size}:{stat.st_mtime_ns}".encode())
+    """The key of the set of a file's tokens by the tokenizer in `base_path`. A job's file never changes: it is made of
+    the same upload whenever it is made, and is copied to other nodes with its tokens."""
+    digest = hashlib.sha256(f"{FORMAT}:{path.name}:{path.stat().st_size}".encode())
     for name in _RENDERED_BY:
         if (file := base_path / name).exists():
             digest.update(name.encode() + file.read_bytes())
@@ -55,7 +56,8 @@ def set_of(path: Path, base_path: Path) -> str:
 
 
 class TokenWriter:
-    """Writes a set, record by record; until `finish` into a folder that the next writer of the file removes."""
+    """Writes a set, record by record, in a `with`: what is not finished within it is removed, after a crash by the next
+    writer of the file."""
 
     def __init__(self, path: Path, cache_dir: Path):
         self._folder = cache_dir / f"{path.name}.partial"
@@ -64,6 +66,14 @@ class TokenWriter:
         self._files = [open(self._folder / name, "wb") for name in ("tokens", "learnt")]
         self._lengths = [0]
         self._n_records, self._documents, self._digest = 0, False, hashlib.sha256()
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
+            file.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, record: Record, rows: Sequence[Sequence[Tokens]]) -> None:
         self._n_records += 1
@@ -181,13 +191,9 @@ class TokenSet:
         """(examples, sequences): how many tokens of each are learnt. The first one is never predicted, whatever its
         mark."""
         edges = self._edges.reshape(-1, 2)
-        found = np.zeros(len(edges), np.int64)
-        for first in range(0, len(edges), _COUNTED_TOGETHER):
-            part = edges[first : first + _COUNTED_TOGETHER]
-            begin = part[0, 0]
-            until = np.concatenate([[0], np.cumsum(self._learnt[begin : part[-1, 1]], dtype=np.int64)])
-            found[first : first + len(part)] = until[part[:, 1] - begin] - until[part[:, 0] + 1 - begin]
-        return found.reshape(-1, self.sequences)
+        learnt = np.asarray(self._learnt)  # slices of a memmap cost ten times as much
+        counts = [np.count_nonzero(learnt[begin + 1 : end]) for begin, end in edges.tolist()]
+        return np.array(counts, np.int64).reshape(-1, self.sequences)
 
 
 def _pieces(documents: np.ndarray, max_length: int) -> np.ndarray:
@@ -211,31 +217,32 @@ def open_token_set(
     max_length: int,
     packing: bool,
     rank: int,
-    barrier: Callable[[], None],
     as_given: bool = False,
     alive: Callable[[], None] = lambda: None,
 ) -> TokenSet:
-    """The tokens of `path` (chat JSONL), which rank 0 makes where `cache_dir` does not have them.
+    """The tokens of `path` (chat JSONL), which rank 0 writes if `cache_dir` does not have them; the others wait for it.
 
-    `encoder` makes the encoder of the tokenizer in `base_path`; it is called only if something has to be tokenised.
-    `as_given`: packs are of neighbours, in the order of the file. `alive` is called for each example. Raises
-    InvalidTrainingData, as TokenSet does, and when the chat template or the method refuses an example.
+    Args:
+        encoder: makes the encoder of the tokenizer in `base_path`; called only if something has to be tokenised.
+        as_given: packs are of neighbours, in the order of the file.
+        alive: called for each example, and while a rank waits: rank 0 may need longer than the limit for a hang or for
+            a collective.
+
+    Raises InvalidTrainingData, as TokenSet does, and on rank 0 when the chat template or the method refuses an example.
     """
     path = Path(path)
     directory = Path(cache_dir) / set_of(path, Path(base_path))
-    # The barrier keeps rank 0 from creating the directory between the looks of two other ranks.
-    complete = directory.exists()
-    barrier()
-    if not complete:
-        if rank == 0:
-            _write(path, encoder(), directory, method, alive)
-        barrier()
+    if rank == 0 and not directory.exists():
+        _write(path, encoder(), directory, method, alive)
+    while not directory.exists():
+        alive()
+        time.sleep(_POLL_S)
     return TokenSet(directory, method, max_length=max_length, packing=packing, as_given=as_given, name=path.name)
 
 
 def _write(path: Path, encoder: ChatEncoder, directory: Path, method: Rows, alive: Callable[[], None]) -> None:
-    writer, errors = TokenWriter(path, directory.parent), []
-    with open(path, "rb") as file:
+    errors = []
+    with TokenWriter(path, directory.parent) as writer, open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             alive()
             try:
@@ -243,6 +250,6 @@ def _write(path: Path, encoder: ChatEncoder, directory: Path, method: Rows, aliv
                 writer.add(record, method.encode(encoder, record))
             except BadRecord as bad:
                 errors.append((number, str(bad)))
-    if errors:
-        raise InvalidTrainingData(path.name, errors[:_MAX_LISTED_ERRORS], len(errors))
-    writer.finish(directory, encoder)
+        if errors:
+            raise InvalidTrainingData(path.name, errors[:_MAX_LISTED_ERRORS], len(errors))
+        writer.finish(directory, encoder)

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -118,21 +119,23 @@ def checked(
     every example, and ones of which the method has nothing left within so many tokens are errors too. With a method and
     `chat_path`, all tokens are written beside it for the ranks (train.data.token_set). Raises OSError."""
     how = methods.method_of(method) if method else methods.DEFAULT
-    encoder, writer = encoder_of(Path(tokenizer)) if tokenizer else None, None
-    if encoder and chat_path and method:
-        from train.data.token_set import TokenWriter, set_of
+    encoder = encoder_of(Path(tokenizer)) if tokenizer else None
+    with ExitStack() as stack:
+        writer = None
+        if encoder and tokenizer and chat_path and method:
+            from train.data.token_set import TokenWriter, set_of
 
-        folder = Path(chat_path).parent / TOKENS
-        writer = TokenWriter(Path(chat_path), folder)
-    report = check_training_file(
-        path,
-        chat_path=chat_path,
-        count=_counter(how, encoder, cut_at, writer) if encoder else None,
-        counted=COUNTED_EXAMPLES if cut_at is None and writer is None else sys.maxsize,
-        refuses=how.refuses if method else None,
-    )
-    if encoder and tokenizer and chat_path and writer and report.ok:
-        writer.finish(folder / set_of(Path(chat_path), Path(tokenizer)), encoder)
+            folder = Path(chat_path).parent / TOKENS
+            writer = stack.enter_context(TokenWriter(Path(chat_path), folder))
+        report = check_training_file(
+            path,
+            chat_path=chat_path,
+            count=_counter(how, encoder, cut_at, writer) if encoder else None,
+            counted=COUNTED_EXAMPLES if cut_at is None and writer is None else sys.maxsize,
+            refuses=how.refuses if method else None,
+        )
+        if encoder and tokenizer and chat_path and writer and report.ok:
+            writer.finish(folder / set_of(Path(chat_path), Path(tokenizer)), encoder)
     if encoder and encoder.n_without_tools:
         report.warnings.append(
             f"the model's chat template leaves the tools of {encoder.n_without_tools} examples out: neither training "

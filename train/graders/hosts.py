@@ -110,13 +110,14 @@ class GraderHosts:
             head = {"kind": "grade", "grader": grader.as_given()}
             nice = 0 if waited_for else NICENESS
             # What code of a user or of a model's answer does to its process must change no other reward.
-            return await self._each(head, rows, bounds, _GRADED.validate_json, broken, nice, 1 if calls else MOST_ROWS)
+            at_once = 1 if calls else MOST_ROWS
+            return await self._each(head, rows, bounds, _GRADED.validate_json, broken, nice, at_once, alone=True)
 
     async def unusable(self, owner: str, sources: Mapping[str, str]) -> list[tuple[str, str]]:
         """(path, why) of the code, by its path, that cannot grade. Raises WorkerBroke."""
         async with self._turn(owner, "check"):
             rows = list(sources.values())
-            reasons = await self._each({"kind": "code"}, rows, CHECK, json.loads, lambda why, ran: why)
+            reasons = await self._each({"kind": "code"}, rows, CHECK, json.loads, lambda why, ran: why, at_once=1)
         return [(path, str(why)) for path, why in zip(sources, reasons, strict=True) if why]
 
     async def refused_items(
@@ -161,6 +162,7 @@ class GraderHosts:
         broken: Callable[[str, bool], Result],
         nice: int = NICENESS,
         at_once: int = MOST_ROWS,
+        alone: bool = False,
     ) -> list[Result]:
         """The worker's result of each row, as `read` has it. The process of a row that breaks it is followed by another
         for the rows after it. Raises WorkerBroke.
@@ -168,19 +170,23 @@ class GraderHosts:
         Args:
             at_once: the most rows of a process.
             broken: the result of a row that ended its process, or (False) was not run, and why.
+            alone: a row that ended its process after others did not use up the limits by itself: it begins the next.
         """
         results, n_broken, retried = list[Result](), 0, False
         while len(results) < len(rows):
             if MOST_BROKEN <= n_broken == len(results):
                 why = f"it was not run: the first {MOST_BROKEN} calls all ended without a result"
                 return results + [broken(why, False)] * (len(rows) - len(results))
-            sent = rows[len(results) : len(results) + at_once]
+            begun = len(results)
+            sent = rows[begun : begun + at_once]
             try:
                 async with self._child(head, sent, bounds, nice) as lines:
                     for _ in sent:
                         async with asyncio.timeout(bounds.time_s):
                             results.append(read(await lines.readuntil()))
             except ForkBroke as error:
+                if alone and len(results) > begun:
+                    continue
                 n_broken += 1
                 results.append(broken(str(error), True))
             except WorkerBroke:  # maybe at another owner's request

@@ -69,7 +69,6 @@ def prepare(
             packing=spec.packing,
             as_given=spec.data_order == "given",
             rank=rank,
-            barrier=comm.barrier,
             alive=partial(progress.enter, "tokenising"),
         )
         if path

@@ -140,7 +140,7 @@ def _checkpoint(session: Session, model: str, below: Path | None, *, merged: boo
         if merged and (checkpoint / ADAPTER_FILE).exists():
             _download(session, model, Path(scratch, "base"), "?base=true")  # the file may name the base as a hub does
             output.say("adding the adapter to its base ...")
-            _remake("merge", Path(scratch, "base"), checkpoint, Path(scratch, "merged"))
+            _remake("merged", Path(scratch, "base"), checkpoint, Path(scratch, "merged"))
             checkpoint = Path(scratch, "merged")
         yield checkpoint
 

@@ -29,7 +29,7 @@ TYPICAL_EXAMPLES, TYPICAL_TOKENS = 1000, 200
 Count = Annotated[int, Field(ge=1, le=65536)]
 _CHOSEN = (
     *("full", "lora_rank", "n_epochs", "batch_size", "max_length", "learning_rate", "zero_stage", "precision"),
-    *("offload", "activation_checkpointing", "micro_batch", "tensor_parallel"),
+    *("offload", "activation_checkpointing", "micro_batch", "tensor_parallel", "sequence_parallel"),
 )
 _OF_LAYOUT = (
     *("zero_stage", "offload", "activation_checkpointing", "micro_batch", "devices", "device_bytes", "room_bytes"),

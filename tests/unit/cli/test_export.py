@@ -65,7 +65,7 @@ def test_merged_export_adds_an_adapter_to_the_version_of_its_base(box, tmp_path,
             models.activate(db, name, version)
 
     def remake(work: str, base: Path, adapter: Path, target: Path) -> None:
-        assert (work, (adapter / "adapter_config.json").exists()) == ("merge", True)
+        assert (work, (adapter / "adapter_config.json").exists()) == ("merged", True)
         base.rename(target)
 
     box.do(insert)

@@ -127,6 +127,16 @@ async def test_take_from_a_lost_node_or_of_a_missing_version_leaves_nothing(node
     assert list((away.config.shm_root / "incoming").glob("*")) == list(away.config.jobs_dir.iterdir()) == []
 
 
+async def test_take_job_copies_its_data_and_tokens(nodes):
+    home, away = nodes
+    for name in ("train.jsonl", "tokens/key/tokens", "spec.json"):
+        (home.config.jobs_dir / "job-1" / name).parent.mkdir(parents=True, exist_ok=True)
+        (home.config.jobs_dir / "job-1" / name).write_text(name)
+    folder = await away.node.take_job(home.agent, home.config.jobs_dir / "job-1")
+    taken = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    assert taken == {name: name for name in ("train.jsonl", "tokens/key/tokens")}
+
+
 async def test_engines_elsewhere_find_adapters(nodes, monkeypatch):
     home, away = nodes
     agents = {"node:n0": home.agent}

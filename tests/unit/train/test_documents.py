@@ -46,7 +46,7 @@ def opened(base, folder, rows, max_length=32):
     data = folder / "train.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     encoder = ChatEncoder(load_tokenizer(str(base)))
-    how = {"max_length": max_length, "packing": True, "rank": 0, "barrier": lambda: None}
+    how = {"max_length": max_length, "packing": True, "rank": 0}
     return open_token_set(data, base, lambda: encoder, folder / "tokens", method_of("supervised"), **how)
 
 

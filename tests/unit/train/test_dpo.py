@@ -205,7 +205,6 @@ def opened(tmp_path, records, max_length):
         max_length=max_length,
         packing=True,
         rank=0,
-        barrier=lambda: None,
     )
     return tokens, encoder.tokenizer
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.train_support.tiny import make_model_dir
-from train.convert.remake import FORMS, NotQuantisable, merge, quantise
+from train.convert.remake import FORMS, CannotRemake, merge, quantise
 from train.model.quantised import keep_quantised
 
 
@@ -46,10 +46,12 @@ def test_quantise_int8_weights_times_scales_are_the_weights(plain, tmp_path):
 
 def test_quantise_refuses_what_the_form_cannot_have(plain, tmp_path):
     quantise(plain, tmp_path / "int8", "int8")
-    with pytest.raises(NotQuantisable, match="already"):
+    with pytest.raises(CannotRemake, match="already"):
         quantise(tmp_path / "int8", tmp_path / "again", "int8")
+    with pytest.raises(CannotRemake, match="without --format merged"):
+        merge(tmp_path / "int8", tmp_path / "adapter", tmp_path / "merged")
     narrow = make_model_dir(tmp_path / "narrow", hidden_size=48, intermediate_size=96)
-    with pytest.raises(NotQuantisable, match="int8 or fp8"):
+    with pytest.raises(CannotRemake, match="int8 or fp8"):
         quantise(narrow, tmp_path / "int4", "int4")
     assert set(FORMS) == {"int8", "fp8", "int4"}
 

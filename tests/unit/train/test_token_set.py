@@ -1,6 +1,7 @@
 """Token sets on disk: a set that is there is opened as it was, and without the tokenizer."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -20,8 +21,8 @@ def refused():
     raise AssertionError("the set is there: nothing to tokenise")
 
 
-def opened(data, base, folder, method="supervised", encoder=refused, max_length=256, packing=True):
-    how = {"max_length": max_length, "packing": packing, "rank": 0, "barrier": lambda: None}
+def opened(data, base, folder, method="supervised", encoder=refused, max_length=256, packing=True, **how):
+    how = {"max_length": max_length, "packing": packing, "rank": 0, **how}
     return open_token_set(data, base, encoder, folder / TOKENS, method_of(method), **how)
 
 
@@ -54,8 +55,43 @@ def test_checked_file_is_opened_without_its_tokenizer(tmp_path):
     data = tmp_path / "job" / "train.jsonl"
     data.parent.mkdir()
     report = checked(source, chat_path=data, method="supervised", tokenizer=base)
-    tokens = opened(data, base, data.parent)
+    moved = shutil.copytree(data.parent, tmp_path / "another node", copy_function=shutil.copyfile)
+    tokens = opened(moved / "train.jsonl", base, moved)
     assert report.ok and report.n_tokens_estimate == tokens.n_tokens and tokens.n_examples == 30
+
+
+def test_other_ranks_wait_with_progress_for_the_set(tmp_path, monkeypatch):
+    base, data = make_model_dir(tmp_path / "base"), write_chat_file(tmp_path / "train.jsonl", 30)
+    monkeypatch.setattr("train.data.token_set._POLL_S", 0.01)
+    ticks = []
+
+    def alive():
+        ticks.append(1)
+        if len(ticks) == 3:
+            opened(data, base, tmp_path, encoder=lambda: ChatEncoder(load_tokenizer(str(base))))
+
+    assert opened(data, base, tmp_path, rank=1, alive=alive).n_examples == 30 and len(ticks) == 3
+
+
+def test_refused_file_leaves_no_tokens_behind(tmp_path):
+    base, source = make_model_dir(tmp_path / "base"), write_chat_file(tmp_path / "upload.jsonl", 3)
+    source.write_text(source.read_text() + '{"messages": []}\n')
+    assert not checked(source, chat_path=tmp_path / "train.jsonl", method="supervised", tokenizer=base).ok
+    assert [*(tmp_path / TOKENS).iterdir()] == []
+
+
+def test_document_without_tokens_is_left_out(tmp_path):
+    base, data = make_model_dir(tmp_path / "base"), tmp_path / "train.jsonl"
+    data.write_text('{"text": "a b"}\n{"text": "no tokens"}\n{"text": "c d"}\n{"text": "no tokens"}\n')
+
+    class Encoder(ChatEncoder):
+        def encode_text(self, text):
+            ids, trained = super().encode_text(text)
+            n = 0 if text == "no tokens" else len(ids)
+            return ids[:n], trained[:n]
+
+    tokens = opened(data, base, tmp_path, encoder=lambda: Encoder(load_tokenizer(str(base))))
+    assert (tokens.n_examples, tokens.n_dropped) == (2, 2)
 
 
 def test_sequences_are_cut_as_they_are_opened(tmp_path):

@@ -90,16 +90,16 @@ async def test_grade_code_without_a_result_is_its_own_error(
 
 
 class Lines:
-    """The results of a child, in place of the worker: "loop" takes too long, "end" ends it."""
+    """The results of a child, in place of the worker: "loop" takes too long, "end" ends it, "dear" after others."""
 
     def __init__(self, rows: list[dict[str, Any]]):
-        self.items = iter([row["item"] for row in rows])
+        self.items = enumerate([row["item"] for row in rows])
 
     async def readuntil(self) -> bytes:
         match next(self.items):
-            case "loop":
+            case _, "loop":
                 raise ForkBroke("it took longer than 120 s")
-            case "end":
+            case (_, "end") | (1, "dear"):
                 raise ForkBroke("its process ended without a result")
         return b'{"reward": 1, "passed": true}'
 
@@ -112,6 +112,7 @@ class Lines:
         # A grader that runs what the model wrote meets answers that loop.
         ("code", ["", *["loop"] * 4], [1, 0, 0, 0, 0], 5),
         ("check", ["", "end", ""], [1, 0, 1], 3),
+        ("check", ["", "dear", ""], [1, 1, 1], 3),
     ],
 )
 async def test_grade_samples_that_break_their_process_have_no_reward(
@@ -152,7 +153,7 @@ async def test_an_owner_that_grades_for_minutes_keeps_no_other_waiting(
 ) -> None:
     end, begun = asyncio.Event(), list[str]()
 
-    async def each(head: dict[str, Any], rows: list[Any], *_: Any) -> list[Any]:
+    async def each(head: dict[str, Any], rows: list[Any], *_: Any, **__: Any) -> list[Any]:
         if head["kind"] == "code":
             begun.append("checked")
             return [""] * len(rows)
