@@ -56,7 +56,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return {"owner": owner, "done": False, "waits_for": [], **_found(context.db, owner)}
 
     @router.post("/forget")
-    @unaudited  # its own row has a pseudonym
+    @unaudited  # its own rows, of keys and with a pseudonym
     async def forget(body: Forget, caller: Caller) -> dict[str, Any]:
         """End an owner's work, delete what is stored of it, and take its name out of what stays. `done` false: the work
         that `waits_for` names has not ended yet; ask again. Raises Conflict if the owner's work goes on and may not be
@@ -73,10 +73,12 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         # Before the first change: a model that somebody else uses would stop the request halfway.
         for name in doomed:
             models.refuse_if_in_use(context, models.doomed(context, name), caller, {*there["unfinished"], *doomed})
+        # Once each: a client that asks every half second would restart what ends the work of a key over and over.
         for row in _keys_of(db, owner):
-            end_key(context, row.id)
+            if row.revoked_s is None:
+                end_key(context, row.id, caller, "key.revoke")
         context.spending.publish_keys()
-        for job_id in _ids(db, "jobs", owner, UNFINISHED["jobs"]):
+        for job_id in _ids(db, "jobs", owner, f"{UNFINISHED['jobs']} AND wanted != 'cancel'"):
             ask(context, job_id, "cancel", caller)
         if left := await asyncio.to_thread(_unfinished, db, owner):
             return {"owner": owner, "done": False, "waits_for": left, **there}

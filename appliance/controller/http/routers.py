@@ -177,7 +177,7 @@ class StrictRoute(APIRoute):
         kept = {name: answer[name] for name in self.fields if answer.get(name)}
         target = "/".join(str(value) for value in request.path_params.values())
         target = target or str(answer.get("id") or answer.get("name") or "")
-        audit.record(request.app.state.context, caller, self.action, target, **body, **kept)
+        audit.record(request.app.state.context, caller, self.action, target, **body | kept)
 
 
 # --- answers made on threads, and what they need of the loop
