@@ -61,13 +61,13 @@ class KeyLimits(StrictBody):
     expires_s: Annotated[float, Field(gt=0, le=10**11)] | None = None
 
     def columns(self) -> dict[str, Any]:
-        """The columns of the fields that were given."""
-        given = self.model_dump(exclude_unset=True, include=KeyLimits.model_fields.keys())
+        """The columns of the fields that are set."""
+        limits = self.model_dump(exclude_unset=True, include=KeyLimits.model_fields.keys())
         if self.bounds is not None:
-            given["bounds"] = {name: bound for name, bound in self.bounds.items() if bound is not None} or None
-        if "max_priority" in given:
-            given["max_priority"] = given["max_priority"] or 0
-        return given
+            limits["bounds"] = {name: bound for name, bound in self.bounds.items() if bound is not None} or None
+        if "max_priority" in limits:
+            limits["max_priority"] = limits["max_priority"] or 0
+        return limits
 
 
 class KeyCreate(KeyLimits):
@@ -94,10 +94,10 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     def list_keys(part: Annotated[Part, part(1000, most=1000, order="asc")]) -> dict[str, Any]:
         """`last_asked_s`: when the last hour began in which it asked a model, or the key if that was later; null: it
         never did, or its usage is deleted. Reads and scrapes are not counted."""
-        asked = usage.last_used(db)
+        used = usage.last_used(db)
 
         def view(row: KeyRow) -> dict[str, Any]:
-            return key_view(row) | {"last_asked_s": max(asked[row.id], row.created_s) if row.id in asked else None}
+            return key_view(row) | {"last_asked_s": max(used[row.id], row.created_s) if row.id in used else None}
 
         return list_object(keys.page(db, **part), view)
 
