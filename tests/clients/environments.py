@@ -30,9 +30,8 @@ class NotInstalled(Exception):
 
 def python_of(client: Client, folder: Path) -> str:
     """Of the client's environment; made if it is not there. Raises NotInstalled."""
-    if client.own or client.npm:
-        if client.npm:
-            _npm(client, folder / client.name)
+    if client.npm:
+        _npm(client, folder / client.name)
         return sys.executable
     home = folder / client.name
     python = home / "bin" / "python"
@@ -59,7 +58,7 @@ def version_of(client: Client, folder: Path) -> str:
 def command_of(client: Client, folder: Path) -> list[str]:
     """What runs its script. A script in JavaScript finds packages from where it is, so it goes beside them."""
     script = Path(__file__).with_name(client.script)
-    if script.suffix != ".mjs":
+    if not client.npm:
         return [python_of(client, folder), str(script)]
     home = folder / client.name
     for file in (script, script.with_name("report.mjs")):

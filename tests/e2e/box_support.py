@@ -253,16 +253,6 @@ class WholeBox:
                         found[f"{address}:{one.laddr.port}"] = f"{pid} {command[:100]}"
         return found
 
-    def roads_of_others(self) -> set[str]:
-        """What the processes of this box have open, map or stand in, where somebody else could have put another thing:
-        a folder on the way is writable by others, and neither sticky nor below one that is its owner's alone."""
-        used = set()
-        for pid in [*self.running(), self.main_pid()]:
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):
-                used |= {os.readlink(link) for link in [f"/proc/{pid}/cwd", *Path(f"/proc/{pid}/fd").iterdir()]}
-                used |= {one.path for one in psutil.Process(pid).memory_maps()}
-        return {path for path in used if path.startswith("/") and _open_way(Path(path.removesuffix(" (deleted)")))}
-
     def open_to_others(self) -> dict[str, str]:
         """Modes of what the box has made and others on this machine might open, but for what tests put there, and for
         what Ray's agents open to all, in folders to which nobody else gets."""
@@ -301,19 +291,6 @@ def said_to_strangers(address: str, port: int) -> str:
     # A TLS alert; "who are you?" and "what is that?" of Ray's one HTTP server, its runtime environment agent.
     refusals = (b"\x15\x03", b"HTTP/1.1 401", b"HTTP/1.0 400")
     return " ".join(repr(answer) for answer in said if answer and not answer.startswith(refusals))
-
-
-def _open_way(path: Path) -> bool:
-    for folder in reversed(path.parents):
-        try:
-            status = folder.stat()
-        except FileNotFoundError:
-            return False
-        if not status.st_mode & 0o077:
-            return False
-        if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-            return True
-    return False
 
 
 @contextmanager

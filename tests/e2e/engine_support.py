@@ -187,18 +187,9 @@ class Box:
                 raise RuntimeError("warm parent did not come up")
             time.sleep(0.05)
 
-    @property
-    def parent_pid(self) -> int:
-        """Of the warm parent, from which all engines descend."""
-        return self._parent.pid
-
     def version(self, name: str, family: str = "llama", *, seed: int, **overrides) -> Path:
         path = self.root / "versions" / name
         return path if path.exists() else save_model(path, family, seed=seed, **overrides)
-
-    def clear_version(self, name: str, *, seed: int, **overrides) -> Path:
-        path = self.root / "versions" / name
-        return path if path.exists() else save_clear_model(path, seed=seed, **overrides)
 
     def spec(self, replica: str, path: Path, **overrides) -> ReplicaSpec:
         values = {

@@ -1,7 +1,6 @@
-"""A second machine for tests: a node with a data directory, an address and, as root, a network and memory of its own.
+"""A second machine for tests: a node with a data directory, an address and, as root, a network of its own.
 
-Everything runs on one machine. `Wire` gives the node a network namespace and a cable that can be cut; `MemoryGroup` a
-control group with a limit, which the node takes for the memory of its machine.
+Everything runs on one machine. `Wire` gives the node a network namespace and a cable that can be cut.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from tests.e2e.box_support import COMMAND, WholeBox, wait_for
 from tests.train_support.tiny import make_model_dir
 
 NOWHERE = "02:00:00:00:00:01"
-_MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 
 
 class Wire:
@@ -46,7 +44,7 @@ class Wire:
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """What starts a command there. Not `ip netns exec`, which hides the control groups."""
+        """Prefix of a command that runs in the namespace."""
         return "nsenter", f"--net=/var/run/netns/{self.name}", "--"
 
     @contextmanager
@@ -74,37 +72,14 @@ class Wire:
             raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 
 
-class MemoryGroup:
-    """A control group (version 1) with so much memory. Raises OSError without the right to make one."""
-
-    def __init__(self, limit_bytes: int):
-        self.limit_bytes = limit_bytes
-        self.folder = _MEMORY_GROUPS / f"appliance-test-{os.getpid()}"
-        self.folder.mkdir()
-        (self.folder / "memory.limit_in_bytes").write_text(str(limit_bytes))
-
-    def enter(self) -> None:
-        """This process, and all that it starts, belong to it from now on."""
-        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
-
-    def free_bytes(self) -> int:
-        rows = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
-        cached = int(rows["total_inactive_file"]) + int(rows["total_active_file"])
-        return self.limit_bytes - int((self.folder / "memory.usage_in_bytes").read_text()) + cached
-
-    def remove(self) -> None:
-        with suppress(OSError):
-            self.folder.rmdir()
-
-
 class OtherMachine(WholeBox):
     """A node that joins: no endpoint, but logs, processes and files of its own."""
 
     process: subprocess.Popen | None = None
 
-    def __init__(self, data_dir: Path, address: str, wire: Wire | None = None, group: MemoryGroup | None = None):
+    def __init__(self, data_dir: Path, address: str, wire: Wire | None = None):
         super().__init__(data_dir)
-        self.address, self.group = address, group
+        self.address = address
         self._inside = () if wire is None else wire.inside
 
     def main_pid(self) -> int:
@@ -134,7 +109,6 @@ class OtherMachine(WholeBox):
                 env=self.environment(),
                 cwd=self.data_dir / "cwd",
                 start_new_session=True,
-                preexec_fn=None if self.group is None else self.group.enter,
             )
 
     def pids_of(self, name: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Twenty inputs that hurt servers, through the real gateway into the real control app: each is refused by name, and the
+"""Inputs that hurt servers, through the real gateway into the real control app: each is refused by name, and the
 neighbours, who keep asking all the while, notice nothing.
 
 Imports are long work: they are accepted (202) and their operation fails.
@@ -19,7 +19,6 @@ from typing import Any
 
 import httpx
 import pytest
-import zstandard
 
 from tests.front.box import MODEL, Front, running_front
 from tests.front.clients import CHAT, Neighbours
@@ -68,12 +67,9 @@ def chat(field: str) -> Send:
     return body(CHAT, f'{{"model": "{MODEL}", "messages": [{{"role": "user", "content": "hi"}}], {field}}}')
 
 
-def media(part: dict[str, Any]) -> Send:
-    return body(CHAT, json.dumps({"model": MODEL, "messages": [{"role": "user", "content": [part]}]}))
-
-
 def image(url: str) -> Send:
-    return media({"type": "image_url", "image_url": {"url": url}})
+    part = {"type": "image_url", "image_url": {"url": url}}
+    return body(CHAT, json.dumps({"model": MODEL, "messages": [{"role": "user", "content": [part]}]}))
 
 
 def job(**fields: Any) -> Send:
@@ -165,6 +161,10 @@ def remote_code(folder: Path) -> Path:
     return checkpoints.write(folder, config={"auto_map": {"AutoModel": "modeling_x.X"}})
 
 
+def loops(folder: Path) -> Path:
+    return checkpoints.write(folder, template=LOOPS)
+
+
 def adapter(folder: Path) -> Path:
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 64}))
@@ -180,7 +180,7 @@ def zip_bomb() -> bytes:
 
 
 def endless_line(client: httpx.Client, _: Path) -> Answer:
-    """A line that never ends, its length not announced: read as far as the limit, and no further."""
+    """Send a line without an end or announced length: it is read as far as the limit."""
 
     def parts() -> Iterator[bytes]:
         yield b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n{"messages": "'
@@ -214,6 +214,10 @@ def raw(client: httpx.Client, line: str, headers: dict[str, str]) -> Answer:
     return Answer(int(head.split(b" ", 2)[1]), json.loads(text)["error"])
 
 
+def gzip_body(client: httpx.Client, _: Path) -> Answer:
+    return refused(upload(client, b"", **{"content-encoding": "gzip"}))
+
+
 def without_key(client: httpx.Client, _: Path) -> Answer:
     """What a page elsewhere could make a browser send: its cookies, no key."""
     headers = {"origin": "https://elsewhere.example", "cookie": "session=1", "content-type": "text/plain"}
@@ -226,165 +230,39 @@ def form_post(client: httpx.Client, _: Path) -> Answer:
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
-VIDEO = "data:video/mp4;base64," + "A" * MIB
 OVERLAP = {
     "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
     "b": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]},
 }
 LOOPS = "{% for a in range(3000) %}{% for b in range(30000) %}{% endfor %}{% endfor %}"
 
-# number, what, how, status, param, code, words of the message
-ROWS: list[tuple[str, str, Send, int, str | None, str | None, str]] = [
-    ("1", "path as filename", named(b"../../etc/x.jsonl"), 400, "file", "invalid_filename", "expected a bare name"),
-    (
-        "2",
-        "path as training file",
-        job(training_file="/etc/passwd"),
-        400,
-        "training_file",
-        "file_not_found",
-        "not a file on this box",
-    ),
-    ("3", "NUL in a filename", named(b"a\0.jsonl"), 400, "file", "invalid_filename", "expected a bare name"),
-    ("3", "newline in a filename", named(b"a\nb.jsonl"), 400, "file", "invalid_filename", "expected a bare name"),
-    ("3", "5 kB filename", named(b"a" * 5000), 400, None, "invalid_multipart", "multipart"),
-    ("4", "symlink in an import", imported(linked), 202, None, "unsafe_link", "/etc/passwd"),
-    ("5", "zip bomb as a file", file(zip_bomb), 200, "training_file", "invalid_training_file", "ZIP archive"),
-    (
-        "5",
-        "body coded as gzip",
-        lambda c, _: refused(upload(c, b"", **{"content-encoding": "gzip"})),
-        415,
-        None,
-        "unsupported_content_encoding",
-        "Compressed",
-    ),
-    (
-        "6",
-        "zstd bomb as a file",
-        file(lambda: zstandard.compress(bytes(256 * MIB))),
-        200,
-        "training_file",
-        "invalid_training_file",
-        "compressed",
-    ),
-    (
-        "6",
-        "body coded as zstd",
-        lambda c, _: refused(
-            c.post(CHAT, content=zstandard.compress(bytes(256 * MIB)), headers={"content-encoding": "zstd"})
-        ),
-        415,
-        None,
-        "unsupported_content_encoding",
-        "Compressed",
-    ),
-    ("7", "2 GiB, announced", announced_2gib, 413, None, "request_too_large", "The request body is"),
-    # The form's reader counts to 24,117,248 bytes, the gateway to 25,165,824 of the body: who is first says it.
-    ("7", "one endless line", endless_line, 413, None, "request_too_large", "The request body is"),
-    (
-        "7",
-        "one line of 17 MiB",
-        file(lambda: b'{"messages": "' + b"a" * (17 * MIB) + b'"}'),
-        200,
-        "training_file",
-        "invalid_training_file",
-        "bytes long",
-    ),
-    ("8", "JSON 100k deep", chat(f'"tools": {DEEP}'), 400, None, "invalid_json", "parse"),
-    (
-        "8",
-        "JSON 100k deep to a control route",
-        body(JOBS, f'{{"model": {DEEP}}}'),
-        400,
-        None,
-        "invalid_json",
-        "parse",
-    ),
-    ("9", "5,000-digit integer", chat('"seed": ' + "9" * 5000), 400, None, "invalid_json", "parse"),
-    ("9", "5,000-digit seed of a job", body(JOBS, '{"seed": %s}' % ("9" * 5000)), 400, None, "invalid_json", "JSON"),
-    ("10", "lone surrogate", chat('"user": "\\ud800"'), 400, None, "invalid_json", "parse"),
-    ("10", "lone surrogate in a job", body(JOBS, '{"suffix": "\\ud800"}'), 400, None, "invalid_json", "JSON"),
-    ("11", "temperature NaN", chat('"temperature": NaN'), 400, None, "invalid_json", "parse"),
-    ("11", "temperature 1e999", chat('"temperature": 1e999'), 400, None, "invalid_json", "parse"),
-    ("12", "n=16384", chat('"n": 16384'), 400, "n", "invalid_value", "<= 64"),
-    ("13", "logprobs=1e6", chat('"logprobs": 1e6'), 400, "logprobs", "invalid_type", "`bool"),
-    (
-        "13",
-        "top_logprobs=1e6",
-        chat('"logprobs": true, "top_logprobs": 1000000'),
-        400,
-        "top_logprobs",
-        "invalid_value",
-        "<= 20",
-    ),
-    ("13", "max_tokens 0", chat('"max_tokens": 0'), 400, "max_tokens", "invalid_value", ">= 1"),
-    ("13", "max_tokens -1", chat('"max_tokens": -1'), 400, "max_tokens", "invalid_value", ">= 1"),
-    ("13", "max_tokens 2^63", chat(f'"max_tokens": {1 << 63}'), 400, "max_tokens", "invalid_value", "<= 1048576"),
-    (
-        "14",
-        "chat_template",
-        chat('"chat_template": "{{ x }}"'),
-        400,
-        "chat_template",
-        "unsupported_parameter",
-        "not accepted",
-    ),
-    (
-        "14",
-        "chat_template in its kwargs",
-        chat('"chat_template_kwargs": {"chat_template": "{{ x }}"}'),
-        400,
-        "chat_template_kwargs.chat_template",
-        "unsupported_parameter",
-        "not accepted",
-    ),
-    (
-        "15",
-        "nested loops in a template",
-        imported(lambda f: checkpoints.write(f, template=LOOPS)),
-        202,
-        None,
-        "template_refused",
-        "CPU",
-    ),
-    (
-        "16",
-        "link-local image",
-        image("http://169.254.169.254/latest/meta-data"),
-        400,
-        "image_url",
-        "remote_media_refused",
-        "fetches nothing",
-    ),
-    ("16", "image from a file", image("file:///etc/passwd"), 400, "image_url", "remote_media_refused", "no files"),
-    ("16", "image with a userinfo trick", image("http://a\\@b"), 400, "image_url", "remote_media_refused", "inline"),
-    (
-        "17",
-        "video",
-        media({"type": "video_url", "video_url": {"url": VIDEO}}),
-        400,
-        "video_url",
-        "remote_media_refused",
-        "no video",
-    ),
-    ("18", "pickle renamed", weights(pickle.dumps({"w": [0.0] * 99})), 202, None, "integrity_error", "announces"),
-    (
-        "18",
-        "header of 2^63 bytes",
-        weights(header({}, length=1 << 63)),
-        202,
-        None,
-        "integrity_error",
-        "9223372036854775808",
-    ),
-    ("18", "overlapping offsets", weights(header(OVERLAP)), 202, None, "integrity_error", "overlap"),
-    ("19", "auto_map", imported(remote_code), 202, None, "remote_code_refused", "auto_map"),
-    ("19", "LoRA adapter as a model", imported(adapter), 202, None, "not_a_checkpoint", "config.json"),
-    ("20", "upload that stops", slow_upload, 408, None, "request_timeout", "too slowly"),
-    ("+", "suffix=<<>>", job(suffix="<<>>"), 400, "suffix", "invalid_value", "with a letter"),
-    ("+", "page elsewhere, no key", without_key, 401, None, "missing_api_key", "API key"),
-    ("+", "form post with a key", form_post, 400, None, "invalid_body", "application/json"),
+# what, how, status, param, code
+ROWS: list[tuple[str, Send, int, str | None, str | None]] = [
+    ("path as filename", named(b"../../etc/x.jsonl"), 400, "file", "invalid_filename"),
+    ("path as training file", job(training_file="/etc/passwd"), 400, "training_file", "file_not_found"),
+    ("NUL in a filename", named(b"a\0.jsonl"), 400, "file", "invalid_filename"),
+    ("5 kB filename", named(b"a" * 5000), 400, None, "invalid_multipart"),
+    ("symlink in an import", imported(linked), 202, None, "unsafe_link"),
+    ("zip bomb as a file", file(zip_bomb), 200, "training_file", "invalid_training_file"),
+    ("body coded as gzip", gzip_body, 415, None, "unsupported_content_encoding"),
+    ("2 GiB, announced", announced_2gib, 413, None, "request_too_large"),
+    ("one endless line", endless_line, 413, None, "request_too_large"),
+    ("JSON 100k deep", chat(f'"tools": {DEEP}'), 400, None, "invalid_json"),
+    ("5,000-digit integer", chat('"seed": ' + "9" * 5000), 400, None, "invalid_json"),
+    ("lone surrogate", chat('"user": "\\ud800"'), 400, None, "invalid_json"),
+    ("temperature NaN", chat('"temperature": NaN'), 400, None, "invalid_json"),
+    ("max_tokens 2^63", chat(f'"max_tokens": {1 << 63}'), 400, "max_tokens", "invalid_value"),
+    ("chat_template", chat('"chat_template": "{{ x }}"'), 400, "chat_template", "unsupported_parameter"),
+    ("nested loops in a template", imported(loops), 202, None, "template_refused"),
+    ("link-local image", image("http://169.254.169.254/latest/meta-data"), 400, "image_url", "remote_media_refused"),
+    ("pickle renamed", weights(pickle.dumps({"w": [0.0] * 99})), 202, None, "integrity_error"),
+    ("header of 2^63 bytes", weights(header({}, length=1 << 63)), 202, None, "integrity_error"),
+    ("overlapping offsets", weights(header(OVERLAP)), 202, None, "integrity_error"),
+    ("auto_map", imported(remote_code), 202, None, "remote_code_refused"),
+    ("LoRA adapter as a model", imported(adapter), 202, None, "not_a_checkpoint"),
+    ("upload that stops", slow_upload, 408, None, "request_timeout"),
+    ("page elsewhere, no key", without_key, 401, None, "missing_api_key"),
+    ("form post with a key", form_post, 400, None, "invalid_body"),
 ]
 
 
@@ -395,55 +273,18 @@ def neighbours(front: Front) -> Iterator[Neighbours]:
     assert not asking.failed and asking.asked > len(ROWS), (asking.asked, asking.failed[:3])
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1]}")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_bad_input(front: Front, neighbours: Neighbours, row: Any, tmp_path: Path) -> None:
-    _, _, send, status, param, code, words = row
+    _, send, status, param, code = row
     asked = neighbours.asked
     with front.http() as client:
         answer = send(client, tmp_path)
     assert (answer.status, answer.error.get("param"), answer.error.get("code")) == (status, param, code), answer
-    assert words in answer.error["message"] and len(answer.error["message"]) < 1000, answer
+    assert len(answer.error["message"]) < 1000, answer
     front.wait(lambda: neighbours.asked > asked)
     assert not neighbours.failed
     assert front.peak_bytes() < PEAK_BYTES
     assert front.series("buffered_body_bytes")["buffered_body_bytes"] <= 2 * 1024
-
-
-def test_a_repeated_create_makes_one_job(front: Front) -> None:
-    with front.http() as client:
-        wanted = {"model": MODEL, "training_file": training_file(client), "suffix": "once"}
-        made = [client.post(JOBS, json=wanted, headers={"x-stainless-retry-count": n}).json()["id"] for n in "012"]
-    assert len(set(made)) == 1
-
-
-def test_metadata_that_looks_like_a_formula_is_text_and_stays_so(front: Front) -> None:
-    metadata = {"=cmd|'/C calc'!A0": '=HYPERLINK("http://a")', "+1": "@SUM(A1)"}
-    with front.http() as client:
-        made = client.post(
-            JOBS, json={"model": MODEL, "training_file": training_file(client), "metadata": metadata}
-        ).raise_for_status()
-        assert client.get(f"{JOBS}/{made.json()['id']}").json()["metadata"] == metadata
-        assert made.headers["content-type"] == "application/json"
-
-
-def test_a_revoked_key_ends_its_stream_and_no_other(front: Front, neighbours: Neighbours) -> None:
-    with front.http() as admin:
-        made = admin.post("/admin/v1/keys", json={"name": "short-lived", "scopes": ["inference"]}).raise_for_status()
-        data = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "user": "9999 0.01", "stream": True}
-
-        def knows_key() -> bool:
-            return httpx.get(f"{front.url}/v1/models", headers=bearer).status_code == 200
-
-        bearer = {"authorization": f"Bearer {made.json()['key']}"}
-        front.wait(knows_key)
-        with front.http(made.json()["key"]) as client, client.stream("POST", CHAT, json=data) as stream:
-            lines = stream.iter_lines()
-            assert next(lines).startswith("data: ")
-            admin.delete(f"/admin/v1/keys/{made.json()['id']}").raise_for_status()
-            last = [line for line in lines if line.startswith("data: ")][-1]
-        assert json.loads(last[6:])["error"]["code"] == "invalid_api_key"
-        front.wait(lambda: front.counts.streaming <= 1)
-    assert not neighbours.failed
 
 
 def test_no_engine_or_gateway_route_but_the_listed_ones(front: Front) -> None:

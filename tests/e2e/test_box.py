@@ -506,7 +506,6 @@ def test_nothing_listens_for_strangers_while_a_job_and_engines_run(box, starter,
     assert any("raylet" in who for who in listening.values()) and f"127.0.0.1:{box.port}" in listening, listening
     strangers = {where: who for where, who in listening.items() if not where.startswith(("127.", "::1:"))}
     assert strangers == {}, "only loopback: no other machine gets to them"
-    assert box.roads_of_others() == set()
     box.run("job", "cancel", job)
     box.set_mode(policy="auto")
 

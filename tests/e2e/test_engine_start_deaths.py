@@ -11,7 +11,7 @@ from runtime.processes.kernel import group_pids
 from serve.core.errors import EngineRefused, EngineStartFailed
 from serve.engine import replica as replica_module
 from tests.e2e import dying_engine
-from tests.e2e.dying_engine import DIED_AT, FRONTEND, PHASES, PLAN, WORKER
+from tests.e2e.dying_engine import DIED_AT, FRONTEND, PHASES, PLAN
 
 BY = ("SIGKILL", "SIGILL", "SIGSEGV", "3")
 WITHIN_S = 5.0
@@ -60,17 +60,3 @@ async def test_start_with_a_process_that_dies_says_how(dying, phase, by):
 async def test_start_with_a_worker_that_dies_says_how(dying, phase):
     error = await dying(phase, "SIGSEGV", devices=2)
     assert "its worker VllmWorker-1 was ended by SIGSEGV" in str(error).partition("\n")[0]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("by", BY)
-@pytest.mark.parametrize("phase", PHASES)
-async def test_start_with_a_process_that_dies_says_how_in_every_phase(dying, phase, by):
-    checked(await dying(phase, by), phase, by)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("by", BY)
-@pytest.mark.parametrize("phase", WORKER)
-async def test_start_with_a_worker_that_dies_says_how_in_every_phase(dying, phase, by):
-    assert "VllmWorker-1" in str(await dying(phase, by, devices=2)).partition("\n")[0]

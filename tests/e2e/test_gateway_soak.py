@@ -1,4 +1,4 @@
-"""Clients that misbehave by the hundred, and two thousand that wait: what it costs the gateway, in printed counts.
+"""A thousand clients that leave, and two thousand that wait: what it costs the gateway, in printed counts.
 
 The real gateway process, a canned engine. Run with `make soak`, or
 `pytest -m soak -s tests/e2e/test_gateway_soak.py`.
@@ -12,15 +12,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.front.box import Front, running_front
-from tests.front.clients import Neighbours, StreamClient, allow_descriptors, connect, stream_request
+from tests.front.clients import Neighbours, allow_descriptors, connect, stream_request
 
 MIB = 1 << 20
 HELD = 2000
 # One owner has all streams here, who may else have 1536 requests at each worker.
 LIMITS = {
-    "head_timeout_s": 5.0,
-    "body_grace_s": 5.0,
-    "write_stall_s": 2.0,
     "keepalive_s": 5.0,
     "owner_requests": 2 * HELD,
 }
@@ -107,36 +104,6 @@ async def drained_and_held(front: Front, *, growth_bytes: int) -> None:
     )
 
 
-async def test_slow_loris(front: Front) -> None:
-    """Heads and bodies that never end, and connections that say nothing: cut off in time, and nobody else is."""
-    before, clients = Before(front), []
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {front.key}\r\n"
-    beginnings = [b"POST /v1/chat", b"", head.encode(), f"{head}Content-Length: 9000\r\n\r\n{{".encode()]
-    with Neighbours(front) as neighbours:
-        for n in range(600):
-            clients.append(await connect(front, beginnings[n % 4]))
-        dripping = asyncio.ensure_future(drip(clients))
-        async with asyncio.timeout(60):
-            await asyncio.gather(*(client.over for client in clients))
-        dripping.cancel()
-    told = sum(client.received.startswith(b"HTTP/1.1 408") for client in clients)
-    assert told == 450 and not neighbours.failed
-    await before.settles(
-        f"600 slow clients: {told} answered 408, {600 - told} silent ones closed; neighbours: {neighbours.asked} "
-        f"requests, 0 failed",
-        growth_bytes=24 * MIB,
-    )
-
-
-async def drip(clients: list[StreamClient]) -> None:
-    """A byte now and then, as a slow-loris does it to keep a connection alive."""
-    while True:
-        for client in clients:
-            if client.data and client.transport is not None and not client.transport.is_closing():
-                client.transport.write(b"x")
-        await asyncio.sleep(0.2)
-
-
 async def test_a_thousand_disconnects_in_mid_stream(front: Front) -> None:
     before, aborted = Before(front), front.counts.aborted
     request = stream_request(front.key, 100_000, 0.01)
@@ -153,32 +120,5 @@ async def test_a_thousand_disconnects_in_mid_stream(front: Front) -> None:
     await before.settles(
         f"1000 disconnects in mid-stream: 1000 aborted at the engine; neighbours: {neighbours.asked} requests, "
         f"0 failed",
-        growth_bytes=24 * MIB,
-    )
-
-
-async def test_clients_that_never_read(front: Front) -> None:
-    """Their engine is stopped, then they are dropped; what they did not read is bounded by the buffers of sockets."""
-    before, count = Before(front), 50
-    request, aborted = stream_request(front.key, 1_000_000, 0.0), front.counts.aborted
-    peak = before.rss_bytes
-    with Neighbours(front) as neighbours:
-        clients = [await connect(front, request, reads=False) for _ in range(count)]
-
-        def dropped() -> bool:
-            nonlocal peak
-            peak = max(peak, front.rss_bytes())
-            return front.counts.aborted - aborted == count
-
-        await until(dropped, 120)
-        for client in clients:
-            assert client.transport is not None
-            client.transport.abort()
-    assert not neighbours.failed
-    each = (peak - before.rss_bytes) / count
-    assert each < MIB
-    await before.settles(
-        f"{count} clients that never read: {count} dropped, {each / 1024:.0f} KiB each at most; neighbours: "
-        f"{neighbours.asked} requests, 0 failed",
         growth_bytes=24 * MIB,
     )

@@ -10,15 +10,13 @@ from pathlib import Path
 import openai
 import peft
 import pytest
-import safetensors.torch
 import torch
 import transformers
 
 from runtime.devices.kinds import HOST
 from tests.e2e import quantised
-from tests.e2e.box_support import COMMAND, WholeBox, gsm8k, wait_for, whole_box
-from tests.e2e.test_families_soak import PROMPT, SHAPE, answered, ended
-from weights.format.names import encode_name
+from tests.e2e.box_support import COMMAND, WholeBox, gsm8k, whole_box
+from tests.e2e.test_families_soak import PROMPT, SHAPE, answered
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -158,64 +156,6 @@ def test_sharded_and_tied_weights_compute_what_transformers_does(box, tokenizer,
 def engines_started(box: WholeBox) -> list[Path]:
     """Logs of all engines that this box ever started."""
     return sorted((box.data_dir / "logs").glob("engine-*.log"))
-
-
-def loss(model, tokenizer, messages: list[dict]) -> float:
-    """Of the assistant's and all other tokens of one conversation, in float32."""
-    ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)["input_ids"][:, :256]
-    with torch.no_grad():
-        return model(input_ids=ids, labels=ids).loss.item()
-
-
-@pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("stored", ["once", "twice"])
-def test_a_model_with_tied_embeddings_is_tuned_and_computes_what_transformers_does(
-    box, tokenizer, tmp_path, stored, method, capsys
-):
-    """`twice`: the file has the head beside the embedding it is tied to, as some converters write it."""
-    name = f"tied-{stored}-{method}"
-    base = tiny(tmp_path / name, tokenizer, tie_word_embeddings=True)
-    if stored == "twice":
-        tensors = safetensors.torch.load_file(base / "model.safetensors")
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-        safetensors.torch.save_file(tensors, base / "model.safetensors", {"format": "pt"})
-    box.run("model", "import", str(base))
-    client, examples = box.client(), gsm8k("train", 24)
-    (seen, *_) = (json.loads(line)["messages"] for line in examples.splitlines())
-    asked = {"n_epochs": 2, "batch_size": 4, "max_length": 256, "learning_rate": 3e-3}
-    asked |= {"full": True} if method == "full" else {"lora_rank": 8}
-    job = client.fine_tuning.jobs.create(
-        model=name,
-        training_file=box.upload(examples),
-        method={"type": "supervised", "supervised": {"hyperparameters": asked}},
-        extra_body={"max_devices": 2},
-    )
-    done = wait_for(lambda: ended(client, job.id), "the end of the job", 600)
-    assert done.status == "succeeded", done.error
-    tuned = done.fine_tuned_model
-    version = box.ask("model", "show", tuned)["active_version"]
-    disk = box.data_dir / "models" / encode_name(tuned) / encode_name(version)
-    wait_for((disk / "manifest.json").is_file, "the version on disk", 60)
-
-    plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    before = loss(plain, tokenizer, seen)
-    if method == "full":
-        model = transformers.AutoModelForCausalLM.from_pretrained(disk, dtype=torch.float32).eval()
-        assert model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
-        assert not torch.equal(plain.get_input_embeddings().weight, model.get_input_embeddings().weight)
-    else:
-        model = peft.PeftModel.from_pretrained(plain, str(disk)).eval()
-    after = loss(model, tokenizer, seen)
-    with torch.no_grad():
-        first = model(input_ids=torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
-    found = answered(client, tuned, tokenizer)
-    most = max(abs(first[token].item() - value) for token, value in found.items())
-    with capsys.disabled():
-        print(f"\n{name}: loss {before:.2f} -> {after:.2f}, {most:.3f} nats from transformers", flush=True)
-    assert after < before - 0.2, "what is published is what was trained"
-    assert most < NATS
-    box.run("model", "rm", tuned)
-    box.run("model", "rm", name)
 
 
 @pytest.mark.parametrize("form", quantised.FORMATS)

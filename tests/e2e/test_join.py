@@ -74,7 +74,6 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
     assert len(away.pids_logging_to("engine-*.log")) >= 2
     assert answers(home, of_engines=3) == said, "every engine says the same"
     assert listening_for_strangers(home, away) == {}
-    assert home.roads_of_others() == away.roads_of_others() == set()
 
     # The agent of the home node dies alone: requests do not pass through it.
     agents = [pid for pid, command in home.running().items() if "ray::Node" in command]

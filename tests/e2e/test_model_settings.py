@@ -106,16 +106,8 @@ def test_settings_with_which_no_engine_starts_are_taken_back_without_a_lost_requ
     ("given", "reason"),
     [
         (("--engine-arg", "middleware=os.system"), "may not be set"),
-        (("--engine-arg", "api_key=x"), "may not be set"),
-        (("--engine-arg", "hf-overrides={}"), "may not be set"),
-        (("--engine-arg", "dtype=float32"), "is set by --dtype"),
-        (("--reasoning-parser", "nosuch"), "there is no reasoning parser nosuch"),
-        (("--tool-parser", "nosuch"), "there is no tool parser nosuch"),
-        (("--engine-arg", "block-size=many"), "invalid"),
-        (("--dtype", "int3"), "'bfloat16', 'float16' or 'float32'"),
         (("--engine-arg", "mamba-cache-dtype=best"), "invalid choice"),
         (("--max-model-len", "100000"), "made for 512"),
-        (("--kv-cache-bytes", "1000"), "cannot be served"),
     ],
 )
 def test_what_vllm_or_the_box_refuses_restarts_nothing(box, given, reason):

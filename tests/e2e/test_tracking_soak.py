@@ -1,6 +1,5 @@
-"""Jobs as a real MLflow server, W&B's own run file and a server of W&B's protocol have them: MLflow's server from the
-package registry, the trackers' libraries as images/requirements/tracking.txt pins them, each in a virtual environment
-that is thrown away.
+"""A job in a real MLflow server and in W&B's own run file: MLflow's server from the package registry, the trackers'
+libraries as images/requirements/tracking.txt pins them, each in a virtual environment that is thrown away.
 
 It needs the package registry. What it prints: how long the environments took, and what came of the job.
 """
@@ -23,7 +22,6 @@ import psutil
 import pytest
 
 from tests.e2e.box_support import WholeBox, free_port, gsm8k, wait_for
-from tests.e2e.wandb_server import wandb_server
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
@@ -228,66 +226,3 @@ def test_a_job_is_in_mlflow_and_in_a_run_file_of_wandb_to_its_end(tmp_path, pyth
         assert exporters(box) == [] and box.left() == []
     finally:
         box.destroy()
-
-
-# Tells a run the job's points from where W&B says that it is, as the exporter does.
-TELL = """
-import json, os, sys, time
-from pathlib import Path
-from types import SimpleNamespace as Some
-from appliance.tracking import Wandb, next_step
-
-url, folder = sys.argv[1], Path(sys.argv[2])
-last, wandb, seconds = map(json.loads, sys.argv[3:])
-job = Some(id="ftjob-1", name="n", params={"model": "starter"}, wandb=[wandb["wandb"]], phase="succeeded", error=None,
-           output_model="ft:m", version="step-9")
-tracker = Wandb({"wandb_mode": "online", "wandb_dir": folder, "wandb_url": url})
-tracker.begin(job)
-(run,) = tracker._runs[job.id]
-print(run.url, next_step(run) - 1, flush=True)
-points = [Some(seq=10 * step, kind="train", step=step, values={"train/loss": 1 / step}, at_s=float(step))
-          for step in range(1, last + 1)]
-tracker.log(job, points)
-if seconds:
-    time.sleep(seconds)  # W&B's client sends every half minute
-    os._exit(9)
-tracker.end(job)
-"""
-
-
-def test_a_run_at_a_server_of_wandbs_protocol_is_gone_on_with(tmp_path, python):
-    """W&B's own client, online. Its process is killed twice, with points that it has sent and points that it has not:
-    nothing is lost, and nothing is sent twice."""
-    key, port = "0123456789abcdef" * 3, free_port()
-    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "WANDB_API_KEY": key}
-
-    def tell(last: int, dies_after_s: float = 0) -> int:
-        """The point that the server was at."""
-        arguments = [f"http://127.0.0.1:{port}", str(tmp_path / "wandb"), *map(json.dumps, (last, WANDB, dies_after_s))]
-        done = subprocess.run(
-            [python, "-c", TELL, *arguments], env=environment, capture_output=True, text=True, timeout=180
-        )
-        assert done.returncode == (9 if dies_after_s else 0), done.stderr
-        where, behind = done.stdout.split()
-        assert where == f"http://127.0.0.1:{port}/box/sums/runs/ftjob-1-0"
-        return int(behind)
-
-    with wandb_server(port, key) as server:
-        assert tell(3, dies_after_s=40) == -1
-        (run,) = server.runs.values()
-        first = len(run.lines)
-        assert 0 < first <= 3
-    with wandb_server(port, key, server):
-        assert tell(6, dies_after_s=40) == 10 * first
-        second = len(run.lines)
-        assert first < second
-        assert tell(9) == 10 * second
-    print(f"killed at {first} and {second} of 9 points; asked: {server.asked}")
-    assert [(row["_step"], row["train/loss"]) for row in run.history] == [
-        (10 * step, pytest.approx(1 / step)) for step in range(1, 10)
-    ]
-    assert run.sent == len(run.lines) and server.unknown == []
-    assert (run.project, run.title, run.tags, run.exit_code) == ("sums", "first", ["night", "ftjob-1"], 0)
-    assert json.loads(run.config)["model"]["value"] == "starter"
-    told = json.loads(run.summary)
-    assert (told["appliance.state"], told["appliance.version"]) == ("succeeded", "step-9")

@@ -1,5 +1,5 @@
-"""A box and a second node on a network of their own: what is killed, stopped, cut off, removed or short of memory
-there, what clients saw of it, and how long until all was whole again. As root; skipped where no network can be made.
+"""A box and a second node on a network of their own: what is killed, stopped, cut off or removed there, what
+clients saw of it, and how long until all was whole again. As root; skipped where no network can be made.
 
 `NODE_FAULTS="wire cut,kill raylet" pytest -s -m soak tests/e2e/test_two_machines_soak.py` chooses faults.
 """
@@ -12,9 +12,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,23 +25,18 @@ import pytest
 from appliance.demo.load_generator import Load
 from tests.e2e.box_support import WholeBox, gsm8k, wait_for
 from tests.e2e.machines_support import (
-    MemoryGroup,
     OtherMachine,
     Wire,
     deploy_tiny,
     devices,
-    holder_of,
     invited,
-    places,
 )
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
-MB = 1 << 20
 JOB = "--epochs 50 --batch-size 4 --max-length 128 --lora-rank 4 --min-devices 2 --max-devices 2"
 ALL = ["n0/0", "n1/0", "n1/1", "n1/2"]
 STOPPED_S = 30.0
-RESERVE = 600 * MB
 DISTINCT = tuple(f"{number} long stories" for number in range(500))  # equal prefixes go to one engine
 
 
@@ -53,7 +45,6 @@ class Machines:
     home: WholeBox
     away: OtherMachine
     wire: Wire
-    supervised: bool = True  # as by systemd: what ends is started anew
 
     @property
     def invitation(self) -> Path:
@@ -64,22 +55,20 @@ class Machines:
         wait_for(lambda: devices(self.home) == ALL, "the other machine's devices", 400)
 
     def supervise(self) -> None:
-        if self.supervised and self.away.process is not None and self.away.process.poll() is not None:
+        """Start the node again when it has ended, as systemd does."""
+        if self.away.process is not None and self.away.process.poll() is not None:
             self.away.join(self.invitation, devices=3)
 
 
 @pytest.fixture
-def machines(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Machines]:
+def machines(tmp_path: Path) -> Iterator[Machines]:
     with ExitStack() as undo:
         try:
             wire = Wire()
             undo.callback(wire.remove)
-            group = MemoryGroup(request.param) if getattr(request, "param", None) else None
         except OSError as error:
             pytest.skip(f"no machine of its own can be made here: {error}")
-        if group is not None:
-            undo.callback(group.remove)
-        home, away = WholeBox(tmp_path / "home"), OtherMachine(tmp_path / "away", wire.away, wire, group)
+        home, away = WholeBox(tmp_path / "home"), OtherMachine(tmp_path / "away", wire.away, wire)
         with socket.socket() as probe:
             probe.bind((wire.home, 0))
             port = probe.getsockname()[1]
@@ -88,7 +77,7 @@ def machines(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Machine
             undo.callback(machine.destroy)
         (home.data_dir / "appliance.toml").write_text(
             f'[box]\nnode_address = "{wire.home}"\nnode_port = {port}\ndevices = 1\nstart_timeout_s = 300\n'
-            f"memory_reserve_bytes = {RESERVE}\n[serve]\nmax_replicas = 4\nstart_timeout_s = 400\n"
+            "[serve]\nmax_replicas = 4\nstart_timeout_s = 400\n"
         )
         home.up()
         yield Machines(home, away, wire)
@@ -275,106 +264,4 @@ def test_a_node_is_removed_while_an_engine_and_a_job_run_on_it(machines: Machine
     wait_for(lambda: away.process.poll() is not None, "the old invitation to be refused", 600)
     assert away.process.returncode == 1 and devices(home) == ["n0/0"]
     machines.join()
-    home.run("job", "cancel", job)
-
-
-# --- memory
-
-HOG = """
-import sys
-held = []
-for line in sys.stdin:
-    held.append(b"x" * int(line))
-    print("held", flush=True)
-"""
-
-
-class Hog:
-    """Another program on that machine, which takes what becomes free until no more than `leave` is left."""
-
-    def __init__(self, group: MemoryGroup, leave: int):
-        self._group, self._leave, self._stop = group, leave, threading.Event()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", HOG],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            preexec_fn=group.enter,
-        )
-        self._thread = threading.Thread(target=self._fill)
-        self.held = 0
-
-    def __enter__(self) -> Hog:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._process.kill()
-        self._thread.join()
-        self._process.wait()
-
-    def _fill(self) -> None:
-        with suppress(OSError):
-            while not self._stop.wait(0.2):
-                more = min(128 * MB, self._group.free_bytes() - self._leave)
-                if more >= 4 * MB:
-                    self._process.stdin.write(f"{more}\n")
-                    self._process.stdin.flush()
-                    self._process.stdout.readline()
-                    self.held += more
-
-
-@pytest.mark.parametrize("machines", [6000 * MB], indirect=True)
-def test_memory_of_the_other_machine_is_given_back_in_order_serving_last(machines: Machines) -> None:
-    home, away = machines.home, machines.away
-    deploy_tiny(home)
-    machines.join()
-    wait_for(lambda: "n1" in home.admin("status")["memory"]["nodes"], "the memory of the second machine", 60)
-    assert home.admin("status")["memory"]["nodes"]["n1"]["total_bytes"] == 6000 * MB, "its machine is the group"
-    home.run("model", "deploy", "tiny", "--min-replicas", "4")
-    wait_for(lambda: places(home) == ALL, "engines everywhere", 600)
-    job = None
-    home.run("model", "deploy", "tiny", "--min-replicas", "2")
-    home.run("mode", "set", "split", "--train", "2")
-    (home.data_dir / "train.jsonl").write_bytes(gsm8k("train", 2000))
-    job = home.submit("tiny", home.data_dir / "train.jsonl", JOB)
-    wait_for(lambda: whole(home, job) and home.losses(job), "the job there", 600)
-    engines = away.pids_of("engine")
-
-    def of_n1() -> dict[str, Any]:
-        return home.admin("status")["memory"]["nodes"]["n1"]
-
-    with Load(home.url, home.key, "tiny", workers=2, max_tokens=32, prompts=DISTINCT) as load:
-        wait_for(served_there(home), "answers of the second machine", 120)
-        began_s = time.monotonic()
-        with Hog(away.group, 300 * MB) as hog:
-            wait_for(lambda: of_n1()["short"], "the other machine to be short", 120)
-            short_s = time.monotonic() - began_s
-            wait_for(lambda: of_n1()["waiting_jobs"] == [job], "training to wait there", 120)
-            wait_for(lambda: not away.pids_of("rank"), "its ranks to be gone", 120)
-            given_s = time.monotonic() - began_s
-            notes = home.admin("status")["notes"]
-            assert any(note.startswith("memory of n1 is short: ") for note in notes), notes
-            answered = load.finished
-            wait_for(lambda: load.finished > answered + 10, "answers while memory is short", 120)
-            given = [one["what"] for one in of_n1()["given_back"] if not one["back"]]
-            held = hog.held
-        freed_s, step = time.monotonic(), max(home.losses(job))
-        wait_for(lambda: whole(home, job) and max(home.losses(job)) > step, "training to be back by itself", 300)
-        back_s = time.monotonic() - freed_s
-    report = load.report()
-    print(
-        f"another program took {held / MB:.0f} MB; short after {short_s:.1f} s, given back {given}, ranks gone after "
-        f"{given_s:.1f} s, training {back_s:.1f} s after it ended; {report.requests} requests, {report.dropped} errors "
-        f"{report.errors}, longest {report.longest_s:.1f} s",
-        flush=True,
-    )
-    order = ["pool", "versions", "sleeper", "job"]
-    before = given[: given.index("job") + 1]
-    assert before == sorted(before, key=order.index)
-    assert given[len(before) :] == []
-    assert (report.dropped, report.truncated, report.duplicated) == (0, 0, 0), report.errors
-    assert set(away.pids_of("engine")) & set(engines), "who serves there was never ended"
-    assert holder_of(home, "n0/0") is not None and of_n1()["short"] == ""
     home.run("job", "cancel", job)

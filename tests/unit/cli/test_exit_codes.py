@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -143,18 +140,6 @@ def test_usage_errors(prepared, arguments):
 def test_slips_are_answered_with_a_guess():
     assert "Did you mean 'job'?" in run("jbo", "list").stderr
     assert "'list'" in run("gpu", "lits").stderr
-
-
-def test_ctrl_c_ends_a_follow_command_cleanly(prepared):
-    prepared.prepare("GET", "/v1/fine_tuning/jobs/ftjob-1", (200, {"id": "ftjob-1", "status": "running"}))
-    event = {"id": "e1", "type": "message", "level": "info", "message": "hello", "created_at": 0, "data": {}}
-    prepared.prepare("GET", "/v1/fine_tuning/jobs/ftjob-1/events", (200, {"data": [event], "has_more": False}))
-    command = [sys.executable, "-m", "appliance.cli.main", "job", "logs", "-f", "ftjob-1", "--url", prepared.url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
-        assert "hello" in following.stdout.readline()
-        following.send_signal(signal.SIGINT)
-        assert following.wait(60) == 130
-        assert following.stderr.read() == ""
 
 
 def test_a_download_that_was_cut_off_is_no_file(tmp_path):

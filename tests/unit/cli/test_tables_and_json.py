@@ -79,7 +79,7 @@ def test_gpu_drain_waits_until_the_holder_has_left(box: ControlledBox):
     device["holder"] = {"kind": "replica", "id": "r1-0"}
     assert box.run("gpu", "drain", "n0/2", "--timeout", "0").exit_code == 124
     assert box.json("gpu", "drain", "n0/2", "--no-wait")["holder"]["id"] == "r1-0"
-    leaving = threading.Timer(0.2, lambda: device.update(holder=None))
+    leaving = threading.Timer(0.05, lambda: device.update(holder=None))
     leaving.start()
     assert box.json("gpu", "drain", "n0/2")["holder"] is None
     leaving.join()
@@ -113,7 +113,6 @@ def test_mode_set_moves_devices_and_history_shows_each_step(box: ControlledBox):
     assert len(box.json("mode", "history", "--limit", "1")["data"]) == 1
     box.context.scheduler.hang = True
     assert box.json("mode", "set", "train", "--no-wait")["handover"]["state"] == "running"
-    assert box.run("mode", "set", "train", "--timeout", "1").exit_code == 124
     assert box.json("mode", "show")["policy"] == "train"
 
 

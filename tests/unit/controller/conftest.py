@@ -26,6 +26,7 @@ from appliance.store.objects import models
 from appliance.store.records import keys
 from appliance.store.rows import ModelRow, VersionRow
 from tests.simulator.control_plane import SimulatedEngines, SimulatedModelOps, SimulatedScheduler, simulated_context
+from tests.simulator.routes import routes_are_analysed_once  # noqa: F401
 
 SCOPES = {"x-appliance-key-id": "key_test", "x-appliance-scopes": "inference,fine_tuning"}
 ADMIN = {"x-appliance-key-id": "key_admin", "x-appliance-scopes": "admin"}

@@ -1,37 +1,35 @@
-"""Imports try a folder in processes: two are tried once, as a box does with what it has tried before, and one is not
-started, because it imports torch (tests/unit/train/test_checkpoint_trial.py has it)."""
+"""Imports try a folder in two processes. Here templates are tried in the test's own, and the one that imports torch is
+not started (tests/unit/train/test_checkpoint_trial.py has it)."""
 
 from __future__ import annotations
 
-import subprocess
+import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.models.template_trial import Tried
-from appliance.models.trial import try_folder
+from appliance.models import trial
+from appliance.models.template_trial import try_here
 from tests.unit.models.found import found
-from weights.format.foreign_json import config_in
 
-_TRIED: dict[tuple[str, Any], Tried] = {}
+
+@pytest.fixture
+def own_process() -> None:
+    """For a test whose templates are tried in a process of their own."""
 
 
 @pytest.fixture(autouse=True)
-def tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most imports of these tests are of the same few files; those that are refused are tried each time."""
+def templates_tried_here(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    run_trial = trial.run_trial
 
-    def tried(directory: Path) -> Tried:
-        files = {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix != ".safetensors"}
-        files.pop("config.json", None)  # of which they read the one word that decides which tokenizer is made
-        family = (config_in(directory) or {}).get("model_type")
-        known = str(family), frozenset(files.items()), subprocess.Popen  # which a test may have replaced
-        if known not in _TRIED:
-            _TRIED[known] = try_folder(directory)
-        return _TRIED[known]
+    def run(subject: str, module: str, *options: str, given: str = "", **more: Any) -> dict[str, Any]:
+        if module == "appliance.models.template_trial":
+            return try_here(**json.loads(given))
+        return run_trial(subject, module, *options, given=given, **more)
 
-    monkeypatch.setattr("appliance.models.trial.try_folder", tried)
+    if "own_process" not in request.fixturenames:
+        monkeypatch.setattr(trial, "run_trial", run)
 
 
 @pytest.fixture(autouse=True)

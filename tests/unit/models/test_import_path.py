@@ -167,16 +167,19 @@ def test_a_missing_chat_template_is_reported_not_refused(library, tmp_path):
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        ("{{ 'x'.ljust(3000000000) }}", "memory"),
         ("{{ messages.__class__.__mro__ }}", "outside of the template"),
-        ("{% if %}", "line 1"),
         ("x" * 300_000, "300000 characters"),
     ],
 )
-def test_templates_that_run_away_or_break_out_are_refused(library, tmp_path, template, says):
+def test_import_refuses_template_that_breaks_out_or_is_too_long(library, tmp_path, template, says):
     with pytest.raises(TemplateRefused, match=says):
         library.import_model(checkpoints.write(tmp_path / "source", template=template))
     assert nothing_there(tmp_path)
+
+
+def test_import_refuses_template_that_takes_too_much_memory(library, tmp_path, own_process):
+    with pytest.raises(TemplateRefused, match="memory"):
+        library.import_model(checkpoints.write(tmp_path / "source", template="{{ 'x'.ljust(3000000000) }}"))
 
 
 def test_a_template_that_dislikes_the_trial_only_warns(library, tmp_path):
@@ -250,17 +253,10 @@ def test_the_trial_renders_what_engines_render(library, tmp_path):
         library.import_model(checkpoints.write(tmp_path / "slow", template=template))
 
 
-@pytest.mark.parametrize(
-    ("file", "template"),
-    [
-        ("tokenizer_config.json", {"default": "{{ messages }}", "tool_use": "{% if %}"}),
-        ("chat_template.json", "{% if %}"),
-    ],
-)
-def test_import_refuses_each_broken_template_that_an_engine_may_take(library, tmp_path, file, template):
+def test_import_refuses_each_broken_template_that_an_engine_may_take(library, tmp_path):
     source = checkpoints.write(tmp_path / "named")
-    before = json.loads((source / file).read_text()) if (source / file).is_file() else {}
-    (source / file).write_text(json.dumps(before | {"chat_template": template}))
+    file, template = source / "tokenizer_config.json", {"default": "{{ messages }}", "tool_use": "{% if %}"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
     with pytest.raises(TemplateRefused, match="line 1"):
         library.import_model(source)
 
@@ -336,7 +332,7 @@ def test_what_tokenizers_were_saved_with_comes_in(library, source):
     assert library.import_model(source).version == "v1"
 
 
-def test_a_trial_that_the_kernel_ended_says_so(library, source, monkeypatch):
+def test_a_trial_that_the_kernel_ended_says_so(library, source, monkeypatch, own_process):
     run = subprocess.Popen
     killed = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {signal.SIGKILL})"]
     monkeypatch.setattr("appliance.models.trial.subprocess.Popen", lambda _, **how: run(killed, **how))

@@ -1,5 +1,6 @@
 """The end of turn of a chat template that was set for a model is an end for its engine."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,11 @@ CHATML = (
 )
 
 
+@functools.cache
+def rendered():
+    return try_here(CHATML, {})["rendered"]
+
+
 class Tokenizer:
     bos_token, eos_token, eos_token_id = None, "</s>", 2
 
@@ -24,7 +30,7 @@ class Tokenizer:
         name = next(
             n for n, p in PROBES.items() if {"add_generation_prompt": True} | p == {"messages": tuple(messages)} | given
         )
-        text = try_here(chat_template, {})["rendered"][name]
+        text = rendered()[name]
         if text is None:
             raise ValueError(name)
         return text

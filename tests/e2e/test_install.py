@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).resolve().parents[3]
+PROJECT = Path(__file__).resolve().parents[2]
 INSTALL = PROJECT / "images" / "install.sh"
 
 # Stands in for `python -m pip` inside the new environment: records, and fails for what FAIL_ON matches.

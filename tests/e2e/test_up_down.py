@@ -15,7 +15,7 @@ import pytest
 
 from appliance.cli.command import Session
 from appliance.cli.commands import box as up
-from tests.unit.cli.conftest import run, write_box_file
+from tests.unit.cli.conftest import no_environment, run, write_box_file  # noqa: F401
 
 PYTHON = sys.executable  # before a fixture replaces it
 # Called as `python -m appliance.boot.main up --config FILE`, like the real one, whose box.json it

@@ -1,4 +1,4 @@
-"""What only a terminal gets: progress, a screen that refreshes, a conversation."""
+"""The command as a process: what only a terminal gets, Ctrl-C, and what `--help` imports."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import signal
 import subprocess
 import sys
 import threading
-import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.cli import output
+from tests.unit.cli import conftest
 from tests.unit.cli.test_chat import CHAT, sse
 
 COMMAND = [sys.executable, "-m", "appliance.cli.main"]
+no_environment, prepared = conftest.no_environment, conftest.prepared
 
 
 class Terminal:
@@ -126,26 +126,6 @@ def test_a_conversation_keeps_its_history(prepared, terminal):
     ]
 
 
-@pytest.mark.parametrize(
-    ("function", "value", "text"),
-    [
-        (output.size, 999, "999 B"),
-        (output.size, 1_234_567, "1.2 MB"),
-        (output.size, None, "-"),
-        (output.duration, 0.0123, "12 ms"),
-        (output.duration, 61, "1 min 01 s"),
-        (output.duration, 1e6, "11 d 13 h"),
-        (output.count, 1234, "1,234"),
-        (output.count, 7.2e9, "7.2 B"),
-        (output.number, 12345.6, "12,346"),
-        (output.label, "tokens_per_s", "tokens/s"),
-        (output.printable, "a\x1b[2J\tb\r\n\u202e", "a[2J\tb\n"),
-    ],
-)
-def test_numbers_as_people_read_them(function, value, text):
-    assert function(value) == text
-
-
 def test_ids_are_folded_on_a_narrow_terminal_never_shortened(tmp_path: Path, terminal):
     rows = "[('ftjob-' + 'a' * 60, 'y' * 60)]"
     program = f"from appliance.cli import output; output.draw(output.table(('ID', 'X'), {rows}, empty=''))"
@@ -155,21 +135,27 @@ def test_ids_are_folded_on_a_narrow_terminal_never_shortened(tmp_path: Path, ter
     assert terminal.text.count("a") == 60 and terminal.text.count("y") == 60 and "…" not in terminal.text
 
 
-def test_json_holds_no_controls_either(capsys):
-    """`-o json` on a terminal: U+009B begins a command to it, as ESC [ does, and JSON may have it as it stands."""
-    hostile = {"filename\x85": "a\x9b2Jb\x7f\x1b", "name": "é漢"}
-    output.print_json(hostile)
-    told = capsys.readouterr().out
-    assert json.loads(told) == hostile and "é漢" in told
-    assert not [sign for sign in told if unicodedata.category(sign) == "Cc" and sign != "\n"]
+def test_ctrl_c_ends_a_follow_command_cleanly(prepared):
+    prepared.prepare("GET", "/v1/fine_tuning/jobs/ftjob-1", (200, {"id": "ftjob-1", "status": "running"}))
+    event = {"id": "e1", "type": "message", "level": "info", "message": "hello", "created_at": 0, "data": {}}
+    prepared.prepare("GET", "/v1/fine_tuning/jobs/ftjob-1/events", (200, {"data": [event], "has_more": False}))
+    command = [*COMMAND, "job", "logs", "-f", "ftjob-1", "--url", prepared.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
+        assert "hello" in following.stdout.readline()
+        following.send_signal(signal.SIGINT)
+        assert following.wait(60) == 130
+        assert following.stderr.read() == ""
 
 
-def test_off_a_terminal_progress_is_a_line_now_and_then(monkeypatch, capsys):
-    monkeypatch.setattr("appliance.cli.output.LINE_EVERY_S", 0.0)
-    with output.progress("import") as meter:
-        meter("import: downloading", 30, 60)
-    assert ", 50 %, after" in capsys.readouterr().err
-    monkeypatch.setattr("appliance.cli.output.LINE_EVERY_S", 30.0)
-    with output.progress("import") as meter:
-        meter("import: downloading", 30, 60)
-    assert capsys.readouterr().err == ""
+HEAVY = ("torch", "vllm", "ray", "openai", "fastapi", "deepspeed", "transformers", "numpy", "pydantic", "rich", "httpx")
+
+
+def test_help_imports_nothing_heavy():
+    program = (
+        "import sys\nfrom appliance.cli.main import run\n"
+        "try: run()\nexcept SystemExit: print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, "job", "submit", "-h"], capture_output=True, text=True)
+    loaded = set(done.stderr.split())
+    assert "appliance.cli.main" in loaded
+    assert not loaded.intersection(HEAVY) and "appliance.config" not in loaded
