@@ -62,10 +62,10 @@ class Gates:
         answers = model is not None and gate["version"] is not None and model.active_version == gate["version"]
         with self._db.transaction():
             gate = self._set(job.id, activated=answers, reason=reason)
-            said = {name: gate[name] for name in ("verdict", "reason", "version", "before")}
-            record(self._context, caller_of(self._db, job.key_id), "gate.decide", name, job=job.id, **said)
+            decision = {field: gate[field] for field in ("verdict", "reason", "version", "before")}
+            record(self._context, caller_of(self._db, job.key_id), "gate.decide", name, job=job.id, **decision)
             level = "info" if gate["verdict"] == "passed" else "warn"
-            add_message(self._db, job.id, f"Gate: {gate['verdict']}: {reason}", level=level, data={"gate": said})
+            add_message(self._db, job.id, f"Gate: {gate['verdict']}: {reason}", level=level, data={"gate": decision})
 
     def _set(self, job_id: str, **changes: Any) -> dict[str, Any]:
         """The gate with these changes."""
@@ -80,9 +80,9 @@ class Gates:
             return _UNDECIDED, "the version was made to answer before it was judged"
         if least is None and before is None:
             return "passed", "no version answered before"
-        asked = [version] if least is not None or before is None else [version, before]
+        versions = [version] if least is not None or before is None else [version, before]
         try:
-            runs = [self._run(job.id, one) for one in asked]
+            runs = [self._run(job.id, one) for one in versions]
         except ApiError as error:
             return None if error.passes else (_UNDECIDED, error.message)
         for run in runs:

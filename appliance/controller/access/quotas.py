@@ -38,13 +38,8 @@ _STORED = (
 )
 
 
-def floor_of(total_bytes: int) -> int:
-    """2 % of a volume, at least 2 GiB and at most 20; never more than a tenth of a small one."""
-    return min(max(2 * GIB, total_bytes // 50), 20 * GIB, total_bytes // 10)
-
-
 class Disk:
-    """path: on the volume. floor_bytes None: `floor_of` the volume's size."""
+    """path: on the volume. floor_bytes None: 2 % of the volume, 2 to 20 GiB, and never more than a tenth of it."""
 
     def __init__(self, path: Path, floor_bytes: int | None, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs):
         self._path, self._floor_bytes, self._statvfs = path, floor_bytes, statvfs
@@ -52,7 +47,8 @@ class Disk:
     def room_bytes(self) -> int:
         """Free above the floor; negative below it."""
         now = self._statvfs(self._path)
-        floor = floor_of(now.f_blocks * now.f_frsize) if self._floor_bytes is None else self._floor_bytes
+        total, floor = now.f_blocks * now.f_frsize, self._floor_bytes
+        floor = min(max(2 * GIB, total // 50), 20 * GIB, total // 10) if floor is None else floor
         return now.f_bavail * now.f_frsize - floor
 
     def check(self, more_bytes: int = 0) -> None:

@@ -83,11 +83,11 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         """What `appliance doctor` says of this machine and the box on it, at most half a minute old; `read` does not
         see the names of keys."""
         try:
-            found = await context.doctor.look()
+            report = await context.doctor.look()
         except OperationFailed as error:
             raise ApiError(500, str(error), code=error.code, kind="server_error") from error
-        data = [finding for finding in found["data"] if caller.is_admin or finding["check"] != "keys"]
-        return {"object": "list", **found, "data": data}
+        data = [finding for finding in report["data"] if caller.is_admin or finding["check"] != "keys"]
+        return {"object": "list", **report, "data": data}
 
     @router.get("/audit")
     @needs(ADMIN)
@@ -107,33 +107,31 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/handovers/{handover_id}")
     def show_handover(handover_id: str) -> dict[str, Any]:
-        if (found := handover_by_id(db, handover_id)) is None:
+        if (handover := handover_by_id(db, handover_id)) is None:
             message = f"No hand-over {shown(handover_id)}; `appliance mode history` lists the newest."
             raise NotFound(message, "handover_id", "handover_not_found")
-        return found
+        return handover
 
     # Logs name people and what they asked for: administrators alone read them.
     @router.get("/logs")
     @needs(ADMIN)
     def list_logs() -> dict[str, Any]:
         """The logs that may be read, those written last first."""
-        found = _readable(logs)[:500]
-        return {
-            "object": "list",
-            "data": [{"name": one.name, "bytes": one.size, "changed_at": one.changed_s} for one in found],
-        }
+        newest = _readable(logs)[:500]
+        data = [{"name": log.name, "bytes": log.size, "changed_at": log.changed_s} for log in newest]
+        return {"object": "list", "data": data}
 
     @router.get("/logs/{name:path}")
     @needs(ADMIN)
     def show_log(name: str, lines: Annotated[int, Query(ge=1, le=5000)] = 500) -> dict[str, Any]:
         """The last `lines` of a log, 256 KiB at most."""
         # Only names in the list are opened: what a client writes is never a path.
-        if name not in {one.name for one in _readable(logs)}:
+        if name not in {log.name for log in _readable(logs)}:
             raise NotFound(f"No log {shown(name)}; GET /admin/v1/logs lists them.", "name", "log_not_found")
         text, before = end_of(logs / name, _LOG_BYTES)
-        found = text.splitlines()
+        ends = text.splitlines()
         # The first line is cut.
-        return {"name": name, "lines": found[1 if before and len(found) > 1 else 0 :][-lines:]}
+        return {"name": name, "lines": ends[1 if before and len(ends) > 1 else 0 :][-lines:]}
 
 
 def _readable(folder: Path) -> list[LogFile]:

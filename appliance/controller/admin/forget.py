@@ -53,47 +53,48 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @needs(ADMIN)  # it names an owner's keys
     def show(owner: Annotated[Owner, Query()]) -> dict[str, Any]:
         """What the box has of this owner. Changes nothing."""
-        return {"owner": owner, "done": False, "waits_for": [], **_found(context.db, owner)}
+        return {"owner": owner, "done": False, "waits_for": [], **_stored_of(context.db, owner)}
 
     @router.post("/forget")
-    @unaudited  # its own row has a pseudonym
+    @unaudited  # its own rows, of keys and with a pseudonym
     async def forget(body: Forget, caller: Caller) -> dict[str, Any]:
         """End an owner's work, delete what is stored of it, and take its name out of what stays. `done` false: the work
         that `waits_for` names has not ended yet; ask again. Raises Conflict if the owner's work goes on and may not be
         cancelled, or somebody uses one of its models."""
         db, owner = context.db, body.owner
-        there = await asyncio.to_thread(_found, db, owner)
-        if there["unfinished"] and not body.cancel:
-            named = f"{len(there['unfinished'])} jobs, batches or responses of this owner have not ended: "
-            named += ", ".join(there["unfinished"][:_SHOWN])
-            message = f"{named}. Wait for their end, or ask with cancel (`--cancel`)."
+        stored = await asyncio.to_thread(_stored_of, db, owner)
+        if (unfinished := stored["unfinished"]) and not body.cancel:
+            message = f"{len(unfinished)} jobs, batches or responses of this owner have not ended: "
+            message += f"{', '.join(unfinished[:_SHOWN])}. Wait for their end, or ask with cancel (`--cancel`)."
             raise Conflict(message, "owner", "owner_busy")
         # Newest first: an adapter goes before its base.
-        doomed = there["models"][::-1] if body.models else []
+        doomed = stored["models"][::-1] if body.models else []
         # Before the first change: a model that somebody else uses would stop the request halfway.
         for name in doomed:
-            models.refuse_if_in_use(context, models.doomed(context, name), caller, {*there["unfinished"], *doomed})
+            models.refuse_if_in_use(context, models.doomed(context, name), caller, {*unfinished, *doomed})
+        # Once each: a client that asks every half second would restart what ends the work of a key over and over.
         for row in _keys_of(db, owner):
-            end_key(context, row.id)
+            if row.revoked_s is None:
+                end_key(context, row.id, caller, "key.revoke")
         context.spending.publish_keys()
-        for job_id in _ids(db, "jobs", owner, UNFINISHED["jobs"]):
+        for job_id in _ids(db, "jobs", owner, f"{UNFINISHED['jobs']} AND wanted != 'cancel'"):
             ask(context, job_id, "cancel", caller)
-        if left := await asyncio.to_thread(_unfinished, db, owner):
-            return {"owner": owner, "done": False, "waits_for": left, **there}
+        if unfinished := await asyncio.to_thread(_unfinished, db, owner):
+            return {"owner": owner, "done": False, "waits_for": unfinished, **stored}
         for name in doomed:
             await models.remove(context, models.doomed(context, name), caller)
         pseudonym = f"forgotten-{secrets.token_hex(4)}"
         await asyncio.to_thread(_delete, context, owner)
         await asyncio.to_thread(rename, db, owner, pseudonym)
         context.spending.publish_keys()
-        counted = {kind: there[kind] for kind in _COUNTED}
-        record(context, caller, "owner.forget", pseudonym, keys=len(there["keys"]), models=len(doomed), **counted)
+        counts = {kind: stored[kind] for kind in _COUNTED}
+        record(context, caller, "owner.forget", pseudonym, keys=len(stored["keys"]), models=len(doomed), **counts)
         await asyncio.to_thread(db.empty_log)  # what was deleted stands there until it is written over
         done = {"done": True, "waits_for": [], "pseudonym": pseudonym, "models_deleted": doomed}
-        return {"owner": owner, **done, **there}
+        return {"owner": owner, **done, **stored}
 
 
-def _found(db: Database, owner: str) -> dict[str, Any]:
+def _stored_of(db: Database, owner: str) -> dict[str, Any]:
     # One of several versions is enough.
     models_of_files = db.column(
         f"WITH given AS (SELECT id FROM files WHERE {_mine('files')}), known AS (SELECT id FROM jobs WHERE"
@@ -111,7 +112,7 @@ def _found(db: Database, owner: str) -> dict[str, Any]:
 
 
 def _unfinished(db: Database, owner: str) -> list[str]:
-    return [one for table in _WAITED_FOR for one in _ids(db, table, owner, UNFINISHED[table])]
+    return [row_id for table in _WAITED_FOR for row_id in _ids(db, table, owner, UNFINISHED[table])]
 
 
 def _keys_of(db: Database, owner: str) -> list[KeyRow]:
@@ -132,8 +133,8 @@ def _delete(context: ControllerContext, owner: str) -> None:
     """Delete the owner's bytes and rows, but for those that `rename` keeps."""
     db = context.db
     for kind in ("eval_runs", "evals"):
-        for one in _ids(db, kind, owner):
-            evals.delete(db, one)
+        for row_id in _ids(db, kind, owner):
+            evals.delete(db, row_id)
     file_ids = _ids(db, "files", owner)
     for job_id in _ids(db, "jobs", owner):
         file_ids += jobs.get(db, job_id).result_files

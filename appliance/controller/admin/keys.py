@@ -21,7 +21,7 @@ from appliance.controller.http.routers import audited, needs
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.config import OwnerBounds, Scope
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
-from appliance.controller.interfaces.principal import ADMIN, ANY, FINE_TUNING, INFERENCE, READ, Caller
+from appliance.controller.interfaces.principal import ADMIN, ANY, FINE_TUNING, INFERENCE, READ, Caller, Principal
 from appliance.controller.jobs.requests import Priority
 from appliance.controller.jobs.wanted import pause_jobs_of, pause_jobs_without_model
 from appliance.paths import BoxPaths
@@ -61,13 +61,13 @@ class KeyLimits(StrictBody):
     expires_s: Annotated[float, Field(gt=0, le=10**11)] | None = None
 
     def columns(self) -> dict[str, Any]:
-        """The columns of the fields that were given."""
-        given = self.model_dump(exclude_unset=True, include=KeyLimits.model_fields.keys())
+        """The columns of the fields that are set."""
+        limits = self.model_dump(exclude_unset=True, include=KeyLimits.model_fields.keys())
         if self.bounds is not None:
-            given["bounds"] = {name: bound for name, bound in self.bounds.items() if bound is not None} or None
-        if "max_priority" in given:
-            given["max_priority"] = given["max_priority"] or 0
-        return given
+            limits["bounds"] = {name: bound for name, bound in self.bounds.items() if bound is not None} or None
+        if "max_priority" in limits:
+            limits["max_priority"] = limits["max_priority"] or 0
+        return limits
 
 
 class KeyCreate(KeyLimits):
@@ -94,15 +94,15 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     def list_keys(part: Annotated[Part, part(1000, most=1000, order="asc")]) -> dict[str, Any]:
         """`last_asked_s`: when the last hour began in which it asked a model, or the key if that was later; null: it
         never did, or its usage is deleted. Reads and scrapes are not counted."""
-        asked = usage.last_used(db)
+        used = usage.last_used(db)
 
         def view(row: KeyRow) -> dict[str, Any]:
-            return key_view(row) | {"last_asked_s": max(asked[row.id], row.created_s) if row.id in asked else None}
+            return key_view(row) | {"last_asked_s": max(used[row.id], row.created_s) if row.id in used else None}
 
         return list_object(keys.page(db, **part), view)
 
     @router.post("/keys")
-    @audited("key.create")
+    @audited("key.create", "scopes", "owner")
     async def create(body: KeyCreate, caller: Caller) -> dict[str, Any]:
         # A key for certain models is for using them; who may also train says so.
         scopes: Sequence[str] = body.scopes or [INFERENCE, *([FINE_TUNING] if body.models is None else [])]
@@ -157,9 +157,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         Revoking it again has no further effect, and says so."""
         if (before := keys.find(db, id_or_name)) is None:
             raise NotFound(f"No key with the id or name {shown(id_or_name)}.", "id", "key_not_found")
-        stopped = end_key(context, before.id)
-        detail = {kind: ids for kind, ids in stopped.items() if ids}
-        record(context, caller, "key.revoke", before.id, name=before.name, **detail)
+        stopped = end_key(context, before.id, caller, "key.revoke")
         context.spending.publish_keys()
         context.scheduler.nudge(f"{before.id} was revoked")
         return {
@@ -212,15 +210,18 @@ def _check(context: ControllerContext, body: KeyLimits, known: Collection[str] =
 # --- what ends with a key, however it ends: its logins and its tasks; its jobs are paused
 
 
-def end_key(context: ControllerContext, key_id: str) -> dict[str, list[str]]:
-    """Revoke a key. The caller publishes the keys afterwards, once for all that end together. Returns the ids of what
-    was stopped, by kind: nothing for a key that was revoked before. Raises RowNotFound."""
+def end_key(context: ControllerContext, key_id: str, caller: Principal, action: str) -> dict[str, list[str]]:
+    """Revoke a key, with the audit row of this action. The caller publishes the keys afterwards, once for all that end
+    together. Returns the ids of what was stopped, by kind: nothing for a key that was revoked before. Raises
+    RowNotFound."""
     stopped: dict[str, list[str]] = {"jobs": [], "batches": [], "responses": []}  # and of other kinds
     with context.db.transaction():
         is_fresh = not keys.is_revoked(context.db, key_id)
         row = keys.revoke(context.db, key_id)
         if is_fresh:
             stopped |= {"jobs": pause_jobs_of(context.db, row.id), **context.tasks.of_key(row.id)}
+        detail = {kind: ids for kind, ids in stopped.items() if ids}
+        record(context, caller, action, row.id, name=row.name, **detail)
     context.tasks.end_key(row.id)
     _drop_first_key(context, row)
     return stopped
@@ -231,8 +232,7 @@ async def end_expired(context: ControllerContext) -> None:
     keys is written once for all of them: a course's three hundred end in the same second."""
     ended = keys.list_ending(context.db, time.time())
     for row in ended:
-        stopped = {kind: ids for kind, ids in end_key(context, row.id).items() if ids}
-        record(context, caller_of(context.db, None), "key.expire", row.id, name=row.name, **stopped)
+        end_key(context, row.id, caller_of(context.db, None), "key.expire")
     if ended:
         context.spending.publish_keys()
         context.scheduler.nudge(f"{len(ended)} keys have expired")

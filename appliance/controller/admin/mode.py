@@ -86,9 +86,10 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         body: ModeSet, caller: Caller, wait: bool = False, timeout_s: Annotated[float | None, Query(gt=0)] = None
     ) -> dict[str, Any]:
         _check(context, body)
-        wanted = write_mode(db, Mode(**body.model_dump(), by=name_of(context, caller)))
-        # Now, for the answer may wait for minutes.
-        record(context, caller, "mode.set", body.policy, **columns(body, "train_devices serving_floor"))
+        with db.transaction():
+            wanted = write_mode(db, Mode(**body.model_dump(), by=name_of(context, caller)))
+            # Now, for the answer may wait for minutes.
+            record(context, caller, "mode.set", body.policy, **columns(body, "train_devices serving_floor"))
         limit_s = min(timeout_s or LONGEST_WAIT_S, LONGEST_WAIT_S)
         try:
             async with asyncio.timeout(limit_s):

@@ -138,7 +138,7 @@ def model_view(
     `adapter`: {"base", "base_version", "rank", "host"} if the active version is one; the engines of `host` serve it.
     `message`: why its engines fail, None if they do not."""
     db = context.db
-    found, running = deployments.find(db, row.id), canaries.find_running(db, row.id)
+    deployment, running = deployments.find(db, row.id), canaries.find_running(db, row.id)
     size, active = context.sizes.size(row, None), models.active(db, row)
     set_up, adapter = model_settings.current(db, row.id), active.meta.get("adapter") if active else None
     return {
@@ -154,7 +154,7 @@ def model_view(
         "adapter": {**adapter, "host": states.host(row.id)} if adapter else None,
         "state": states.word(row.id),
         "message": states.message(row.id),
-        "deployment": deployment_view(found, status) if found else None,
+        "deployment": deployment_view(deployment, status) if deployment else None,
         "settings": set_up.settings if set_up else {},
         "settings_number": set_up.number if set_up else 0,
         "settings_note": set_up.note if set_up else "",
@@ -339,15 +339,15 @@ def _settings(db: Database, name: str, number: int | None = None) -> dict[str, A
 
 def merged(before: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Settings after a change; null removes."""
-    found = dict(before)
+    after = dict(before)
     for name, value in changes.items():
         if name in ("engine_args", "sampling") and isinstance(value, dict):
-            value = {k: v for k, v in {**found.get(name, {}), **value}.items() if v is not None} or None
+            value = {k: v for k, v in {**after.get(name, {}), **value}.items() if v is not None} or None
         if value is None:
-            found.pop(name, None)
+            after.pop(name, None)
         else:
-            found[name] = value
-    return found
+            after[name] = value
+    return after
 
 
 def _parsed(body: dict[str, Any]) -> ModelSettings:

@@ -53,7 +53,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     db = context.db
 
     def begin(
-        caller: Principal, action: str, target: str, body: dict[str, Any] | None = None, **given: Any
+        caller: Principal, action: str, target: str, body: dict[str, Any] | None = None, **arguments: Any
     ) -> dict[str, Any]:
         """action: "noun.kind" of the audit row; the kind is the operation's. Raises Conflict."""
         kind = action.partition(".")[2]
@@ -64,7 +64,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             progress = {"done": 0, "total": None, "unit": "", "message": "starting"}
             row = OperationRow(new_id("op_"), kind, target, "running", time.time(), progress=progress)
             operations.insert(db, row)
-            context.tasks.start(OPERATIONS, row.id, caller.key_id, **given)
+            context.tasks.start(OPERATIONS, row.id, caller.key_id, **arguments)
             record(context, caller, action, target, **(body or {}))
         return {"operation": view(row)}
 
@@ -82,8 +82,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 remedy = "delete it first or choose another name"
                 raise Conflict(f"The model {shown(name)} exists, or a job makes it; {remedy}.", "name", "model_exists")
         context.quotas.disk.check()  # only the import itself finds out how much more it needs
-        given = {**columns(body, "source origin name revision"), "adapter": await _adapter(context, body)}
-        return begin(caller, "model.import", body.name or body.source, body.model_dump(), **given)
+        arguments = {**columns(body, "source origin name revision"), "adapter": await _adapter(context, body)}
+        return begin(caller, "model.import", body.name or body.source, body.model_dump(), **arguments)
 
     @router.post("/models/{name:path}/verify", status_code=202)
     async def verify(name: str, caller: Caller) -> dict[str, Any]:
@@ -161,17 +161,17 @@ def kind(context: ControllerContext) -> Kind:
 
 async def _result(context: ControllerContext, row: OperationRow, task: TaskRow, report: Report) -> dict[str, Any]:
     """Raises OperationFailed."""
-    ops, given = context.model_ops, task.arguments
+    ops, arguments = context.model_ops, task.arguments
     if row.kind == "verify" and row.target == TIERS:
         return await ops.verify_tiers(report)
     if row.kind == "verify":
         return await ops.verify(models.list_versions(context.db, row.target), report)
-    source, adapter, origin = given["source"], given["adapter"], given["origin"]
+    source, adapter, origin = arguments["source"], arguments["adapter"], arguments["origin"]
     if adapter is not None:
         adapter_of, origin = {**adapter, "base_path": Path(adapter["base_path"])}, None
         made = await ops.run(ops.library.import_adapter, source, report=report, **adapter_of)
     else:
-        names = {"name": given["name"], "revision": given["revision"]}
+        names = {"name": arguments["name"], "revision": arguments["revision"]}
         made = await ops.run(ops.library.import_model, source, report=report, **names)
     caller = caller_of(context.db, task.key_id)
     return await register(context, made, caller, source=origin or made.source, adapter=adapter)

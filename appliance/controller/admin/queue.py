@@ -66,9 +66,9 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.patch("/jobs/{job_id}")
     @audited("job.update")
     async def update(job_id: str, body: JobUpdate, caller: Caller) -> dict[str, Any]:
-        row, given = _unfinished(context, caller, job_id), body.model_dump(exclude_unset=True)
-        text = ", ".join(f"{name} {'none' if value is None else value}" for name, value in given.items())
-        return changed(caller, row, "update", f"Changed by an operator: {text}.", **_changes(context, row, given))
+        row, fields = _unfinished(context, caller, job_id), body.model_dump(exclude_unset=True)
+        text = ", ".join(f"{name} {'none' if value is None else value}" for name, value in fields.items())
+        return changed(caller, row, "update", f"Changed by an operator: {text}.", **_changes(context, row, fields))
 
     @router.post("/jobs/{job_id}/hold")
     @audited("job.hold")
@@ -103,16 +103,16 @@ def _unfinished(context: ControllerContext, caller: Principal, job_id: str) -> J
     return row
 
 
-def _changes(context: ControllerContext, row: JobRow, given: dict[str, Any]) -> dict[str, Any]:
+def _changes(context: ControllerContext, row: JobRow, fields: dict[str, Any]) -> dict[str, Any]:
     """The columns to write. Raises BadRequest."""
-    if not given:
+    if not fields:
         raise BadRequest("The request changes nothing: give at least one field.", code="missing_required_parameter")
     for name in ("priority", "preemptible"):
-        if given.get(name, 0) is None:
+        if fields.get(name, 0) is None:
             raise InvalidValue(f"{name} cannot be null.", name)
-    changes = given | {name: int(given[name]) for name in ("preemptible",) if name in given}
-    if not given.keys().isdisjoint(("min_devices", "max_devices")):
-        wish = Wish(*(given.get(name, getattr(row, name)) for name in ("min_devices", "max_devices")))
+    changes = fields | ({"preemptible": int(fields["preemptible"])} if "preemptible" in fields else {})
+    if not fields.keys().isdisjoint(("min_devices", "max_devices")):
+        wish = Wish(*(fields.get(name, getattr(row, name)) for name in ("min_devices", "max_devices")))
         sizes = wish.check(row.resolved, nodes_of(context))
         changes |= {"allowed_sizes": sizes} if row.resolved else {}
     return changes

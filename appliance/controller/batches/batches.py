@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
@@ -42,7 +42,7 @@ from appliance.store.rows import BatchRow, BatchStatus, FileRow, TaskRow, column
 TASKS = "batches"
 WINDOW_S = 24 * 3600.0
 AT_ONCE = 256
-"""Lines of a batch that are asked, or wait for a place, at once."""
+"""Lines of a batch whose requests run, or wait for a slot of an engine, at once."""
 LOOK_EVERY_S = 2.0
 _MOMENTS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 _TASK_OF = {"/v1/embeddings": "embed"}
@@ -191,28 +191,29 @@ class Batch:
         if lines.errors:  # of one in progress, too: the box may have become stricter since it was validated
             await self.end("failed", errors=lines.errors)
             return
-        now = batches.find(self._db, row.id, viewer=None)
-        if now is not None and now.status == "cancelling":  # since its file was read
+        current = batches.find(self._db, row.id, viewer=None)
+        if current is not None and current.status == "cancelling":  # since its file was read
             await self.end("cancelled")
             return
         if row.status == "validating":
             batches.set_status(self._db, row.id, "in_progress", model=lines.model)
         end: BatchStatus = "completed"
         with open(path, "rb") as source:
-            have = self._answers.custom_ids
-            left = (line for line in lines.requests.values() if line.custom_id not in have)
-            asked = (self._ask(line, lines.model or "", source) for line in left)
+
+            def unanswered() -> Iterator[Line]:
+                return (line for line in lines.requests.values() if line.custom_id not in self._answers.custom_ids)
+
+            requests = (self._ask(line, lines.model or "", source) for line in unanswered())
             try:
                 async with (
                     asyncio.timeout(row.expires_s - time.time()),
-                    contextlib.aclosing(finished(asked, AT_ONCE)) as groups,
+                    contextlib.aclosing(finished(requests, AT_ONCE)) as groups,
                 ):
                     async for answered in groups:
                         await to_thread.run_sync(self._store, answered)
             except TimeoutError:
                 end = "expired"
-                left = (line for line in lines.requests.values() if line.custom_id not in have)
-                expired = [{**_line(line), "response": None, "error": _EXPIRED} for line in left]
+                expired = [{**_line(line), "response": None, "error": _EXPIRED} for line in unanswered()]
                 await to_thread.run_sync(self._store, expired)
         await self.end(end)
 
@@ -247,9 +248,9 @@ class Batch:
 
         async def body() -> dict[str, Any]:
             source.seek(line.offset)
-            asked = input_lines.parse(source.read(line.size))["body"]
-            # Nobody could look for what was stored of it.
-            return {**asked, "store": False} if url in CONVERSING else asked
+            request = input_lines.parse(source.read(line.size))["body"]
+            # No client knows the ids by which it could look stored answers up.
+            return {**request, "store": False} if url in CONVERSING else request
 
         while self._context.quotas.disk.room_bytes() <= 0:
             await asyncio.sleep(LOOK_EVERY_S)

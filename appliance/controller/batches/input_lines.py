@@ -96,6 +96,9 @@ def _checked(raw: bytes, endpoint: str, before: Lines) -> tuple[str, str]:
     """(custom_id, model). Raises TaskFailed."""
     try:
         data = parse(raw)
+        if is_deeper(data, Limits().json_depth + 1):
+            # It can be parsed, but neither be shown nor written again for an engine.
+            raise TaskFailed("invalid_json_line", f"It is nested deeper than {Limits().json_depth} levels.", "body")
         line = _Request.model_validate(data)
     except orjson.JSONDecodeError as error:
         raise TaskFailed("invalid_json_line", f"This line is not parseable as valid JSON: {error}.") from error
@@ -106,9 +109,6 @@ def _checked(raw: bytes, endpoint: str, before: Lines) -> tuple[str, str]:
         param = ".".join(map(str, first["loc"]))
         message, code = message_of(param, dict(first))
         raise TaskFailed(code, message, param) from error
-    if is_deeper(data, Limits().json_depth + 1):
-        # It can be parsed, but not be written again for an engine.
-        raise TaskFailed("invalid_json_line", f"The body is nested deeper than {Limits().json_depth} levels.", "body")
     if line.url != endpoint:
         message = f"url is {shown(line.url)}; the batch was created for {endpoint}."
         raise TaskFailed("mismatched_endpoint", message, "url")

@@ -1,4 +1,4 @@
-"""The audit log: one row for every change, failed or not. Requests that a gateway refuses are in its access log.
+"""The audit log: one row for every change. Requests that are refused are in the gateways' access log.
 
 `appliance.controller.http.routers` ensures that every route writes one.
 """

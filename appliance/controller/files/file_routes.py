@@ -61,7 +61,7 @@ UPLOADS = Resource(
 
 
 class _Form(BaseModel):
-    """What a form says beside its file."""
+    """The text fields of a form with a file."""
 
     purpose: storage.Purpose
     expires_after: storage.ExpiresAfter | None = None
@@ -127,21 +127,21 @@ async def _received(context: ControllerContext, request: Request, caller: Princi
             storage.keep(context, row, incoming)
             return row
 
-        described = orjson.dumps([upload.sha256, upload.filename, upload.fields], option=orjson.OPT_SORT_KEYS)
-        return FILES.attempt(request, caller, described).once(make)
+        identity = orjson.dumps([upload.sha256, upload.filename, upload.fields], option=orjson.OPT_SORT_KEYS)
+        return FILES.attempt(request, caller, identity).once(make)
 
 
 def _form_of(fields: dict[str, str]) -> _Form:
     """Raises RequestValidationError."""
     names = {name: f"expires_after[{name}]" for name in storage.ExpiresAfter.model_fields}
     expiry = {name: fields[field] for name, field in names.items() if field in fields}
-    given: dict[str, Any] = {"purpose": fields["purpose"]} if "purpose" in fields else {}
-    given |= {"expires_after": expiry} if expiry else {}
+    body: dict[str, Any] = {"purpose": fields["purpose"]} if "purpose" in fields else {}
+    body |= {"expires_after": expiry} if expiry else {}
     try:
-        return _Form.model_validate_strings(given)
+        return _Form.model_validate_strings(body)
     except ValidationError as error:
-        found = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-        raise RequestValidationError(found, body=given) from error
+        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        raise RequestValidationError(errors, body=body) from error
 
 
 # --- a form whose file goes to disk
@@ -193,11 +193,11 @@ async def receive(request: Request, target: Path, limit_bytes: int, part: str = 
     """Read a form whose one file is in the part named `part` into `target`, complete and synced on return.
 
     The caller renames it. On any error, a disconnect included, the file is deleted. Raises BadRequest, BodyTooLarge,
-    Unavailable (disk full).
+    ApiError 507 where the disk is full.
     """
-    given = request.headers.get("content-type", "")
-    if not given.startswith("multipart/form-data"):
-        why = f"Files are uploaded as multipart/form-data; the content-type {shown(given)} was given."
+    content_type = request.headers.get("content-type", "")
+    if not content_type.startswith("multipart/form-data"):
+        why = f"Files are uploaded as multipart/form-data; the content-type {shown(content_type)} was given."
         raise BadRequest(why, code="invalid_content_type")
     parser = _Parser(request.headers, request.stream(), max_files=1, max_fields=_MAX_FIELDS, max_part_size=_FIELD_BYTES)
     try:
@@ -316,7 +316,11 @@ async def _complete(context: ControllerContext, row: UploadRow, body: UploadComp
     context.quotas.disk.check(row.bytes)
     with storage.growing(context.files_dir, file_id) as (incoming,):
         join = partial(_join, row, context.uploads_dir / row.id, body.part_ids, incoming)
-        sha256, md5 = await to_thread.run_sync(join, limiter=context.file_threads)
+        try:
+            sha256, md5 = await to_thread.run_sync(join, limiter=context.file_threads)
+        except FileNotFoundError:
+            _pending(context, row.id, caller)  # it has ended meanwhile, and its parts went
+            raise
         if body.md5 is not None and body.md5.lower() != md5:
             why = f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected."
             raise BadRequest(why, "md5", "checksum_mismatch")
@@ -350,10 +354,10 @@ def _pending(context: ControllerContext, upload_id: str, caller: Principal) -> U
 
 def _join(row: UploadRow, folder: Path, part_ids: list[str], target: Path) -> tuple[str, str]:
     """SHA-256 and MD5 in hex of the parts' bytes, which are synced at `target` on return. Raises BadRequest."""
-    known = {part.name: part.stat().st_size for part in folder.glob("[!.]*")} if folder.is_dir() else {}
-    if unknown := [part_id for part_id in part_ids if part_id not in known]:
+    sizes = {part.name: part.stat().st_size for part in folder.glob("[!.]*")} if folder.is_dir() else {}
+    if unknown := [part_id for part_id in part_ids if part_id not in sizes]:
         raise BadRequest(f"{shown(unknown[0])} is not a part of {row.id}.", "part_ids", "part_not_found")
-    if (size := sum(map(known.__getitem__, part_ids))) != row.bytes:
+    if (size := sum(map(sizes.__getitem__, part_ids))) != row.bytes:
         why = f"The parts named hold {size} bytes together; {row.bytes} were announced."
         raise BadRequest(why, "part_ids", "upload_size_mismatch")
     sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
@@ -374,6 +378,6 @@ def _remove_bytes(context: ControllerContext, upload_id: str) -> None:
 
 
 def _view(context: ControllerContext, row: UploadRow) -> dict[str, Any]:
-    made = files.find(context.db, row.file_id, viewer=None) if row.file_id else None
-    file = storage.file_object(made) if made else None
-    return object_of(row, "upload", "bytes filename purpose status", file=file)
+    file = files.find(context.db, row.file_id, viewer=None) if row.file_id else None
+    view = storage.file_object(file) if file else None
+    return object_of(row, "upload", "bytes filename purpose status", file=view)

@@ -58,17 +58,17 @@ class ExpiresAfter(StrictBody):
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:
-    there, gone = context.files_dir / row.id, context.files_dir / f"{INCOMING_PREFIX}{row.id}"
+    path, removed = context.files_dir / row.id, context.files_dir / f"{INCOMING_PREFIX}{row.id}"
     try:
         with context.db.transaction():
             files.delete(context.db, row.id)
             with contextlib.suppress(FileNotFoundError):
-                os.rename(there, gone)  # after a crash here, `sweep` does as the row says
+                os.rename(path, removed)  # after a crash here, `sweep` does as the row says
     except BaseException:  # the row stays, as on a full disk
         with contextlib.suppress(FileNotFoundError):
-            os.rename(gone, there)
+            os.rename(removed, path)
         raise
-    gone.unlink(missing_ok=True)
+    removed.unlink(missing_ok=True)
 
 
 def sweep(context: ControllerContext) -> None:

@@ -76,19 +76,19 @@ def _shaped(request: Request, error: Exception) -> ApiError:
     return ApiError(500, message, kind="server_error", headers=NEVER_RETRY)
 
 
-def _place(loc: Sequence[str | int], given: Any) -> list[str]:
-    """The path of a mistake in what a client sent. pydantic also names the branches of unions that it tried, by kinds
+def _place(loc: Sequence[str | int], value: Any) -> list[str]:
+    """The path of a mistake in a client's value. pydantic also names the branches of unions that it tried, by kinds
     and by names of ours, which no client knows."""
     if loc[0] != "body":
         return [str(part) for part in loc if part not in ("query", "path", "header") and not _is_branch(part)]
     place = list[str]()
     for number, part in enumerate(loc[1:], 2):
-        if (isinstance(given, dict) and part in given) or (
-            isinstance(given, list) and isinstance(part, int) and part < len(given)
+        if (isinstance(value, dict) and part in value) or (
+            isinstance(value, list) and isinstance(part, int) and part < len(value)
         ):
-            given = given[part]
-        elif number < len(loc) or not isinstance(given, dict) or _is_branch(part):
-            continue  # one that is missing stands last
+            value = value[part]
+        elif number < len(loc) or not isinstance(value, dict) or _is_branch(part):
+            continue  # a missing field is the last part
         place.append(str(part)[:64])
     return place
 
@@ -99,18 +99,17 @@ def _is_branch(part: str | int) -> bool:
     return isinstance(part, str) and (part in branches or "[" in part or part.startswith(("_", "constrained-")))
 
 
-def first_error(found: Sequence[Any]) -> dict[str, Any]:
-    """The first error. Where it is one branch of a union, that of its branches into which the value got furthest: of a
-    wrong object in place of true or false, what is wrong in the object. Where a field is missing, one beside it that
-    is unknown: a name that is spelt wrong is both, and looks right to whoever is told of the missing one alone."""
-    first: dict[str, Any] = found[0]
+def first_error(errors: Sequence[Any]) -> dict[str, Any]:
+    """The first error. Of a union, the error of the branch into which the value got furthest: for a wrong object in
+    place of true or false, the mistake in the object. For a missing field, an unknown one of the same object: a
+    misspelt name is both, and the message of the missing one alone would not show it."""
+    first: dict[str, Any] = errors[0]
+    parent = first["loc"][:-1]
     if first["type"] == "missing":
-        beside = first["loc"][:-1]
-        return next((one for one in found if one["type"] == "extra_forbidden" and one["loc"][:-1] == beside), first)
-    if not first["loc"] or not _is_branch(first["loc"][-1]):  # none of what is no object at all
+        return next((one for one in errors if one["type"] == "extra_forbidden" and one["loc"][:-1] == parent), first)
+    if not first["loc"] or not _is_branch(first["loc"][-1]):
         return first
-    union = first["loc"][:-1]
-    return max((one for one in found if one["loc"][: len(union)] == union), key=lambda one: len(one["loc"]))
+    return max((one for one in errors if one["loc"][: len(parent)] == parent), key=lambda one: len(one["loc"]))
 
 
 def message_of(param: str, first: dict[str, Any]) -> tuple[str, str]:

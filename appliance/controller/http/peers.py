@@ -39,8 +39,9 @@ class Listener:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = next(iter(_given(scope, b"x-request-id")), b"")
-        request_id = given if _REQUEST_ID.match(given) else b"req_" + secrets.token_hex(12).encode()
+        request_id = next(iter(_values(scope, b"x-request-id")), b"")
+        if not _REQUEST_ID.match(request_id):
+            request_id = b"req_" + secrets.token_hex(12).encode()
         REQUEST_ID.set(request_id.decode())  # of this request's own task
 
         async def send_with_id(message: Message) -> None:
@@ -48,24 +49,24 @@ class Listener:
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
             await send(message)
 
-        named, proofs = _named(scope, request_id.decode()), _given(scope, TOKEN)
-        if self._token is None and not _given(scope, KEY_ID, SCOPES):
-            named = Principal(None, frozenset({ADMIN}), request_id.decode(), "")
-        elif self._token is not None and (len(proofs) != 1 or not compare_digest(proofs[0], self._token)):
-            named = None
-        if named is None:
+        caller, tokens = _caller_of(scope, request_id.decode()), _values(scope, TOKEN)
+        if self._token is None and not _values(scope, KEY_ID, SCOPES):
+            caller = Principal(None, frozenset({ADMIN}), request_id.decode(), "")
+        elif self._token is not None and (len(tokens) != 1 or not compare_digest(tokens[0], self._token)):
+            caller = None
+        if caller is None:
             error = Unauthorized()
             # Closed: after a head that no gateway wrote, the framing of this connection cannot be trusted.
             answer = JSONResponse(error.body(), error.status_code, {"connection": "close"})
             await answer(scope, receive, send_with_id)
             return
-        scope.setdefault("state", {})["principal"] = named
+        scope.setdefault("state", {})["principal"] = caller
         await self._app(scope, receive, send_with_id)
 
 
-def _named(scope: Scope, request_id: str) -> Principal | None:
+def _caller_of(scope: Scope, request_id: str) -> Principal | None:
     """The identity from exactly one header of each kind, of sessions at most one; None for anything else."""
-    key_ids, scopes, sessions = _given(scope, KEY_ID), _given(scope, SCOPES), _given(scope, SESSION)
+    key_ids, scopes, sessions = _values(scope, KEY_ID), _values(scope, SCOPES), _values(scope, SESSION)
     if len(key_ids) != 1 or len(scopes) != 1 or not key_ids[0].strip() or len(sessions) > 1:
         return None
     granted = (name.strip() for name in scopes[0].decode("latin-1").split(","))
@@ -74,5 +75,5 @@ def _named(scope: Scope, request_id: str) -> Principal | None:
     return Principal(key_id, frozenset(name for name in granted if name), request_id, "", session)
 
 
-def _given(scope: Scope, *names: bytes) -> list[bytes]:
+def _values(scope: Scope, *names: bytes) -> list[bytes]:
     return [value for name, value in scope["headers"] if name in names]

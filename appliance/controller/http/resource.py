@@ -28,19 +28,19 @@ from appliance.store.records import keys
 from appliance.store.rows import IDEMPOTENCY, IdempotencyRow, columns
 
 MOST = 10_000
-"""Rows of a page, unless a list has a smaller limit."""
+"""The largest limit of a page, unless a list has a smaller one."""
 RETRY_WINDOW_S = 3600.0
 """A POST that the SDK marks as a retry finds the object of its first attempt for this long."""
 IDEMPOTENCY_KEEP_S = 24 * 3600.0
 _MAX_KEY_CHARACTERS = 255
 
 
-class Kept(Protocol):
+class HasId(Protocol):
     @property
     def id(self) -> str: ...
 
 
-Row = TypeVar("Row", bound=Kept)
+Row = TypeVar("Row", bound=HasId)
 Item = TypeVar("Item")
 
 
@@ -71,7 +71,7 @@ class Resource(Generic[Row]):
         return NotFound(message, param or self.param or f"{self.noun}_id", self.code or f"{self.noun}_not_found")
 
     def attempt(self, request: Request, caller: Principal, body: bytes) -> Attempt[Row]:
-        """A request that makes one. body: its bytes, or what stands for more than can be kept."""
+        """A request that creates one. body: its bytes, or of an upload what identifies it."""
         return Attempt(self.find, request, caller, body)
 
     def router(self) -> APIRouter:
@@ -107,7 +107,7 @@ class Resource(Generic[Row]):
 
 
 class Attempt(Generic[Row]):
-    """One request that makes something, which may have come before."""
+    """One request that creates an object, and that may be the retry of an earlier one."""
 
     def __init__(self, find: Callable[..., Row | None], request: Request, caller: Principal, body: bytes) -> None:
         """Raises BadRequest."""
@@ -119,7 +119,7 @@ class Attempt(Generic[Row]):
             message = f"Invalid Idempotency-Key: {shown(self._key, 60)}; {rule}."
             raise BadRequest(message, code="invalid_idempotency_key")
         # The box itself has no key id.
-        self._who = caller.key_id or "", request.url.path
+        self._scope = caller.key_id or "", request.scope["path"]
         self._sha256 = hashlib.sha256(body).hexdigest()
 
     def earlier(self) -> Row | None:
@@ -128,13 +128,13 @@ class Attempt(Generic[Row]):
         select = "SELECT * FROM idempotency WHERE key_id = ? AND route = ? AND "
         row: IdempotencyRow | None = None
         if self._key is not None:
-            row = self._db.one(IdempotencyRow, f"{select} idempotency_key = ?", [*self._who, self._key])
+            row = self._db.one(IdempotencyRow, f"{select} idempotency_key = ?", [*self._scope, self._key])
             if row is not None and row.body_sha256 != self._sha256:
                 message = f"The Idempotency-Key {shown(self._key, 60)} was used with another body; use a new key."
                 raise Conflict(message, code="idempotency_key_reused")
         elif self._is_retry:
             newest = f"{select} body_sha256 = ? AND created_s >= ? ORDER BY seq DESC LIMIT 1"
-            row = self._db.one(IdempotencyRow, newest, [*self._who, self._sha256, time.time() - RETRY_WINDOW_S])
+            row = self._db.one(IdempotencyRow, newest, [*self._scope, self._sha256, time.time() - RETRY_WINDOW_S])
         return None if row is None else self._find(self._db, row.resource_id, viewer=self._caller.viewer)
 
     def once(self, make: Callable[[], Row]) -> Row:
@@ -146,13 +146,13 @@ class Attempt(Generic[Row]):
         with self._db.transaction():
             if (row := self.earlier()) is not None:
                 return row
-            if how := keys.how_ended(self._db, self._who[0]):
+            if how := keys.how_ended(self._db, self._scope[0]):
                 raise KeyRevoked(how)
             row = make()
             # A second use of an idempotency key replaces the first, whose object is gone by then.
             same = "key_id = ? AND route = ? AND idempotency_key = ?"
-            self._db.execute(f"DELETE FROM idempotency WHERE {same}", [*self._who, self._key])
-            IDEMPOTENCY.insert(self._db, IdempotencyRow(*self._who, self._key, self._sha256, row.id, time.time()))
+            self._db.execute(f"DELETE FROM idempotency WHERE {same}", [*self._scope, self._key])
+            IDEMPOTENCY.insert(self._db, IdempotencyRow(*self._scope, self._key, self._sha256, row.id, time.time()))
         return row
 
 
@@ -167,10 +167,10 @@ def is_retry(request: Request) -> bool:
 
 def object_of(row: Any, kind: str, names: str, **more: Any) -> dict[str, Any]:
     """The object of a row: these columns, whole seconds, and its owner, which is ours. more: its other fields."""
-    found = {"id": row.id, "object": kind, "created_at": int(row.created_s), **columns(row, names), **more}
+    fields = {"id": row.id, "object": kind, "created_at": int(row.created_s), **columns(row, names), **more}
     if hasattr(row, "expires_s"):
-        found["expires_at"] = None if row.expires_s is None else int(row.expires_s)
-    return found | ({"owner": row.owner or None} if hasattr(row, "owner") else {})
+        fields["expires_at"] = None if row.expires_s is None else int(row.expires_s)
+    return fields | ({"owner": row.owner or None} if hasattr(row, "owner") else {})
 
 
 def part(limit: int, *, most: int = MOST, order: Literal["asc", "desc"] = "desc") -> Any:
@@ -182,14 +182,14 @@ def part(limit: int, *, most: int = MOST, order: Literal["asc", "desc"] = "desc"
         order: if the request names none; desc: newest first.
     """
 
-    def wanted(
+    def part_of(
         after: Annotated[str | None, Query(max_length=256)] = None,
         limit: int = Query(limit, ge=0, le=most),
         order: Annotated[Literal["asc", "desc"], Query()] = order,
     ) -> Part:
         return {"after": after, "limit": limit, "descending": order == "desc"}
 
-    return Depends(wanted)
+    return Depends(part_of)
 
 
 RECENT = part(100, most=1000)
@@ -197,9 +197,9 @@ RECENT = part(100, most=1000)
 
 
 def metadata_of(request: Request) -> dict[str, str]:
-    """The pairs of `metadata[key]=value` that a list is asked for."""
-    given = request.query_params.multi_items()
-    return {name[9:-1]: value for name, value in given if name.startswith("metadata[") and name.endswith("]")}
+    """The pairs of `metadata[key]=value` by which a list is filtered."""
+    query = request.query_params.multi_items()
+    return {name[9:-1]: value for name, value in query if name.startswith("metadata[") and name.endswith("]")}
 
 
 def list_object(page: Page[Item], view: Callable[[Item], dict[str, Any]]) -> dict[str, Any]:
@@ -208,13 +208,13 @@ def list_object(page: Page[Item], view: Callable[[Item], dict[str, Any]]) -> dic
 
 def sliced(data: list[dict[str, Any]], after: str | None, limit: int, *, descending: bool) -> dict[str, Any]:
     """A page of objects that are all at hand, oldest first. Raises UnknownCursor."""
-    found = data[::-1] if descending else data
+    rest = data[::-1] if descending else data
     if after is not None:
-        ids = [item["id"] for item in found]
+        ids = [item["id"] for item in rest]
         if after not in ids:
             raise UnknownCursor(after)
-        found = found[ids.index(after) + 1 :]
-    return listed(found[:limit], len(found) > limit)
+        rest = rest[ids.index(after) + 1 :]
+    return listed(rest[:limit], len(rest) > limit)
 
 
 def listed(data: list[dict[str, Any]], has_more: bool = False) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from appliance.controller.context import audit
 from appliance.controller.http.error_handlers import RESPONSES
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, Forbidden
-from appliance.controller.interfaces.principal import Principal, named, read_principal
+from appliance.controller.interfaces.principal import Principal, read_principal, sender_of
 from appliance.controller.interfaces.records import SchedulerStatus
 from runtime.devices.kind import Reading
 from weights.format.foreign_json import is_deeper
@@ -74,8 +74,8 @@ def takes(max_bytes: Callable[[ControllerConfig], int]) -> Callable[[Endpoint], 
 
 
 def audited(action: str, *fields: str) -> Callable[[Endpoint], Endpoint]:
-    """The action of the audit row of one route, which keeps the request's body and these fields of the answer. Empty:
-    it leaves no row. Say why."""
+    """The action of the audit row of one route, which keeps the request's body (so no secret may be in it) and these
+    fields of the answer. Empty: it leaves no row; say why."""
     return _declares(audited=(action, fields))
 
 
@@ -88,7 +88,7 @@ class StrictRequest(Request):
     def __init__(self, scope: Scope, receive: Receive, most: int):
         super().__init__(scope, receive)
         self._most = most
-        self.given: Any = None  # its JSON, once it is read
+        self.content: Any = None  # its JSON, once it is read
         announced = self.headers.get("content-length", "0")
         if announced.isdigit() and int(announced[:20]) > most:
             raise BodyTooLarge(most)
@@ -103,19 +103,19 @@ class StrictRequest(Request):
 
     async def json(self) -> Any:
         """Raises BadRequest."""
-        self.given = await asyncio.to_thread(parsed, await self.body())
-        return self.given
+        self.content = await asyncio.to_thread(parse_json, await self.body())
+        return self.content
 
 
-def parsed(text: bytes) -> Any:
+def parse_json(text: bytes) -> Any:
     """Raises BadRequest."""
     try:
-        found = orjson.loads(text)
+        value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         reason = error.msg
     else:
-        if text.count(b"[") + text.count(b"{") <= MAX_DEPTH or not is_deeper(found, MAX_DEPTH):
-            return found
+        if text.count(b"[") + text.count(b"{") <= MAX_DEPTH or not is_deeper(value, MAX_DEPTH):
+            return value
         reason = f"it is nested deeper than {MAX_DEPTH} levels"
     # Not orjson's error, which keeps the body as a text, and itself in a cycle.
     raise BadRequest(f"We could not parse the JSON body of your request: {reason}.", code="invalid_json")
@@ -135,11 +135,11 @@ class StrictRoute(APIRoute):
         """options: of APIRoute, as APIRouter gives them. Raises TypeError for a route without scopes."""
         (self.verb,) = options["methods"]
         scopes, reads = self.admitted
-        declared = scopes + (reads if self.verb == "GET" else ())
-        self.scopes: tuple[str, ...] = getattr(endpoint, "scopes", declared)
+        of_router = scopes + (reads if self.verb == "GET" else ())
+        self.scopes: tuple[str, ...] = getattr(endpoint, "scopes", of_router)
         if not self.scopes:
             raise TypeError(f"{self.verb} {path} declares no scope: give its router one, or the route `@needs(...)`")
-        last = path.removeprefix(self.prefix).rpartition("/")[2]
+        last = path.removeprefix(self.prefix).rpartition("/")[2]  # the verb, or what follows from the method
         verb = "create" if not last else _VERBS.get(self.verb, "") if last.startswith("{") else last
         declared_audit = getattr(endpoint, "audited", None)
         self.keeps_body = declared_audit is not None
@@ -153,7 +153,7 @@ class StrictRoute(APIRoute):
 
         async def answered(request: Request) -> Response:
             context = request.app.state.context
-            if not named(request).may(*self.scopes):
+            if not sender_of(request).may(*self.scopes):
                 raise Forbidden(" or ".join(self.scopes))
             strict = StrictRequest(request.scope, request.receive, self.max_bytes(context.config))
             response = await handle(strict)
@@ -168,16 +168,14 @@ class StrictRoute(APIRoute):
         return answered
 
     def _record(self, request: StrictRequest, caller: Principal, response: Response) -> None:
-        """The action is that of the route, or else "noun.verb": the verb is the last part of the path, or follows from
-        the method."""
         is_json = response.headers.get("content-type") == "application/json"
-        answered = orjson.loads(response.body) if is_json and not isinstance(response, StreamingResponse) else None
-        answer = answered if isinstance(answered, dict) else {}
-        body = request.given if self.keeps_body and isinstance(request.given, dict) else {}
+        content = orjson.loads(response.body) if is_json and not isinstance(response, StreamingResponse) else None
+        answer = content if isinstance(content, dict) else {}
+        body = request.content if self.keeps_body and isinstance(request.content, dict) else {}
         kept = {name: answer[name] for name in self.fields if answer.get(name)}
         target = "/".join(str(value) for value in request.path_params.values())
         target = target or str(answer.get("id") or answer.get("name") or "")
-        audit.record(request.app.state.context, caller, self.action, target, **body, **kept)
+        audit.record(request.app.state.context, caller, self.action, target, **body | kept)
 
 
 # --- answers made on threads, and what they need of the loop
@@ -204,12 +202,12 @@ def as_json(result: Any) -> Response:
 
 
 def on_loop(read: Callable[[Any], Any]) -> Any:
-    """A dependency: what this function of the context finds on the loop, as of the request."""
+    """A dependency: the result of this function of the context, called on the loop as of the request."""
 
-    async def found(request: Request) -> Any:
+    async def call(request: Request) -> Any:
         return read(request.app.state.context)
 
-    return Depends(found)
+    return Depends(call)
 
 
 Status = Annotated[SchedulerStatus, on_loop(lambda context: context.scheduler.status())]

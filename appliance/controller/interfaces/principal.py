@@ -51,8 +51,8 @@ class Principal:
         return replace(self, scopes=frozenset({ADMIN}))
 
 
-def named(request: Request) -> Principal:
-    """As the listener has it, yet without an owner. Raises Unauthorized."""
+def sender_of(request: Request) -> Principal:
+    """The caller as the listener identified it, without an owner yet. Raises Unauthorized."""
     caller = request.scope.get("state", {}).get("principal")
     if not isinstance(caller, Principal):
         raise Unauthorized
@@ -60,10 +60,10 @@ def named(request: Request) -> Principal:
 
 
 async def read_principal(request: Request) -> Principal:
-    """Who asks; read for each request, for a key's owner and its end are stored in one place only. Raises KeyRevoked
-    for a key that has ended before the whole request was here, SessionEnded for a login that did: gateways learn that a
-    moment later than the store, or not at all while they cannot read a table."""
-    caller, db = named(request), request.app.state.context.db
+    """The caller with its owner, which is stored with the key alone. Raises KeyRevoked for a key that ended before the
+    whole request had arrived, SessionEnded for a login that did: gateways learn that a moment later than the store, or
+    not at all while they cannot read a table."""
+    caller, db = sender_of(request), request.app.state.context.db
     owner, ended = ("", "") if caller.key_id is None else keys.standing(db, caller.key_id)
     if ended:
         raise KeyRevoked(ended)

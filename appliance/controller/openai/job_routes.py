@@ -211,7 +211,7 @@ _JOB_COLUMNS = (
 def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None) -> dict[str, Any]:
     """OpenAI's object, and what the box knows of the job; times that end in `_s` are Unix times with fractions. judge:
     of a job that has one."""
-    said = judge.judge if judge is not None else {}
+    judged_by = judge.judge if judge is not None else {}
     status, succeeded, trained_with = job_status(row), row.phase == "succeeded", hyperparameters(row)
     return object_of(
         row,
@@ -227,7 +227,7 @@ def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None)
         user_provided_suffix=row.suffix,
         estimated_finish=int(time.time() + row.eta_s) if row.eta_s is not None and status == "running" else None,
         integrations=row.integrations or [],
-        method={"type": row.method, row.method: said | {"hyperparameters": trained_with}},
+        method={"type": row.method, row.method: judged_by | {"hyperparameters": trained_with}},
         phase=job_phase(row),
         publish_as=row.output_model if row.stable_name else None,
         **{name: bool(getattr(row, name)) for name in ("activate", "preemptible", "held")},

@@ -106,8 +106,8 @@ def routes(context: ControllerContext) -> APIRouter:
             for owner in [*body.owners, *([models.EVERYBODY] if body.everybody else [])]:
                 change(db, model.id, owner)
             paused = pause_jobs_without_model(db) if body.stop else []
-            action, told = "model.unshare" if body.stop else "model.share", {"jobs": paused} if paused else {}
-            record(context, caller, action, model.id, **columns(body, "owners everybody"), **told)
+            action, detail = "model.unshare" if body.stop else "model.share", {"jobs": paused} if paused else {}
+            record(context, caller, action, model.id, **columns(body, "owners everybody"), **detail)
         context.routing.models_changed()
         if paused:
             context.scheduler.nudge(f"the sharing of {model.id} ended")

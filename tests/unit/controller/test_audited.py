@@ -50,4 +50,6 @@ async def test_change_leaves_one_row(control: Control, checked_here: None):
     assert told["file.delete"].target == file_id and told["job.cancel"].target == job
     assert told["file.create"].detail == {"filename": "a.jsonl", "purpose": "fine-tune", "bytes": len(chat_lines())}
     assert told["job.create"].target == job and told["job.create"].detail["training_file"] == file_id
+    made = {"name": "ann", "scopes": ["inference", "fine_tuning"], "owner": "ann"}
+    assert told["key.create"].detail == made, "what it may do, and not its secret"
     assert told["job.update"].detail == {"priority": 3}

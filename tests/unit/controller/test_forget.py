@@ -122,7 +122,9 @@ async def test_nothing_with_the_name_is_left_and_nothing_of_others_is_missing(co
     assert len(control.gateway_keys) == 2
     assert jobs.get(control.db, ann.job).phase == "cancelled" and models.find(control.db, ann.model) is not None
     log = audit.page(control.db, after=None, limit=999).data
-    assert len(log) == audited + 1 and (log[0].action, log[0].target) == ("owner.forget", done["pseudonym"])
+    assert (log[0].action, log[0].target) == ("owner.forget", done["pseudonym"])
+    revoked = [(row.action, row.target) for row in log[1:-audited]]
+    assert revoked == [("key.revoke", row.id) for row in ann.rows[::-1]], "once, however often it was asked"
 
     assert OTHER in left and jobs.get(control.db, ben.job).metadata == {"who": OTHER}
     for path in (f"/v1/files/{ben.file}", f"/v1/batches/{ben.batch}", f"/v1/responses/{ben.response}"):
@@ -179,6 +181,10 @@ async def test_a_job_that_runs_is_waited_for_and_asked_again_it_goes_on(control:
     jobs.set_phase(control.db, ann.job, "running")
     waiting = await ask(control, once=True, cancel=True)
     assert not waiting["done"] and ann.job in waiting["waits_for"]
+    again = await ask(control, once=True, cancel=True)
+    assert not again["done"] and ann.job in again["waits_for"]
+    log = [row.action for row in audit.page(control.db, after=None, limit=999).data]
+    assert log.count("key.revoke") == 2, "what ends the work of a key is not begun again by each request"
     assert (control.context.files_dir / ann.file).exists()
     jobs.set_phase(control.db, ann.job, "cancelled")
     assert (await ask(control, cancel=True))["done"] and NAME not in written(control)
