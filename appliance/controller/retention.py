@@ -48,7 +48,9 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
     # Without what nothing needs that has not ended.
     old = f"SELECT id FROM files WHERE created_s < ? AND NOT coalesce({_FILE_NEEDED}, 0)"
     for file_id in db.column(old, [files_s]):
-        if (file := files.find(db, file_id, viewer=None, now_s=0)) is not None:
+        file = files.find(db, file_id, viewer=None, now_s=0)
+        # A job may have begun with it meanwhile.
+        if file is not None and db.value(f"SELECT 1 FROM files WHERE id = ? AND {_FILE_NEEDED}", [file_id]) is None:
             storage.remove(context, file)
     db.delete("idempotency", "created_s < ?", [now_s - IDEMPOTENCY_KEEP_S])
     db.delete("audit", "created_s < ?", [audit_s])

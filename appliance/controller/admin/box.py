@@ -128,7 +128,10 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         # Only names in the list are opened: what a client writes is never a path.
         if name not in {log.name for log in _readable(logs)}:
             raise NotFound(f"No log {shown(name)}; GET /admin/v1/logs lists them.", "name", "log_not_found")
-        text, before = end_of(logs / name, _LOG_BYTES)
+        try:
+            text, before = end_of(logs / name, _LOG_BYTES)
+        except FileNotFoundError:
+            text, before = "", False  # turned over meanwhile
         ends = text.splitlines()
         # The first line is cut.
         return {"name": name, "lines": ends[1 if before and len(ends) > 1 else 0 :][-lines:]}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -26,7 +27,7 @@ from appliance.controller.batches import input_lines
 from appliance.controller.batches.answers import Answers
 from appliance.controller.batches.input_lines import CONVERSING, ENDPOINTS, Line, Lines
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.tasks import Kind, TaskFailed, finished
+from appliance.controller.context.tasks import Kind, TaskFailed, finished, is_full
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES, ExpiresAfter
 from appliance.controller.http.resource import Resource, object_of, part
@@ -38,6 +39,8 @@ from appliance.store.objects import batches
 from appliance.store.objects import files as file_rows
 from appliance.store.records import canaries
 from appliance.store.rows import BatchRow, BatchStatus, FileRow, TaskRow, columns
+
+log = logging.getLogger(__name__)
 
 TASKS = "batches"
 WINDOW_S = 24 * 3600.0
@@ -144,11 +147,17 @@ def kind(context: ControllerContext) -> Kind:
                 await batch.run()
 
     async def fail(task: TaskRow, error: TaskFailed) -> None:
-        """With files of the lines that were answered."""
-        async with _opened(context, task.id) as batch:
-            if batch is not None:
-                errors = [{"code": error.code, "line": None, "message": str(error), "param": None}]
-                await batch.end("failed", errors=errors)
+        """With files of the lines that were answered, unless these cannot be read or kept."""
+        errors = [{"code": error.code, "line": None, "message": str(error), "param": None}]
+        try:
+            async with _opened(context, task.id) as batch:
+                if batch is not None:
+                    await batch.end("failed", errors=errors)
+        except (OSError, ValueError) as second:
+            if is_full(second):
+                raise
+            log.error("the answers of %s cannot be read or kept: %s", task.id, second)
+            batches.set_status(context.db, task.id, "failed", errors=errors)
 
     return Kind(TASKS, run, fail, "batch")
 
