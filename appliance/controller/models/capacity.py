@@ -104,7 +104,7 @@ class Layout:
     """A layout that fits.
 
     fields: values of LAYOUT. sizes: numbers of devices that it fits; the rest is of a rank on the most of them.
-    device_bytes: taken of room_bytes. weighed_s: time of a step, more the longer a micro-batch is.
+    device_bytes: taken of room_bytes. weighed_s: time of a step, more the longer a micro-batch is; 0 on the host.
     """
 
     fields: dict[str, Any]
@@ -119,8 +119,8 @@ class Layout:
         return OFFLOADS.index(self.fields["offload"]), self.device_bytes > SAFE * self.room_bytes
 
     @property
-    def cost(self) -> tuple[int, int, int]:
-        return -len(self.sizes), self.fields["zero_stage"], self.device_bytes
+    def cost(self) -> tuple[int, int, bool, int]:
+        return -len(self.sizes), self.fields["zero_stage"], self.fields["activation_checkpointing"], self.device_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,9 @@ def layouts(
             time = speed.step_time(shape, made, fitting[-1], box.accelerator, load=load)
             micro_s = time.step_s * micro * fitting[-1] / fields["batch_size"]
             bytes_of = box.takes(memory[fitting[-1]]), box.room_per_rank(fitting[-1])
-            found.append(Layout(chosen, fitting, *bytes_of, time, time.step_s * (1 + WAIT * micro_s)))
+            # Nothing is known of links between processes of one host: the simplest that fits is as good as any.
+            weighed_s = 0.0 if box.on_host else time.step_s * (1 + WAIT * micro_s)
+            found.append(Layout(chosen, fitting, *bytes_of, time, weighed_s))
     of_kind = defaultdict(list)
     for one in found:
         of_kind[tuple(one.fields.values())[:3]].append(one)

@@ -125,6 +125,13 @@ def test_search_takes_the_layout_of_a_specialist(model, devices, kind, data, lay
     assert all(one.weighed_s >= best.weighed_s / capacity.NEAR for one in found if one.risk == best.risk)
 
 
+def test_search_on_the_host_takes_the_simplest_layout_that_fits():
+    box = BoxFacts(4, "cpu", 6 * 10**9, 12 * 10**9, 12 * 10**9, host_memory_bytes=24 * 10**9)
+    small = ModelShape(134_515_008, 576, 30, 3, 64, 1536, 49152, 305_280)
+    found = capacity.layouts(small, fields(small, full=True, max_length=128), {1: (1, 2)}, box)
+    assert found[0].fields == {"zero_stage": 1, "offload": "none", "activation_checkpointing": False, "micro_batch": 1}
+
+
 def test_search_without_a_layout_that_fits_names_what_would():
     found, _, instead = layouts_of("405b", 8, H100, host_bytes=5 * 10**11)
     assert not found and len(instead) == 2
