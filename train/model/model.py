@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -60,7 +61,7 @@ def load_model(spec: TrainSpec, *, weights: bool = True, sent: bool = False) -> 
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"{spec.base_path} cannot be loaded as a causal language model: {error}") from error
     _refuse_unsupported(model)
-    if is_quantised(model):
+    if _is_quantised(model.config):
         _keep_quantised(model, spec)
     _choose_experts(model)
     if spec.base_adapter is not None and not empty:
@@ -82,7 +83,7 @@ def _without_weights(spec: TrainSpec, sent: bool) -> PreTrainedModel | None:
     """The architecture with uninitialised parameters; None if it has more state than its parameters. If they are sent,
     also where loading has a say in which there are or of what precision: the sender has them as loaded."""
     config = AutoConfig.from_pretrained(spec.base_path, local_files_only=True, trust_remote_code=False)
-    if getattr(config, "quantization_config", None) is not None:
+    if _is_quantised(config):
         return None
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(
@@ -101,8 +102,8 @@ def _without_weights(spec: TrainSpec, sent: bool) -> PreTrainedModel | None:
     return None if persistent else model
 
 
-def is_quantised(model: PreTrainedModel) -> bool:
-    return getattr(model.config, "quantization_config", None) is not None
+def _is_quantised(config: PretrainedConfig) -> bool:
+    return getattr(config, "quantization_config", None) is not None
 
 
 def _keep_quantised(model: PreTrainedModel, spec: TrainSpec) -> None:

@@ -255,16 +255,13 @@ def why_no_adapter(model: ModelStats, fields: Mapping[str, Any]) -> str:
 def _lora_publish(given: Given, model: ModelStats, fields: dict) -> str:
     # An adapter wherever the base's engines take it: hundreds of them share one engine, and it has 1 % of the bytes.
     why = why_no_adapter(model, fields)
-    if model.quantised:
-        publish = given.choice("lora_publish", ("adapter", "merged"), auto="adapter")
-        if why or publish == "merged":
-            expected = f"'adapter', which quantised weights stay beside{why and f', but {why}'}"
-            raise InvalidHyperparameter("lora_publish", publish, expected)
-        return publish
-    refusal = f"'merged': {why}" if why else ""
-    publish = given.choice("lora_publish", ("adapter", "merged"), auto="merged" if refusal else "adapter")
-    if publish == "adapter" and refusal:
-        raise InvalidHyperparameter("lora_publish", publish, refusal)
+    auto = "merged" if why and not model.quantised else "adapter"
+    publish = given.choice("lora_publish", ("adapter", "merged"), auto=auto)
+    if model.quantised and (why or publish == "merged"):
+        expected = f"'adapter', which quantised weights stay beside{why and f', but {why}'}"
+        raise InvalidHyperparameter("lora_publish", publish, expected)
+    if publish == "adapter" and why:
+        raise InvalidHyperparameter("lora_publish", publish, f"'merged': {why}")
     return publish
 
 

@@ -129,8 +129,8 @@ def step_time(
     fetched = 2 * base * others if stage == 3 else 0.0
     links = fetched + (4 * cut * others if stage > 1 else 0.0)
     links_of_step = (4 * cut * others if stage == 1 else 0.0) + (element * cut * others if stage < 3 else 0.0)
-    heads_sent = (4 + 2 * again) * shape.layers * tokens * heads * element * (parts - 1) / parts
-    reduced = heads_sent + (4 + 2 * again) * shape.layers * tokens * shape.hidden * element * 2 * (shards - 1) / shards
+    each_token = heads * (parts - 1) / parts + shape.hidden * 2 * (shards - 1) / shards
+    reduced = (4 + 2 * again) * shape.layers * tokens * element * each_token
     host = host_of_step = 0.0
     if offload == "parameters":
         host += 2 * base / groups
@@ -141,8 +141,8 @@ def step_time(
     adam_s = 28 * trained / (HOST_MEMORY_RATE if offload != "none" else ranks * memory_rate)
 
     links_s, host_s = links / device.link_rate, host / host_rate
-    parts = (compute, links_s, host_s)
-    each = max(parts) + LOST * (sum(parts) - max(parts)) + reduced / device.link_rate
+    busy = (compute, links_s, host_s)
+    each = max(busy) + LOST * (sum(busy) - max(busy)) + reduced / device.link_rate
     once = links_of_step / device.link_rate + host_of_step / host_rate + adam_s
     return StepTime(
         compute_s=micro_batches * compute,
