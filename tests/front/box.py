@@ -63,6 +63,7 @@ class Front:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._bus: Bus | None = None
         self._dies: asyncio.Event | None = None
+        self._server: uvicorn.Server | None = None
 
     def http(self, key: str | None = None, **more: Any) -> httpx.Client:
         headers = {"authorization": f"Bearer {key or self.key}"}
@@ -83,10 +84,11 @@ class Front:
         return done.result(30)
 
     def restart_control(self) -> None:
-        """The control app dies with all its connections, and another one begins."""
-        dies = self._dies
+        """The control app dies with all its connections; another one listens on return."""
+        dies, dead = self._dies, self._server
         assert dies is not None
         self.call(dies.set)
+        self.wait(lambda: self._server is not dead and self._server is not None and self._server.started)
 
     def serve(self, state: str = "open", *, replicas: int = 1) -> None:
         """Put the model on its engine in `state`; on none at all with replicas=0."""
@@ -94,11 +96,7 @@ class Front:
             {"id": f"r{n}", "socket": str(self.folder / "engine.sock"), "version": "v1", "state": state}
             for n in range(replicas)
         ]
-        row = {
-            "version": "v1",
-            "task": "generate",
-            "replicas": rows,
-        }
+        row = {"version": "v1", "task": "generate", "replicas": rows}
         bus = self._bus
         assert bus is not None and self._loop is not None
 
@@ -206,7 +204,7 @@ def running_front(
                 front._dies = asyncio.Event()
                 async with app.router.lifespan_context(app):
                     config = uvicorn.Config(Listener(app, TOKEN), log_config=None, access_log=False, lifespan="off")
-                    server = uvicorn.Server(config)
+                    server = front._server = uvicorn.Server(config)
                     serving = asyncio.ensure_future(server.serve(sockets=[_listen(folder / "c.sock")]))
                     if not started.done():
                         started.set_result(front)
