@@ -24,7 +24,6 @@ from typing import Any
 import msgspec
 import orjson
 import uvloop
-from starlette.middleware.cors import CORSMiddleware
 from uvicorn import Config
 
 from appliance.gateway.core import errors
@@ -79,12 +78,7 @@ class Gateway:
         private: a listening socket of mode 0600, whose requests name a key by its id (`App`)."""
         config, state, loop = self.config, self.state, asyncio.get_running_loop()
         app: Any = App(state, self.controller)
-        if config.cors_origins:
-            # Credentials (cookies) are never allowed: a key says who asks, and a page must have been given one.
-            everything: Any = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["*"]}
-            app = CORSMiddleware(app, allow_origins=config.cors_origins, max_age=7200, **everything)
-        own: Any = {"log_config": None, "access_log": False, "timeout_keep_alive": config.limits.keepalive_s}
-        served = Config(app, lifespan="off", ws="none", server_header=False, proxy_headers=False, **own)
+        served = Config(app, interface="asgi3", ws="none", log_config=None, proxy_headers=False)
         served.load()
         options: dict[str, Any] = {"backlog": _BACKLOG}
         if config.tls_cert_path is not None and config.tls_key_path is not None:
@@ -119,12 +113,13 @@ class Gateway:
             exchange.end(errors.unavailable("The server is shutting down.", "shutting_down", 2))
         await self._idle(_LAST_WORDS_S)
         for connection in list(state.connections):
-            connection.abort()
+            connection.transport.abort()
         state.report_now()
         await state.background.stop()
         if lost := self.controller.copies:
             log.warning("%d answered responses are not stored: the controller is away", lost)
         await state.engines.close()
+        await self.controller.session.close()
         if state.access_log is not None:
             state.write_access_log()
             state.access_log.close()

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -46,20 +46,25 @@ _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
 
 class App:
-    """The ASGI application."""
+    """What uvicorn's connections call for each request."""
 
     def __init__(self, state: State, controller: Controller) -> None:
         self._state, self._controller = state, controller
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, exchange: Exchange) -> None:
         state = self._state
-        exchange = Exchange(state.limits, scope, receive, send)
         state.exchanges.add(exchange)
         error: HttpError | None = None
         try:
             try:
-                self._admit(exchange)
-                await self._serve(exchange)
+                exchange.received_s = time.monotonic()
+                own_id = exchange.headers.get(b"x-request-id", b"")
+                exchange.request_id = own_id if _REQUEST_ID.match(own_id) else state.new_request_id()
+                if (origins := state.config.cors_origins) and is_preflight(exchange, origins):
+                    await exchange.whole(200, b"text/plain", b"OK")
+                else:
+                    self._admit(exchange)
+                    await self._serve(exchange)
             except asyncio.CancelledError:
                 if (error := exchange.ended) is None:
                     raise
@@ -77,7 +82,7 @@ class App:
             pass
         finally:
             state.exchanges.discard(exchange)
-            if not exchange.finished:
+            if not exchange.response_complete:
                 exchange.status = exchange.status or 499
                 state.metrics.events["client_disconnected"] += 1
             state.finished(exchange, time.monotonic())
@@ -87,9 +92,6 @@ class App:
     def _admit(self, exchange: Exchange) -> None:
         """Checks everything that a request's head determines. Raises HttpError."""
         state, headers = self._state, exchange.headers
-        exchange.received_s = time.monotonic()
-        own_id = headers.get(b"x-request-id", b"")
-        exchange.request_id = own_id if _REQUEST_ID.match(own_id) else state.new_request_id()
         if exchange.method == b"HEAD":
             exchange.method, exchange.head_only = b"GET", True
         exchange.route = route = resolve(exchange.method, exchange.path)
@@ -163,7 +165,7 @@ class App:
     async def _body(self, exchange: Exchange, limit: int) -> bytes:
         """All of it, counted as in memory. Raises HttpError 413, 408, 429 and 503, ClientGone."""
         kept: list[bytes] = []
-        async for data in exchange.pieces(limit):
+        while data := await exchange.read(limit):
             self._state.take_body(exchange, len(data))
             kept.append(data)
         exchange.received_s = time.monotonic()
@@ -259,6 +261,26 @@ def check_same_origin(exchange: Exchange) -> None:
         by_the_page = exchange.method == b"GET"
     if not by_the_page:
         raise HttpError(403, "A login of the page is only for requests of the page itself.", code="cross_site_request")
+
+
+def is_preflight(exchange: Exchange, origins: Collection[str]) -> bool:
+    """Whether a browser asks what a page of one of these origins may do. Sets the headers that let the page read the
+    answer, never with credentials (cookies): a key says who asks, and a page must have been given one."""
+    headers, every = exchange.headers, "*" in origins
+    origin = headers.get(b"origin", b"")
+    exchange.cors = [(b"vary", b"Origin")]
+    if not origin or not (every or origin.decode("latin-1") in origins):
+        return False
+    allowed = b"*" if every else origin
+    exchange.cors += [(b"access-control-allow-origin", allowed), (b"access-control-expose-headers", b"*")]
+    if exchange.method != b"OPTIONS" or b"access-control-request-method" not in headers:
+        return False
+    exchange.cors += [
+        (b"access-control-allow-methods", b"DELETE, GET, HEAD, PATCH, POST, PUT"),
+        (b"access-control-allow-headers", headers.get(b"access-control-request-headers", b"")),
+        (b"access-control-max-age", b"7200"),
+    ]
+    return True
 
 
 def check_head(exchange: Exchange, limits: Limits) -> None:

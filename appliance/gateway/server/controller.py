@@ -55,6 +55,19 @@ class Controller:
 
     def __init__(self, state: State) -> None:
         self._state, self._copies = state, asyncio.Queue[bytes]()
+        # Connections are used once: it may be closing one under a request that must not be sent twice.
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(state.config.controller_socket, limit=0, force_close=True),
+            auto_decompress=False,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=state.limits.upstream_silence_s),
+            read_bufsize=256 * 1024,
+            max_line_size=32 * 1024,
+            max_field_size=32 * 1024,
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # Asked to close, a server that refuses a body unread cuts off its own answer.
+            headers={"Connection": "keep-alive"},
+        )
         self.copies = self._copies_bytes = 0
         self._away = False
 
@@ -105,13 +118,12 @@ class Controller:
 
         wait_s: how long a request that was not sent, or that changes nothing, waits for a controller that restarts."""
         state = self._state
-        session = state.engines.of(state.config.controller_socket, lasting=False)
         url = URL(f"{_HOST}{target.decode('ascii', 'replace')}", encoded=True)
         options: Any = {"headers": headers, "data": data, "allow_redirects": False}
         until_s, answered = time.monotonic() + wait_s, False
         while True:
             try:
-                async with session.request(method.decode(), url, **options) as response:
+                async with self.session.request(method.decode(), url, **options) as response:
                     answered = True
                     yield response
                     return

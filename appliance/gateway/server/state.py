@@ -3,6 +3,7 @@ so nothing here is locked."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import math
@@ -11,11 +12,13 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import aiohttp
+from aiohttp.connector import Connection
+from aiohttp.http import HttpProcessingError, RawResponseMessage
 from uvicorn.server import ServerState
 from yarl import URL
 
@@ -38,9 +41,10 @@ if TYPE_CHECKING:
 
 # Engines keep idle connections for an hour, so that none is used that its engine is just closing.
 _KEEPALIVE_S: Final = 5.0
-CONNECT_S: Final = 5.0
+_CONNECT: Final = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 _READ_BYTES: Final = 256 * 1024
-_HEALTH_TIMEOUT: Final = aiohttp.ClientTimeout(total=2)
+_LINES: Final[dict[str, Any]] = {"max_line_size": 32 * 1024, "max_field_size": 32 * 1024}
+_HEALTH_S: Final = 2.0
 
 
 class State:
@@ -59,7 +63,7 @@ class State:
         self.exchanges: set[Exchange] = set()
         self.metrics = Metrics()
         self.comparison = Comparison()
-        self.engines = Sessions(config.limits.upstream_silence_s)
+        self.engines = Engines(config.limits.upstream_silence_s)
         self.router = Router(max_inflight=config.limits.replica_inflight)
         self.holds = Holds(config.holds.requests)
         self.access_log: BinaryIO | None = None
@@ -209,62 +213,68 @@ class State:
                 self.access_log.write(b"".join(lines))
 
 
-# -- connections to engines and the controller
+# -- connections to engines
 
 
-@lru_cache(4096)
-def engine_url(address: str, path: str) -> URL:
-    """address: path of a Unix socket, whose URL needs any host, or https://HOST:PORT."""
-    return URL(f"{'http://engine' if address.startswith('/') else address}{path}", encoded=True)
+class Engines:
+    """Connections by address: path of a Unix socket, or https://HOST:PORT of an engine on another machine.
 
-
-class Sessions:
-    """One aiohttp session per Unix socket, or https://HOST:PORT of an engine on another machine. silence_s: the longest
-    that an answer may pause."""
+    They are aiohttp's, without its sessions: redirects, cookies, proxies and codings of bodies, which engines have not,
+    took a fifth of a request's time. silence_s: the longest that an answer may pause."""
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
-        self._sessions: dict[str, aiohttp.ClientSession] = {}
+        self._connectors: dict[str, tuple[aiohttp.BaseConnector, aiohttp.ClientRequest]] = {}
 
-    def of(self, address: str, *, lasting: bool = True) -> aiohttp.ClientSession:
-        """lasting: connections are used again; not where the other side may be closing one under a request that must
-        not be sent twice."""
-        session = self._sessions.get(address)
-        if session is None:
-            kept: dict[str, Any] = {"keepalive_timeout": _KEEPALIVE_S} if lasting else {"force_close": True}
+    async def connect(self, address: str) -> Connection:
+        """A connection for one request: `release` it after the whole answer, `close` it otherwise. Raises
+        aiohttp.ClientConnectorError, TimeoutError."""
+        if address not in self._connectors:
+            kept: dict[str, Any] = {"limit": 0, "keepalive_timeout": _KEEPALIVE_S}
+            is_local = address.startswith("/")
             connector: aiohttp.BaseConnector
-            if address.startswith("/"):
-                connector = aiohttp.UnixConnector(address, limit=0, **kept)
+            if is_local:
+                connector = aiohttp.UnixConnector(address, **kept)
             else:
                 tls = mutual_tls(ssl.PROTOCOL_TLS_CLIENT)
-                connector = aiohttp.TCPConnector(limit=0, ssl=tls, socket_factory=watched_socket, **kept)
-            session = self._sessions[address] = aiohttp.ClientSession(
-                connector=connector,
-                auto_decompress=False,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self._silence_s),
-                read_bufsize=_READ_BYTES,
-                max_line_size=32 * 1024,
-                max_field_size=32 * 1024,
-                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                # Asked to close, a server that refuses a body unread cuts off its own answer.
-                headers=None if lasting else {"Connection": "keep-alive"},
-            )
-        return session
+                connector = aiohttp.TCPConnector(ssl=tls, socket_factory=watched_socket, **kept)
+            target = aiohttp.ClientRequest("GET", URL("http://engine" if is_local else address))
+            self._connectors[address] = connector, target
+        connector, target = self._connectors[address]
+        return await connector.connect(target, [], _CONNECT)
+
+    async def send(
+        self, connection: Connection, request: bytes, *, patient: bool = False
+    ) -> tuple[RawResponseMessage, aiohttp.StreamReader]:
+        """The answer's head, and its body as it comes. Raises aiohttp.SocketTimeoutError for an engine that is silent,
+        unless patient; HttpProcessingError for an answer that is no HTTP; aiohttp.ClientError, OSError."""
+        protocol, transport = connection.protocol, connection.transport
+        if protocol is None or transport is None:
+            raise aiohttp.ServerDisconnectedError
+        silence_s = None if patient else self._silence_s
+        protocol.set_response_params(auto_decompress=False, read_timeout=silence_s, read_bufsize=_READ_BYTES, **_LINES)
+        transport.write(request)
+        protocol.start_timeout()
+        return await protocol.read()
 
     async def is_alive(self, address: str) -> bool:
         """Whether an engine's core lives, by vLLM's own check; one that is too busy to say so does."""
         try:
-            async with self.of(address).get(engine_url(address, "/health"), timeout=_HEALTH_TIMEOUT) as response:
-                return response.status == 200
+            async with asyncio.timeout(_HEALTH_S):
+                connection = await self.connect(address)
+                try:
+                    head, _ = await self.send(connection, b"GET /health HTTP/1.1\r\nhost: engine\r\n\r\n")
+                    return head.code == 200
+                finally:
+                    connection.close()
         except TimeoutError:
             return True
-        except (aiohttp.ClientError, OSError):
+        except (aiohttp.ClientError, HttpProcessingError, OSError):
             return False
 
     async def close(self) -> None:
-        for session in self._sessions.values():
-            await session.close()
+        for connector, _ in self._connectors.values():
+            await connector.close()
 
 
 async def read_up_to(content: aiohttp.StreamReader, most: int) -> bytes:
