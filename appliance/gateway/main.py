@@ -168,7 +168,7 @@ class Gateway:
                     raise state.not_ready(ticket.model, "its engines do not start")
             except HttpError as error:
                 state.holds.refuse(ticket, error)
-        state.place_held()
+        state.holds.place(state.router, time.monotonic())
         state.report_now()
 
     def _revoked(self, exchange: Exchange) -> HttpError | None:
@@ -191,7 +191,7 @@ class Gateway:
         """Write the access log; look at paused replicas, late heads and the certificate."""
         state, now_s = self.state, time.monotonic()
         state.write_access_log()
-        state.place_held()
+        state.holds.place(state.router, now_s)
         for connection in list(state.connections):
             connection.end_if_late(now_s)
         if state.certificate is not None:

@@ -60,9 +60,6 @@ class Controller:
             connector=aiohttp.UnixConnector(state.config.controller_socket, limit=0, force_close=True),
             auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=state.limits.upstream_silence_s),
-            read_bufsize=256 * 1024,
-            max_line_size=32 * 1024,
-            max_field_size=32 * 1024,
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             cookie_jar=aiohttp.DummyCookieJar(),
             # Asked to close, a server that refuses a body unread cuts off its own answer.

@@ -12,7 +12,6 @@ its SDK raises; Anthropic's event `error`."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -35,12 +34,8 @@ from appliance.gateway.requests.request_check import Checked
 Headers = Mapping[bytes, bytes]
 Pairs = Sequence[tuple[bytes, bytes]]
 
-# The rest of a refused request's body is read for this long, and so much of it: closing with unread bytes resets the
-# connection, which can destroy the answer on its way.
+# The rest of a refused request's body is taken, unread, for this long.
 LINGER_S: Final = 2.0
-_LINGER_BYTES: Final = 4 * 1024 * 1024
-# A refused request with a larger body than this ends its connection.
-_DISCARD_BYTES: Final = 256 * 1024
 # An engine's answer says so too (serve/vllm/answers.py).
 VERSION: Final = b"x-appliance-model-version"
 _ANTHROPIC_TYPES: Final = {
@@ -171,45 +166,37 @@ class Exchange:
 
     async def read(self, limit: int) -> bytes:
         """The next piece of the body, empty at its end. Raises HttpError 413 and 408."""
-        limits = self.connection.state.limits
         if self.body_complete:
             return b""
+        connection, limits = self.connection, self.connection.state.limits
+        if self._expects:
+            self._expects = False
+            connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if self.more_body and not self.body:  # a small one has come with its head
             began_s, left_s = time.monotonic(), limits.body_grace_s + self.body_bytes / limits.body_bytes_per_s
             try:
                 async with asyncio.timeout(left_s - self._waited_s):
-                    await self._more()
+                    while self.more_body and not self.body and connection.refusal is None:
+                        self.message_event.clear()
+                        connection.flow.resume_reading()  # uvicorn pauses after much of it
+                        await self.message_event.wait()
             except TimeoutError:
                 text = "The request body came too slowly."
                 raise HttpError(408, text, code="request_timeout", close=True) from None
             self._waited_s += time.monotonic() - began_s
-        data = self._taken()
-        if not self.body_complete and self.connection.refusal is not None:
-            raise self.connection.refusal
+        data, self.body, self.body_complete = bytes(self.body), bytearray(), not self.more_body
+        if self.more_body and connection.refusal is not None:
+            raise connection.refusal
         self.body_bytes += len(data)
         if self.body_bytes > limit:
             raise errors.body_too_large(limit)
-        if self.body_complete and not self.connection.pipeline:
-            self.connection.flow.resume_reading()  # uvicorn has paused after much of it, and a leaver is not seen
+        if self.body_complete and not connection.pipeline:
+            connection.flow.resume_reading()  # else a client that leaves is not seen
         return data
 
     async def pieces(self, limit: int) -> AsyncIterator[bytes]:
         while data := await self.read(limit):
             yield data
-
-    async def _more(self) -> None:
-        """Wait until more of the body has come, or none will."""
-        if self._expects:
-            self._expects = False
-            self.connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        while self.more_body and not self.body and self.connection.refusal is None:
-            self.message_event.clear()
-            self.connection.flow.resume_reading()
-            await self.message_event.wait()
-
-    def _taken(self) -> bytes:
-        data, self.body, self.body_complete = bytes(self.body), bytearray(), not self.more_body
-        return data
 
     # -- the answer
 
@@ -227,7 +214,6 @@ class Exchange:
             every.append((b"transfer-encoding", b"chunked"))
         self.head_sent, self.status = True, status
         await self._send(_head(status, every) + self._framed(data))
-        self.sent_bytes += len(data)
 
     async def events(self, data: bytes, version: bytes = b"") -> None:
         """Send events, the first with the head. version: of the model, if an engine has answered."""
@@ -242,27 +228,25 @@ class Exchange:
     async def write(self, data: bytes) -> None:
         if data:
             await self._send(self._framed(data))
-            self.sent_bytes += len(data)
 
     async def finish(self, data: bytes = b"") -> None:
         """End the answer. data: the last of it."""
         end = b"0\r\n\r\n" if self._chunked and not self.head_only else b""
         if last := self._framed(data) + end:
             await self._send(last)
-        self.sent_bytes += len(data)
         self.response_complete = True
-        self.message_event.set()
-        if not self.keep_alive:
+        if self.keep_alive:
+            self.connection.on_response_complete()
+        elif self.more_body:
+            self.connection.linger()
+        else:
             self.connection.transport.close()
-        self.connection.on_response_complete()
 
     async def whole(self, status: int, content_type: bytes, body: bytes, headers: Pairs = ()) -> None:
         length = (b"content-length", b"%d" % len(body))
         await self.begin(status, [(b"content-type", content_type), *headers, length], body)
         if self.connection.flow.write_paused:
             await self._drained()  # the end waits for a client that reads slowly
-        if not self.body_complete:
-            await self._linger()
         await self.finish()
 
     async def fail(self, error: HttpError) -> None:
@@ -278,26 +262,13 @@ class Exchange:
             self.connection.transport.abort()  # so that what was cut off cannot be taken for a whole answer
         else:
             status, body = _shaped(error, self)
-            unread = not self.body_complete and (self.chunked or (self.content_length or 0) > _DISCARD_BYTES)
-            self.keep_alive &= not (error.close or unread)
+            self.keep_alive &= not error.close and not self.more_body
             await self.whole(status, b"application/json", body, _error_headers(error))
-
-    async def _linger(self) -> None:
-        """Read the rest of a body that is not wanted, briefly, unless its sender still waits for a 100 Continue; a
-        connection with more of it ends."""
-        read = 0
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_S):
-                while not self.body_complete and read < _LINGER_BYTES and not self._expects:
-                    await self._more()
-                    read += len(self._taken())
-                    if self.connection.refusal is not None:
-                        await asyncio.sleep(LINGER_S)  # what comes is read and not parsed
-        self.keep_alive &= self.body_complete
 
     def _framed(self, data: bytes) -> bytes:
         if self.head_only or not data:
             return b""
+        self.sent_bytes += len(data)
         return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
 
     async def _send(self, data: bytes) -> None:
@@ -333,7 +304,7 @@ class Connection(HttpToolsProtocol):
         self.running: Exchange | None = None
         self.refusal: HttpError | None = None
         self._awaits_since_s: float | None = time.monotonic()  # a head
-        self._unparsed_bytes = 0
+        self._head_bytes = 0
         self._in_head, self._offers_upgrade = True, False
 
     # -- life
@@ -377,9 +348,10 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.parser is None or self.transport.is_closing():
             return
-        if self._awaits_since_s is not None and not self._unparsed_bytes:
-            self._awaits_since_s = time.monotonic()
-        self._unparsed_bytes += len(data)
+        if self._in_head:
+            if not self._head_bytes and self._awaits_since_s is not None:
+                self._awaits_since_s = time.monotonic()
+            self._head_bytes += len(data)
         try:
             while data:
                 try:
@@ -394,10 +366,8 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             self._refuse(errors.protocol_error(f"The request is not well-formed HTTP/1.1: {error}."))
         else:
-            # Neither a name without end, nor a trailer or an extension of a chunk.
-            if self._unparsed_bytes > self.state.limits.head_bytes:
-                status = 431 if self._in_head else 400
-                self._refuse(errors.protocol_error("The request has too many bytes besides its body.", status))
+            if self._head_bytes > self.state.limits.head_bytes:  # of which the end has not come
+                self._refuse(errors.head_too_large())
 
     def _without_offer(self, rest: bytes) -> bytes:
         """The head without its offer of another protocol, which a server may ignore (RFC 9110, 7.8), and what followed
@@ -421,7 +391,7 @@ class Connection(HttpToolsProtocol):
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._unparsed_bytes, self._awaits_since_s = False, 0, None
+        self._in_head, self._head_bytes, self._awaits_since_s = False, 0, None
         version, method, headers = self.parser.get_http_version(), self.parser.get_method(), dict[bytes, bytes]()
         head_bytes = len(self.url)
         for name, value in self.headers:
@@ -431,7 +401,7 @@ class Connection(HttpToolsProtocol):
             headers[name] = b"%b, %b" % (headers[name], value) if name in headers else value
         coding = headers.get(b"transfer-encoding")
         if head_bytes > self.state.limits.head_bytes:
-            raise errors.protocol_error("The URL and the headers of the request are too long.", 431)
+            raise errors.head_too_large()
         if method == b"CONNECT":
             raise errors.protocol_error("CONNECT is not supported.")
         if version not in ("1.0", "1.1"):
@@ -453,12 +423,7 @@ class Connection(HttpToolsProtocol):
             self.flow.pause_reading()
             self.pipeline.appendleft((self.cycle, self.app))
 
-    def on_body(self, body: bytes) -> None:
-        self._unparsed_bytes = 0
-        super().on_body(body)
-
     def on_message_complete(self) -> None:
-        self._unparsed_bytes = 0
         if not self._offers_upgrade:
             self._in_head = True
             super().on_message_complete()
@@ -479,19 +444,25 @@ class Connection(HttpToolsProtocol):
         body = error.body()
         headers += [*_error_headers(error), (b"connection", b"close"), (b"content-length", b"%d" % len(body))]
         self.transport.write(_head(error.status, headers) + body)
-        # Closed with unread bytes, the connection is reset, which can destroy the answer on its way.
+        self.linger()
+
+    def linger(self) -> None:
+        """Close once the client has had time to read its answer: closed with unread bytes, the connection is reset,
+        which can destroy the answer on its way."""
+        self.parser = None  # type: ignore[assignment]
+        self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(LINGER_S, self._close)
 
     def end_if_late(self, now_s: float) -> None:
         """End a connection that is idle for too long, or whose head takes too long. now_s: the monotonic clock."""
-        limits, begun = self.state.limits, self._unparsed_bytes or self.running is None
+        limits, begun = self.state.limits, self._head_bytes or self.running is None
         longest_s = limits.head_timeout_s if begun else limits.keepalive_s
         if self._awaits_since_s is None or now_s - self._awaits_since_s < longest_s:
             return
         self._awaits_since_s = None
-        if not self._unparsed_bytes:
+        if not self._head_bytes:
             self._close()  # it has said nothing
         else:
             self._refuse(HttpError(408, "The request head came too slowly.", code="request_timeout", close=True))

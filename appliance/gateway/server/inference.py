@@ -193,7 +193,7 @@ class Inference:
             state.report_now()  # a sleeping model wakes on it
         pause_s = state.config.holds.sse_grace_s
         try:
-            state.place_held()
+            state.holds.place(state.router, time.monotonic())
             with self._span("hold"):
                 while (left_s := self._wait_left_s()) > 0:
                     await asyncio.wait((place,), timeout=min(left_s, pause_s))

@@ -159,19 +159,7 @@ class State:
         if self.router.end(choice):
             self.report_now()
         if self.holds.queues:
-            self.place_held()
-
-    def place_held(self) -> None:
-        """Give waiting requests the places that replicas have for them."""
-        now_s = time.monotonic()
-        for _, queue in sorted(self.holds.queues.items(), key=lambda item: item[0][1]):  # class batch last
-            full: set[tuple[str, ...]] = set()
-            while (ticket := queue.next(full)) is not None:
-                choice = self.router.choose(ticket.names, ticket.work, now_s, ticket.avoided)
-                if choice is None:
-                    full.add(ticket.names)
-                else:
-                    self.holds.take(ticket, choice)
+            self.holds.place(self.router, time.monotonic())
 
     # -- what is said of a request once it is over
 
