@@ -66,9 +66,8 @@ class Gateway:
         self._servers: list[asyncio.Server] = []
         self._bus: asyncio.StreamWriter | None = None
         self._sent_s = 0.0
-        # Rows that the controller has not counted yet, and whether this connection has them.
-        self._usage: list[dict[str, Any]] = []
-        self._usage_sent = False
+        self._usage: list[dict[str, Any]] = []  # rows that the controller has not counted yet
+        self._usage_sent = False  # on this connection
 
     # -- life
 
@@ -129,11 +128,10 @@ class Gateway:
     async def _idle(self, longest_s: float) -> None:
         """Returns when each client has its whole answer and the controller its copies, or after so long."""
         state, until_s = self.state, time.monotonic() + longest_s
-        while time.monotonic() < until_s and (
-            state.exchanges
-            or self.controller.delivering
-            or any(connection.transport.get_write_buffer_size() for connection in state.connections)
-        ):
+        while time.monotonic() < until_s:
+            unread = any(connection.transport.get_write_buffer_size() for connection in state.connections)
+            if not (unread or state.exchanges or self.controller.delivering):
+                return
             await asyncio.sleep(0.02)
 
     # -- the controller's side

@@ -235,7 +235,7 @@ class Inference:
             body = with_fields(body, priority=choice.priority)
         exchange.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
-            state.metrics.times["added"].observe((), exchange.sent_s - exchange.received_s)
+            state.metrics.added.observe(exchange.sent_s - exchange.received_s)
         with self._span("attempt", replica=replica.id, version=replica.version, attempt=self.failed + 1) as trace:
             # Not the client's id but a new one for each attempt: an engine must never see one twice.
             ids = state.new_request_id(), choice.priority, b"traceparent: %b\r\n" % trace if trace else b""
@@ -389,7 +389,7 @@ class Inference:
         exchange.first_byte_s = now_s
         if self.checked.batch:
             return
-        metrics.times["time_to_first_byte"].observe(metrics.series_of(exchange), now_s - exchange.received_s)
+        metrics.first_byte(*metrics.series_of(exchange)).observe(now_s - exchange.received_s)
         if self.checked.stream and choice.load.inflight == 1:
             metrics.loads[choice.model].prefills.append((self.checked.prompt_tokens, now_s - exchange.sent_s))
 
