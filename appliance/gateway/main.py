@@ -157,7 +157,9 @@ class Gateway:
             if ticket is not None and ticket.place.done() and ticket.place.exception() is None:
                 choice = ticket.place.result()  # that its coroutine has not got yet
             if choice is not None and choice.work.batch and not state.router.is_open(choice):
-                exchange.end(errors.batch_gives_way())  # its replica drains; whoever sent it sends it again
+                # Its replica drains; whoever sent it sends it again.
+                text = "This request of class batch gives way: its engine stops. Please retry."
+                exchange.end(errors.unavailable(text, errors.GIVES_WAY, 1))
             if ticket is None:
                 continue
             try:  # its key may not call the model any more, or it is gone, or its engines do not start

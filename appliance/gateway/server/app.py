@@ -199,7 +199,7 @@ class App:
         background = transcript is not None and transcript.background
         if transcript is not None:
             transcript.stores = transcript.stores and state.config.stores_responses
-            if transcript.stores and not self._controller.has_room():
+            if transcript.stores and self._controller.copies_bytes >= state.limits.response_copies_bytes:
                 transcript.stores = False
                 state.metrics.events["responses_not_stored"] += 1
             state.take_body(exchange, len(transcript.input))  # which is in memory twice until the answer arrives

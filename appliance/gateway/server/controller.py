@@ -20,8 +20,8 @@ from yarl import URL
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind
+from appliance.gateway.requests.answers import joined
 from appliance.gateway.requests.request_check import Checked, check_depth, check_object
-from appliance.gateway.requests.transcript import joined
 from appliance.gateway.server.exchange import ClientGone, Exchange, Headers
 from appliance.gateway.server.state import State, read_up_to
 
@@ -65,7 +65,7 @@ class Controller:
             # Asked to close, a server that refuses a body unread cuts off its own answer.
             headers={"Connection": "keep-alive"},
         )
-        self.copies = self._copies_bytes = 0
+        self.copies = self.copies_bytes = 0
         self._away = False
 
     async def relay(self, exchange: Exchange, body: bytes | None = None) -> None:
@@ -172,9 +172,6 @@ class Controller:
 
     # -- copies
 
-    def has_room(self) -> bool:
-        return self._copies_bytes < self._state.limits.response_copies_bytes
-
     @property
     def delivering(self) -> bool:
         """Whether copies are left, and the controller was there at the last attempt."""
@@ -182,7 +179,7 @@ class Controller:
 
     def keep(self, copy: bytes) -> None:
         self.copies += 1
-        self._copies_bytes += len(copy)
+        self.copies_bytes += len(copy)
         self._copies.put_nowait(copy)
 
     async def send_copies(self) -> None:
@@ -199,7 +196,7 @@ class Controller:
                 log.error("%d answered responses are not stored: the controller answered %d", len(copies), status)
                 self._state.metrics.events["responses_not_stored"] += len(copies)
             self.copies -= len(copies)
-            self._copies_bytes -= sum(map(len, copies))
+            self.copies_bytes -= sum(map(len, copies))
 
     async def _store(self, copies: list[bytes]) -> int:
         """The controller's status; 0 if it did not answer."""

@@ -48,7 +48,7 @@ _ANTHROPIC_TYPES: Final = {
     529: "overloaded_error",
 }
 # Inside a JSON string a quote is always escaped, so these match the engine's own fields and never a client's text.
-# Answers of /v1/responses have more of the request than its texts (the schemas of its tools): requests/transcript.py.
+# Answers of /v1/responses have more of the request than its texts (the schemas of its tools): requests/answers.py.
 USAGE: Final = b'"usage"'
 _USAGE: Final = re.compile(rb'"usage": ?\{')
 # All counts in one pass: four searches took 1.8 times as long.

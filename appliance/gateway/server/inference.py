@@ -4,7 +4,7 @@
 - Until the client has a byte of the engine's answer it sees no failure of an engine: the request goes to another
   replica, or waits until one opens, three times at most. An engine that dies may have died of the request, so it goes
   to one more after that, and to no third.
-- After that a greedy stream continues if another engine can generate the same tokens (requests/continuation.py); any
+- After that a greedy stream continues if another engine can generate the same tokens (requests/answers.py); any
   other ends with an error event.
 - Of a good answer the bytes pass unchanged, but for what `_rewrite` changes.
 - A request of class batch (header `x-appliance-class: batch`) gives way to people, and is no demand."""
@@ -29,9 +29,8 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.router import Choice, Ticket
 from appliance.gateway.core.routes import INPUT_TOKENS, PROMPT_FIELDS, RESPONSES
 from appliance.gateway.core.table import Model, cache_salt
-from appliance.gateway.requests.continuation import CHAT, COMPLETIONS, RESUME_PATH
+from appliance.gateway.requests.answers import CHAT, COMPLETIONS, RESUME_PATH, token_count
 from appliance.gateway.requests.request_check import Checked, with_fields
-from appliance.gateway.requests.transcript import token_count
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import USAGE, VERSION, Exchange, error_event
 from appliance.gateway.server.state import State, read_up_to

@@ -127,7 +127,8 @@ class State:
         base, at, version = name.partition("@")
         model = self.router.models.get(base) if at else None
         if model is None or not caller.sees(model) or not caller.may_use(base):
-            return errors.model_not_found(name)
+            message = f"The model `{name[:200]}` does not exist or you do not have access to it."
+            return HttpError(404, message, param="model", code="model_not_found")
         served = ", ".join(f"`{one}`" for one in sorted({r.version for r in model.replicas} or {model.version}))
         message = (
             f"The version `{version[:200]}` of the model `{base}` is not served now; {served} is. `appliance model "

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from appliance.gateway.requests.continuation import continuation_of
+from appliance.gateway.requests.answers import continuation_of
 
 from .conftest import Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from appliance.gateway.core.table import cache_salt
-from appliance.gateway.requests.transcript import Transcript
+from appliance.gateway.requests.answers import Transcript
 from appliance.gateway.server import controller
 
 from .conftest import Box, Start, chat, request_bytes
