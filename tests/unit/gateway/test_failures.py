@@ -122,18 +122,6 @@ async def test_dying_engine_that_still_answers_500_is_retried(box: Box) -> None:
         assert response.status == 200 and response.body == b"".join(chat_events("hel", "lo"))
 
 
-async def test_engine_that_was_given_another_model_is_no_404(box: Box) -> None:
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        if len(box.engines["e0"].requests) == 1:
-            message = "The model `m` does not exist."
-            await reply.json({"error": {"message": message, "type": "NotFoundError", "code": 404}}, 404)
-        else:
-            await answer_chat(request, reply)
-
-    box.engines["e0"].script = script
-    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
-
-
 async def test_adapter_missing_on_one_engine_is_asked_of_the_other(box: Box) -> None:
     missing = {"message": "The model `ft:mine@v1` does not exist.", "type": "NotFoundError", "code": 404}
     await box.engine("e1", gives({"error": missing}, 404))
@@ -225,17 +213,6 @@ async def test_a_request_that_ends_engines_ends_two_and_is_condemned(
     assert [answer.status for answer in answers] == [200] * 12
     assert box.state.metrics.events["engines_died"] == 1
     assert all(load.inflight == 0 for load in box.state.router.loads.values())
-
-
-async def test_an_engine_that_is_killed_costs_none_of_its_requests(start_box: Start) -> None:
-    box = await start_box()
-    await start_engines(box, "e0")
-    asked = [asyncio.ensure_future(ask(box, f"u{n}", stream=n % 2 == 0)) for n in range(10)]
-    await box.until(lambda: len(box.engines["e0"].requests) == 10)
-    await box.engines["e0"].stop()
-    await start_engines(box, "e1")
-    assert [answer.status for answer in await asyncio.gather(*asked)] == [200] * 10
-    assert box.state.metrics.events["engines_died"] == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -109,20 +109,6 @@ async def test_box_asks_a_model_in_training_by_its_version_and_it_is_usage_of_th
     assert (await ask_privately(box, listener, headers, model=f"{policy}@step-3.ab")).status == 404
 
 
-async def test_request_of_a_model_in_training_is_held_through_new_tables(
-    box: Box, listener: socket.socket, policy: str
-) -> None:
-    replicas = box.models[policy]["replicas"]
-    box.models[policy]["replicas"] = []
-    box.apply()
-    asking = asyncio.create_task(ask_privately(box, listener, BATCH, model=f"{policy}@step-3.ab"))
-    await box.until(lambda: box.state.holds.count(batch=True) == 1)
-    box.apply()
-    box.models[policy]["replicas"] = replicas
-    box.apply()
-    assert (await asking).status == 200
-
-
 async def test_model_in_training_may_be_silent_for_long(start_box: Start, listener: socket.socket) -> None:
     async def slow(request: UpstreamRequest, reply: Reply) -> None:
         await asyncio.sleep(0.2)
