@@ -11,13 +11,11 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Collection, Iterator
-from types import SimpleNamespace
-from typing import Any, Final
+from collections.abc import Collection
+from typing import Final
 
 import orjson
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
@@ -28,7 +26,7 @@ from appliance.gateway.requests.request_check import check_object, parsed_body
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import ClientGone, Exchange, Headers
 from appliance.gateway.server.inference import Inference
-from appliance.gateway.server.state import State
+from appliance.gateway.server.state import State, metrics_text
 from appliance.ui.site import TO_THE_PAGE, site
 from runtime.moments import minute
 from weights.format.names import policy_of
@@ -60,7 +58,10 @@ class App:
                 exchange.received_s = time.monotonic()
                 own_id = exchange.headers.get(b"x-request-id", b"")
                 exchange.request_id = own_id if _REQUEST_ID.match(own_id) else state.new_request_id()
-                if (origins := state.config.cors_origins) and is_preflight(exchange, origins):
+                if state.config.cors_origins:
+                    exchange.cors = cors_headers(exchange, state.config.cors_origins)
+                asks = exchange.method == b"OPTIONS" and b"access-control-request-method" in exchange.headers
+                if asks and len(exchange.cors) > 1:
                     await exchange.whole(200, b"text/plain", b"OK")
                 else:
                     self._admit(exchange)
@@ -263,24 +264,20 @@ def check_same_origin(exchange: Exchange) -> None:
         raise HttpError(403, "A login of the page is only for requests of the page itself.", code="cross_site_request")
 
 
-def is_preflight(exchange: Exchange, origins: Collection[str]) -> bool:
-    """Whether a browser asks what a page of one of these origins may do. Sets the headers that let the page read the
-    answer, never with credentials (cookies): a key says who asks, and a page must have been given one."""
-    headers, every = exchange.headers, "*" in origins
-    origin = headers.get(b"origin", b"")
-    exchange.cors = [(b"vary", b"Origin")]
+def cors_headers(exchange: Exchange, origins: Collection[str]) -> list[tuple[bytes, bytes]]:
+    """Headers by which a browser lets a page of these origins ask anything and read the answer, never with credentials
+    (cookies): a key says who asks, and a page must have been given one."""
+    origin, every = exchange.headers.get(b"origin", b""), "*" in origins
     if not origin or not (every or origin.decode("latin-1") in origins):
-        return False
-    allowed = b"*" if every else origin
-    exchange.cors += [(b"access-control-allow-origin", allowed), (b"access-control-expose-headers", b"*")]
-    if exchange.method != b"OPTIONS" or b"access-control-request-method" not in headers:
-        return False
-    exchange.cors += [
+        return [(b"vary", b"Origin")]
+    return [
+        (b"access-control-allow-origin", b"*" if every else origin),
+        (b"access-control-expose-headers", b"*"),
         (b"access-control-allow-methods", b"DELETE, GET, HEAD, PATCH, POST, PUT"),
-        (b"access-control-allow-headers", headers.get(b"access-control-request-headers", b"")),
+        (b"access-control-allow-headers", exchange.headers.get(b"access-control-request-headers", b"*")),
         (b"access-control-max-age", b"7200"),
+        (b"vary", b"Origin"),
     ]
-    return True
 
 
 def check_head(exchange: Exchange, limits: Limits) -> None:
@@ -289,7 +286,8 @@ def check_head(exchange: Exchange, limits: Limits) -> None:
     if (length or exchange.chunked) and exchange.method not in (b"POST", b"PUT", b"PATCH"):
         # A body has no meaning there, so servers differ about it: one that does not read it parses it as the next head.
         method = exchange.method.decode()
-        raise HttpError(400, f"A {method} request has no body here. Send it without one.", code="unexpected_body")
+        text = f"A {method} request has no body here. Send it without one."
+        raise HttpError(400, text, code="unexpected_body", close=exchange.chunked)
     if length is not None and length > limit:
         raise errors.body_too_large(limit)
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
@@ -300,45 +298,3 @@ def check_head(exchange: Exchange, limits: Limits) -> None:
         given = kind[:100].decode("ascii", "replace")
         message = f"Unsupported content type {given!r}: send -H 'content-type: application/json'."
         raise HttpError(415, message, code="unsupported_content_type")
-
-
-# -- Prometheus
-
-
-async def metrics_text(state: State, controller_up: bool) -> bytes:
-    """Series of this gateway."""
-    text = "Whether the controller answered this scrape."
-    current = [*gauges(state), GaugeMetricFamily("appliance_controller_up", text, int(controller_up))]
-    collected: Any = SimpleNamespace(collect=lambda: [*state.metrics.registry.collect(), *current])
-    return await asyncio.to_thread(generate_latest, collected)  # it may take 0.3 s
-
-
-def gauges(state: State) -> Iterator[Metric]:
-    """Series made of the current state."""
-    named = "appliance_gateway_{}".format
-    events = CounterMetricFamily(named("events"), "Things that happened to requests.", labels=("event",))
-    for event, count in sorted(state.metrics.events.items()):
-        events.add_metric((event,), count)
-    yield events
-    events = CounterMetricFamily(named("events"), "Things that happened to requests.", labels=("event",))
-    for event, count in sorted(state.metrics.events.items()):
-        events.add_metric((event,), count)
-    yield events
-    yield GaugeMetricFamily(named("start_time_seconds"), "Unix time of the start.", state.started_s)
-    yield GaugeMetricFamily(named("connections"), "Open client connections.", len(state.connections))
-    yield GaugeMetricFamily(named("buffered_body_bytes"), "Request bodies in memory.", state.buffered_bytes)
-    if state.certificate is not None:
-        text = "Unix time at which the endpoint's certificate expires."
-        yield GaugeMetricFamily("appliance_tls_expiry_seconds", text, state.certificate.expires_s)
-    held = dict.fromkeys((model for model, _, _ in state.metrics.series), 0) | state.holds.models()
-    loads = {name: load.inflight for name, load in state.router.loads.items()}
-    failing = dict.fromkeys(state.background.names(), 1)
-    for name, label, text, values in (
-        ("held", "model", "Requests waiting for a replica.", held),
-        ("inflight", "replica", "Requests on a replica.", loads),
-        ("degraded", "part", "1 while a part of the gateway fails and is tried again.", failing),
-    ):
-        family = GaugeMetricFamily(named(name), text, labels=(label,))
-        for value, number in values.items():
-            family.add_metric((value,), number)
-        yield family

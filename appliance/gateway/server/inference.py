@@ -29,10 +29,10 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.router import Choice, Ticket
 from appliance.gateway.core.routes import INPUT_TOKENS, PROMPT_FIELDS, RESPONSES
 from appliance.gateway.core.table import Model, cache_salt
-from appliance.gateway.requests.answers import CHAT, COMPLETIONS, RESUME_PATH, token_count
+from appliance.gateway.requests.answers import CHAT, COMPLETIONS, RESUME_PATH, USAGE, token_count
 from appliance.gateway.requests.request_check import Checked, with_fields
 from appliance.gateway.server.controller import Controller
-from appliance.gateway.server.exchange import USAGE, VERSION, Exchange, error_event
+from appliance.gateway.server.exchange import VERSION, Exchange, error_event
 from appliance.gateway.server.state import State, read_up_to
 from weights.format.names import policy_of
 

@@ -11,14 +11,17 @@ import os
 import secrets
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import aiohttp
 from aiohttp.connector import Connection
 from aiohttp.http import HttpProcessingError, RawResponseMessage
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from uvicorn.server import ServerState
 from yarl import URL
 
@@ -272,3 +275,38 @@ async def read_up_to(content: aiohttp.StreamReader, most: int) -> bytes:
     while len(body) < most and not content.at_eof():
         body += await content.read(most - len(body))
     return body
+
+
+# -- Prometheus
+
+
+async def metrics_text(state: State, controller_up: bool) -> bytes:
+    """Series of this gateway."""
+    current = [*state.metrics.registry.collect(), *gauges(state, controller_up)]
+    collected: Any = SimpleNamespace(collect=lambda: current)
+    return await asyncio.to_thread(generate_latest, collected)  # it may take 0.3 s
+
+
+def gauges(state: State, controller_up: bool) -> Iterator[Metric]:
+    """Series made of the current state."""
+    held = dict.fromkeys((model for model, _, _ in state.metrics.series), 0) | state.holds.models()
+    loads = {name: load.inflight for name, load in state.router.loads.items()}
+    failing = dict.fromkeys(state.background.names(), 1)
+    expiry = {} if state.certificate is None else {"": state.certificate.expires_s}
+    rows: Any = (
+        ("gateway_events", "event", "Things that happened to requests.", state.metrics.events),
+        ("gateway_held", "model", "Requests waiting for a replica.", held),
+        ("gateway_inflight", "replica", "Requests on a replica.", loads),
+        ("gateway_degraded", "part", "1 while a part of the gateway fails and is tried again.", failing),
+        ("gateway_start_time_seconds", "", "Unix time of the start.", {"": state.started_s}),
+        ("gateway_connections", "", "Open client connections.", {"": len(state.connections)}),
+        ("gateway_buffered_body_bytes", "", "Request bodies in memory.", {"": state.buffered_bytes}),
+        ("tls_expiry_seconds", "", "Unix time at which the endpoint's certificate expires.", expiry),
+        ("controller_up", "", "Whether the controller answered this scrape.", {"": int(controller_up)}),
+    )
+    for name, label, text, values in rows:
+        kind = CounterMetricFamily if label == "event" else GaugeMetricFamily
+        family = kind(f"appliance_{name}", text, labels=[label] if label else [])
+        for value, number in values.items():
+            family.add_metric([value] if label else [], number)
+        yield family

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from appliance.gateway.core.spending import OwnerUse
-from appliance.gateway.server.exchange import Tokens
+from appliance.gateway.requests.answers import Tokens
 
 from .conftest import KEY, Box, Start, chat, digest, request_bytes
 from .test_continuation import completion, events, greedy_engine
