@@ -66,10 +66,6 @@ def protocol_error(message: str, status: int = 400) -> HttpError:
     return HttpError(status, message, kind="invalid_request_error", code="bad_http_request", close=True)
 
 
-def head_too_large() -> HttpError:
-    return protocol_error("The URL and the headers of the request are too long.", 431)
-
-
 def body_too_large(limit: int) -> HttpError:
     message = f"The request body is over the limit of {limit} bytes."
     return HttpError(413, message, code="request_too_large", close=True)

@@ -293,8 +293,3 @@ def check_head(exchange: Exchange, limits: Limits) -> None:
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         # The size of a compressed body does not bound the cost of reading it.
         raise HttpError(415, "Compressed request bodies are not accepted.", code="unsupported_content_encoding")
-    kind = headers.get(b"content-type", _JSON)
-    if exchange.route.kind is Kind.INFERENCE and not kind.lower().startswith(_JSON):
-        given = kind[:100].decode("ascii", "replace")
-        message = f"Unsupported content type {given!r}: send -H 'content-type: application/json'."
-        raise HttpError(415, message, code="unsupported_content_type")

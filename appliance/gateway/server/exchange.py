@@ -333,9 +333,8 @@ class Connection(HttpToolsProtocol):
             self._refuse(error.__context__)
         except httptools.HttpParserError as error:
             self._refuse(errors.protocol_error(f"The request is not well-formed HTTP/1.1: {error}."))
-        else:
-            if self._head_bytes > self.state.limits.head_bytes:  # of which the end has not come
-                self._refuse(errors.head_too_large())
+        if self.parser is not None and self._head_bytes > self.state.limits.head_bytes:
+            self._refuse(errors.protocol_error("The head of the request is too long.", 431))
 
     def _without_offer(self, rest: bytes) -> bytes:
         """The head without its offer of another protocol, which a server may ignore (RFC 9110, 7.8), and what followed
@@ -369,7 +368,7 @@ class Connection(HttpToolsProtocol):
             headers[name] = b"%b, %b" % (headers[name], value) if name in headers else value
         coding = headers.get(b"transfer-encoding")
         if head_bytes > self.state.limits.head_bytes:
-            raise errors.head_too_large()
+            raise errors.protocol_error("The head of the request is too long.", 431)
         if method == b"CONNECT":
             raise errors.protocol_error("CONNECT is not supported.")
         if version not in ("1.0", "1.1"):

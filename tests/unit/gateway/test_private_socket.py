@@ -124,18 +124,6 @@ async def test_model_in_training_may_be_silent_for_long(start_box: Start, listen
     assert (await ask_privately(box, listener, BATCH)).status == 504
 
 
-async def test_engine_without_a_model_in_training_goes_on_with_its_base(
-    box: Box, listener: socket.socket, policy: str
-) -> None:
-    async def unknown(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.json({"error": {"message": "The model does not exist.", "code": 404}}, 404)
-
-    box.engines["e0"].script = unknown
-    answer = await ask_privately(box, listener, BATCH, model=f"{policy}@step-3.ab")
-    assert answer.status == 503 and answer.error["code"] == "model_not_ready"
-    assert box.state.router.loads["e0"].paused_until_s == 0.0
-
-
 @pytest.mark.parametrize("version", ["", "@step-3.ab"])
 @pytest.mark.parametrize("key", ["sk-test-admin", "sk-test-all"])
 async def test_client_meets_no_model_in_training(box: Box, policy: str, key: str, version: str) -> None:

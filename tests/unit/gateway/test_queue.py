@@ -83,19 +83,6 @@ async def test_owner_with_one_request_waits_for_one_of_anothers_many(start_box: 
         wire.close()
 
 
-async def test_place_goes_to_whoever_waits_for_the_same_engine_by_another_name(start_box: Start) -> None:
-    box, engine = await crowded(start_box, 1, sweep_s=60.0)
-    box.models["ft:a"] = {**box.models["m"], "host": "m", "adapter": "ft:a@v1"}
-    box.apply()
-    base = await send(box, "base")
-    await box.until(lambda: engine.running == ["base"])
-    adapter = await send(box, "adapter", model="ft:a")
-    await box.until(lambda: waiting(box) == 1)
-    engine.end("base")
-    engine.end("adapter")
-    assert [(await wire.response()).status for wire in (base, adapter)] == [200, 200]
-
-
 async def test_batch_waits_for_half_of_the_slots_and_is_no_demand(start_box: Start) -> None:
     box, engine = await crowded(start_box, 4)
     wires = [await send(box, f"line{n}", BATCH) for n in range(3)]

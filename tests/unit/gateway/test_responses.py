@@ -147,15 +147,6 @@ async def test_copies_that_the_controller_failed_at_are_sent_again(front: Box, m
     assert len(await stored(front)) == 1
 
 
-async def test_what_has_no_room_to_wait_is_said_not_to_be_stored(start_box: Start) -> None:
-    box = await start_box(limits={"response_copies_bytes": 100}, engine=answer_response)
-    said = [json.loads((await box.ask("POST", URL, {"model": "m", "input": "x"})).body)["store"] for _ in range(3)]
-    assert said == [True, False, False]
-    assert box.state.metrics.events["responses_not_stored"] == 2
-    await box.control(Controller())
-    assert len(await stored(box)) == 1
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_engine_gets_the_whole_conversation_and_the_client_sees_what_it_goes_on_from(
     front: Box, stream: bool
@@ -189,23 +180,6 @@ async def test_an_unknown_previous_response_is_openais_error_and_no_engine_hears
     assert front.controller is not None
     assert front.controller.requests[0].target == "/internal/responses/context?id=..%2Fx%3Fy%26id%3Dz"
     assert not front.engines["e0"].requests and front.state.buffered_bytes == 0
-
-
-async def test_limits_hold_for_the_joined_input(start_box: Start) -> None:
-    box = await start_box(limits={"inference_body_bytes": 2000, "json_depth": 10}, engine=answer_response)
-    controller = Controller()
-    await box.control(controller)
-    body = {"model": "m", "input": "x", "previous_response_id": "resp_known"}
-    cases: list[tuple[Any, int, str | None]] = [
-        ([{"role": "user", "content": "y" * 1950}], 413, "request_too_large"),
-        ([[[[[[[[[[["deep"]]]]]]]]]]], 400, "invalid_json"),
-        ([{"role": "user", "content": [IMAGE]}], 400, "remote_media_refused"),
-    ]
-    for earlier, status, code in cases:
-        controller.earlier = earlier
-        response = await box.ask("POST", URL, body)
-        assert (response.status, response.error["code"]) == (status, code)
-    assert not box.engines["e0"].requests and box.state.buffered_bytes == 0
 
 
 async def test_the_tokens_of_an_input_are_counted_with_those_of_earlier_turns(front: Box) -> None:
