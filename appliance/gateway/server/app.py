@@ -24,7 +24,7 @@ from appliance.gateway.core.routes import ADMIN, FRONT_DOOR, KEYLESS, LOGIN_BODY
 from appliance.gateway.core.table import THE_BOX, Caller
 from appliance.gateway.requests.request_check import check_object, parsed_body
 from appliance.gateway.server.controller import Controller
-from appliance.gateway.server.exchange import ClientGone, Exchange, Headers
+from appliance.gateway.server.exchange import Exchange, Headers
 from appliance.gateway.server.inference import Inference
 from appliance.gateway.server.state import State, metrics_text
 from appliance.ui.site import TO_THE_PAGE, site
@@ -72,15 +72,13 @@ class App:
                 exchange.task.uncancel()
             except HttpError as refusal:
                 error = refusal
-            except ClientGone:
-                raise
             except Exception as failure:  # noqa: BLE001 - logged, and the client gets a 500
                 log.error("a request was not answered", exc_info=failure, extra=exchange.ids)
                 error = HttpError(500, "The gateway failed.", code="internal_error")
             if error is not None:
                 await exchange.fail(error)
-        except (ClientGone, asyncio.CancelledError):
-            pass
+        except asyncio.CancelledError:
+            pass  # the client is gone
         finally:
             state.exchanges.discard(exchange)
             if not exchange.response_complete:
@@ -164,7 +162,7 @@ class App:
             await exchange.whole(200 if ready else 503, _JSON, orjson.dumps(body))
 
     async def _body(self, exchange: Exchange, limit: int) -> bytes:
-        """All of it, counted as in memory. Raises HttpError 413, 408, 429 and 503, ClientGone."""
+        """All of it, counted as in memory. Raises HttpError 413, 408, 429 and 503."""
         kept: list[bytes] = []
         while data := await exchange.read(limit):
             self._state.take_body(exchange, len(data))

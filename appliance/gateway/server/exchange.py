@@ -54,10 +54,6 @@ _ONCE: Final = frozenset(
 _NO_USE: Final = KeyUse(OwnerUse())
 
 
-class ClientGone(Exception):
-    """The client left, or took nothing for too long; there is nobody to answer."""
-
-
 class Exchange:
     """Times by the monotonic clock. target: path and query. head_only: its answer has no body. session: the login of
     the page that it came by, empty for a key. received_s: when its head came, of inference its body; sent_s: when an
@@ -245,13 +241,13 @@ class Exchange:
         self.connection.transport.write(data)
 
     async def _drained(self) -> None:
-        """Wait for a client that reads slowly. Raises ClientGone if it takes nothing for too long."""
+        """Wait for a client that reads slowly; one that takes nothing for too long is left, which cancels this."""
+        loop, stall_s = self.connection.loop, self.connection.state.limits.write_stall_s
+        stalled = loop.call_later(stall_s, self.connection.transport.abort)
         try:
-            async with asyncio.timeout(self.connection.state.limits.write_stall_s):
-                await self.connection.flow.drain()
-        except TimeoutError:
-            self.connection.transport.abort()
-            raise ClientGone from None
+            await self.connection.flow.drain()
+        finally:
+            stalled.cancel()
 
 
 def _head(status: int, headers: Pairs) -> bytes:

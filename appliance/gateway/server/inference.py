@@ -128,14 +128,7 @@ class Inference:
                 self._prepare_retry(failure, choice)
             finally:
                 if failed is not None:
-                    first_s = exchange.first_byte_s - exchange.sent_s
-                    self.state.comparison.add(
-                        self.model,
-                        choice.replica.version,
-                        failed=failed,
-                        first_byte_s=first_s if first_s >= 0 else None,
-                        duration_s=time.monotonic() - exchange.sent_s,
-                    )
+                    self.state.comparison.add(self.model, choice.replica.version, exchange, failed=failed)
                 exchange.choice = None
                 self.state.ended(choice)
 
@@ -169,10 +162,6 @@ class Inference:
             return (self.model,)
         canary = self.state.router.canary_for(self.model, self.exchange.caller.id, self.checked.conversation)
         return (self.model,) if canary is None else (canary, self.model)
-
-    def _deaths(self) -> int:
-        """Engines that broke off while they had it."""
-        return sum(reason is EngineFailure.DIED for reason in self.failures.values())
 
     async def _wait(self, queue: tuple[str, bool], names: tuple[str, ...]) -> Choice:
         """Wait for a place. Raises HttpError 503 where it may not wait (any longer)."""
@@ -422,7 +411,7 @@ class Inference:
         self.waiting_since_s = 0.0
         self.failed += 1
         self.failures[choice.replica.id] = reason
-        if self._deaths() >= MAX_DEATHS:
+        if [*self.failures.values()].count(EngineFailure.DIED) >= MAX_DEATHS:
             state.metrics.events["engines_died"] += 1
             message = (
                 "Two engines of this model ended while they had this request, so it is sent to no other. Please change "
