@@ -44,9 +44,8 @@ class Limits:
     replica_inflight: Count = 1024
     head_timeout_s: Seconds = 15.0
     keepalive_s: Seconds = 75.0
-    body_bytes_per_s: Count = 32 * 1024
-    """A body must come at this rate on average, after an initial period, so that every body ends."""
     body_grace_s: Seconds = 30.0
+    """The longest pause of a body that is coming."""
     write_stall_s: Seconds = 60.0
     upstream_silence_s: Seconds = 600.0
     controller_wait_s: Seconds = 5.0

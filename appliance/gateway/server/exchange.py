@@ -91,7 +91,6 @@ class Exchange:
     ended: HttpError | None = None
     task: asyncio.Task[None]
     _chunked = False
-    _waited_s = 0.0
 
     def __init__(
         self, connection: Connection, method: bytes, target: bytes, headers: Headers, keep_alive: bool
@@ -132,14 +131,13 @@ class Exchange:
         """The next piece of the body, empty at its end. Raises HttpError 413 and 408."""
         if self.body_complete:
             return b""
-        connection, limits = self.connection, self.connection.state.limits
+        connection = self.connection
         if self._expects:
             self._expects = False
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if self.more_body and not self.body:  # a small one has come with its head
-            began_s, left_s = time.monotonic(), limits.body_grace_s + self.body_bytes / limits.body_bytes_per_s
             try:
-                async with asyncio.timeout(left_s - self._waited_s):
+                async with asyncio.timeout(connection.state.limits.body_grace_s):
                     while self.more_body and not self.body and connection.refusal is None:
                         self.message_event.clear()
                         connection.flow.resume_reading()  # uvicorn pauses after much of it
@@ -147,7 +145,6 @@ class Exchange:
             except TimeoutError:
                 text = "The request body came too slowly."
                 raise HttpError(408, text, code="request_timeout", close=True) from None
-            self._waited_s += time.monotonic() - began_s
         data, self.body, self.body_complete = bytes(self.body), bytearray(), not self.more_body
         if self.more_body and connection.refusal is not None:
             raise connection.refusal
@@ -379,12 +376,12 @@ class Connection(HttpToolsProtocol):
             self._offers_upgrade = True
             return
         keep_alive = version != "1.0" and self.parser.should_keep_alive()
-        self.cycle: Any = Exchange(self, method, self.url, headers, keep_alive)
+        self.cycle = exchange = Exchange(self, method, self.url, headers, keep_alive)  # type: ignore[assignment]
         if self.running is None or self.running.response_complete:
-            self._start_asgi_task(self.cycle, self.app)
+            self._start_asgi_task(exchange, self.app)
         else:
             self.flow.pause_reading()
-            self.pipeline.appendleft((self.cycle, self.app))
+            self.pipeline.appendleft((exchange, self.app))  # type: ignore[arg-type]
 
     def on_message_complete(self) -> None:
         if not self._offers_upgrade:
