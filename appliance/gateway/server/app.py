@@ -59,9 +59,9 @@ class App:
                 own_id = exchange.headers.get(b"x-request-id", b"")
                 exchange.request_id = own_id if _REQUEST_ID.match(own_id) else state.new_request_id()
                 if state.config.cors_origins:
-                    exchange.cors = cors_headers(exchange, state.config.cors_origins)
+                    exchange.extra += cors_headers(exchange, state.config.cors_origins)
                 asks = exchange.method == b"OPTIONS" and b"access-control-request-method" in exchange.headers
-                if asks and len(exchange.cors) > 1:
+                if asks and len(exchange.extra) > 1:
                     await exchange.whole(200, b"text/plain", b"OK")
                 else:
                     self._admit(exchange)
@@ -204,12 +204,13 @@ class App:
             state.take_body(exchange, len(transcript.input))  # which is in memory twice until the answer arrives
             if transcript.previous_id and not background:
                 checked = await self._controller.with_previous(exchange, data, checked)
-        checked.model, exchange.ignored = name, checked.ignored
-        state.spending.opened(caller, exchange.use, checked.tokens, state.limits.owner_requests)
-        exchange.checked, exchange.routed_model = checked, name
-        if background:
+        exchange.extra += checked.ignored
+        if background:  # it asks again, in this gateway
             await self._controller.relay(exchange, body)
             return None
+        state.spending.opened(caller, exchange.use, checked.tokens, state.limits.owner_requests)
+        checked.model = exchange.routed_model = name
+        exchange.checked = checked
         if state.tracing is not None:
             state.tracing.begin(exchange)
         return Inference(state, self._controller, exchange, checked)

@@ -59,10 +59,11 @@ class Exchange:
     the page that it came by, empty for a key. received_s: when its head came, of inference its body; sent_s: when an
     engine got it last. trace: its W3C traceparent, empty without one; span: OpenTelemetry's, if traces are exported.
 
-    model: the one it names, once known to exist, without a version. checked: once it counts as open. infers: it is for
-    an engine. choice: the replica that has it; ticket: its place in the queue while it is held. routed_model: name in
+    model: the one it names, once known to exist, without a version. checked: once it counts as open, for an
+    engine. choice: the replica that has it; ticket: its place in the queue while it is held. routed_model: name in
     the table by which it was placed, the model's or its canary's. replica, model_version: where it is or was last; the
-    version as the engine names it, once it answers. ignored: headers that name the parts of it that no engine gets.
+    version as the engine names it, once it answers. extra: headers of its answer that name the parts of it
+    that no engine gets, or tell a browser who may read it.
     tokens: its cost as the engine reported it.
 
     head_sent: the status is out. sse: as a stream of events, which an error can join; stream_events: events relayed.
@@ -83,10 +84,9 @@ class Exchange:
     checked: Checked | None = None
     choice: Choice | None = None
     ticket: Ticket | None = None
-    ignored: Pairs = ()
-    cors: list[tuple[bytes, bytes]]
+    extra: list[tuple[bytes, bytes]]
     span: Any = None
-    infers = head_only = head_sent = sse = broke_off = response_complete = False
+    head_only = head_sent = sse = broke_off = response_complete = False
     more_body = True
     ended: HttpError | None = None
     task: asyncio.Task[None]
@@ -103,7 +103,7 @@ class Exchange:
         self.chunked = b"transfer-encoding" in headers
         self.body_complete = not (self.chunked or self.content_length)
         self.body, self.message_event, self.tokens = bytearray(), asyncio.Event(), Tokens()
-        self.cors = []
+        self.extra = []
         self._expects = headers.get(b"expect", b"").lower() == b"100-continue"
 
     @property
@@ -163,7 +163,7 @@ class Exchange:
 
     async def begin(self, status: int, headers: Pairs, data: bytes = b"") -> None:
         """Send the head, and what is there of the body: each write is a packet that wakes its reader."""
-        every = [*headers, (b"x-request-id", self.request_id), *self.ignored, *self.cors]
+        every = [*headers, (b"x-request-id", self.request_id), *self.extra]
         if self.route.kind is Kind.INFERENCE:
             every += self.use.headers()
         if is_anthropic(self.path):

@@ -104,7 +104,6 @@ class Inference:
         checked.data = {}  # it may be large, and the request may wait for long
         checked.owner, checked.batch = caller.owner, exchange.use.batch
         checked.beginning = zlib.crc32(salt.encode(), checked.beginning)
-        exchange.infers = True
         self.failures: dict[str, EngineFailure] = {}
         self.failed, self.waiting_since_s = 0, 0.0
         self.answer_begun = self.continues = self.stream_ended = self.has_error = False
@@ -150,7 +149,6 @@ class Inference:
             choice = await self._wait((host, work.batch), names)
         exchange.routed_model, exchange.choice = choice.model, choice
         exchange.replica, exchange.model_version = choice.replica.id, choice.replica.version
-        state.report_due = True
         return choice
 
     def _names(self) -> tuple[str, ...]:
@@ -176,7 +174,6 @@ class Inference:
             raise state.not_ready(self.model, "too many requests are waiting")
         exchange.routed_model, exchange.ticket = self.model, ticket
         state.metrics.events["held"] += 1
-        state.report_due = True
         if is_first:
             state.report_now()  # a sleeping model wakes on it
         pause_s = state.config.holds.sse_grace_s
@@ -199,7 +196,6 @@ class Inference:
             raise
         finally:
             exchange.ticket = None
-            state.report_due = True
 
     def _span(self, name: str, **attributes: str | int) -> AbstractContextManager[bytes]:
         """A part of the request's trace, if traces are exported. It gives the `traceparent` of what is inside."""
