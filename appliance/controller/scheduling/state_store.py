@@ -29,7 +29,7 @@ from appliance.store.records import audit, canaries, deployments, model_settings
 from appliance.store.rows import AuditRow, DeploymentRow, JobRow
 from scheduler.core.failures import Failure
 from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Workload
-from scheduler.handover.ports import Outcome
+from scheduler.handover.effects import Outcome
 from train.methods.methods import method_of
 from weights.format.names import policy_name
 from weights.memory.store import WeightStore
@@ -80,7 +80,7 @@ class JobMemory:
 
 
 class SqliteStateStore:
-    """Implements `scheduler.handover.ports.StateStore`. Every call is a few short statements on the database."""
+    """Implements `scheduler.handover.effects.StateStore`. Every call is a few short statements on the database."""
 
     def __init__(
         self,
