@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from runtime.devices.kinds import kind_of
-from scheduler.autoscale import demand as demand_
+from scheduler import autoscaler
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import node_of
 from scheduler.core.workload import Allocation, DeploymentView, PlanInput, ReplicaState, ReplicaView
@@ -65,7 +65,7 @@ class DeviceAssignment(Shares):
             if (d := self.deployments.get(r.model)) is not None
             and r.refused == d.version != r.version
             and _set_up_for(d, r)
-            and demand_.usable(d, now_s)
+            and autoscaler.usable(d, now_s)
         }
         self.out: dict[str, ReplicaView] = {}
         self.groups: dict[str, tuple[str, ...]] = {}
@@ -201,11 +201,11 @@ class DeviceAssignment(Shares):
                 self.reviews.append(replica.since_s + self.config.await_sleep_s)
         for nth in range(count):
             home = next((r for r in asleep if r.id not in self.out and self.free.has(r.devices)), None)
-            if home is not None and demand_.usable(deployment, self.now_s):
+            if home is not None and autoscaler.usable(deployment, self.now_s):
                 self.note_replica(home, "open")
                 self.take(home.devices)
                 continue
-            if not demand_.usable(deployment, self.now_s) or count - nth <= falling:
+            if not autoscaler.usable(deployment, self.now_s) or count - nth <= falling:
                 return True
             devices = self.free.choose(deployment.tensor_parallel, only=self.unheld)
             if devices is None:
@@ -220,7 +220,7 @@ class DeviceAssignment(Shares):
 
     def note_replica(self, replica: ReplicaView, state: ReplicaState) -> None:
         deployment = self.deployments.get(replica.model)
-        moves = deployment is not None and not replica.busy and demand_.usable(deployment, self.now_s)
+        moves = deployment is not None and not replica.busy and autoscaler.usable(deployment, self.now_s)
         moves = moves and replica.id not in self.outdated
         version = deployment.version if deployment is not None and moves and state == "open" else replica.version
         self.out[replica.id] = replace(replica, state=state, version=version)
@@ -271,7 +271,7 @@ class DeviceAssignment(Shares):
                 continue
             if not eager or counts[replica.model] >= deployment.max_replicas or not self.fits(replica):
                 continue
-            if demand_.usable(deployment, self.now_s) and not deployment.asleep(self.now_s):
+            if autoscaler.usable(deployment, self.now_s) and not deployment.asleep(self.now_s):
                 if self.free.has(replica.devices):
                     self.note_replica(replica, "open")
                     self.take(replica.devices)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import inf
 
-from scheduler.autoscale import demand as demand_
+from scheduler import autoscaler
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView, Hysteresis, JobView, PlanInput, Policy
 from scheduler.plan import queue
@@ -90,7 +90,7 @@ class Shares:
         )
         switch_device_s = 2 * max(stops_s, default=0.0) if self.policy.kind == "auto" else 0.0
         for model, deployment in self.deployments.items():
-            hysteresis, reviews = demand_.required(
+            hysteresis, reviews = autoscaler.required(
                 deployment,
                 self.plan_input.hysteresis.get(model, Hysteresis()),
                 self.now_s,
@@ -157,7 +157,7 @@ class Shares:
         """
         counts = dict(base or {})
         left = min(capacity, self._total - self._stuck()) - self._cost(counts)
-        wishes = demand_.slots(
+        wishes = autoscaler.slots(
             tuple(self.deployments.values()), self.plan_input.replicas, self.hysteresis, self.now_s, self.config
         )
         if left <= 0:

@@ -68,7 +68,7 @@ SUBPACKAGES = (
     "scheduler.loop",
     "scheduler.handover",
     "scheduler.plan",
-    "scheduler.autoscale",
+    "scheduler.autoscaler",
     "scheduler.core",
     "train.convert",
     "train.trainer",

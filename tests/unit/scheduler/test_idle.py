@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scheduler.autoscale.demand import required
+from scheduler.autoscaler import required
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, PlanInput, Policy
 from scheduler.loop.explain import explain
