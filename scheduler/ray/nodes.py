@@ -22,7 +22,7 @@ from runtime.devices.kind import Reading
 from scheduler.core.errors import EffectFailed, NodeNameTaken
 from scheduler.core.inventory import Device, NodeChange
 from scheduler.devices.host_reading import MemoryReading
-from scheduler.ray.actors import RANK, REPLICA, actor_names, ask, find_actor, named_actor, within
+from scheduler.ray.actors import RANK, REPLICA, actor_names, errors_as_failures, find_actor, named_actor, within
 from scheduler.ray.node import NODE, Node, NodeConfig, NodeReport
 from weights.format.errors import WeightsError
 from weights.format.names import Name
@@ -164,7 +164,8 @@ class Nodes:
 
     async def on(self, node: str, method: str, *arguments: Any) -> Any:
         """The answer of a node's agent. Raises EffectFailed."""
-        return await ask(getattr(self._of(node).actor, method).remote(*arguments))
+        with errors_as_failures():
+            return await getattr(self._of(node).actor, method).remote(*arguments)
 
     async def of_store(self, name: str, method: str, *arguments: Any) -> Any:
         """What the store of weights on a node answers. Raises EffectFailed."""
