@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -81,8 +82,9 @@ def quantize(session: Session, args: Namespace) -> None:
 
     An adapter is added to its base first. int8 and int4 run on CPUs and GPUs, fp8 on GPUs. The new model is one of its
     own and, like every import, for everybody until `model share NAME --with all --stop`. A job on it trains an adapter
-    beside the few bits (QLoRA): docs/adapters.md. --compare reports the share of equal answers, and the share of an
-    answer before its first difference; both models answer without sampling.
+    beside the few bits (QLoRA): docs/adapters.md. --name of an existing base model makes it a version of that model,
+    which answers at once. --compare reports both perplexities of the file's answers, the share of equal answers, and
+    the share of an answer before its first difference; both models answer without sampling.
 
     Examples:
       appliance model quantize qwen2.5-7b --form int8
@@ -126,34 +128,50 @@ def _gguf(checkpoint: Path, quant: str) -> Path:
     return target
 
 
-def _questions(text: str, limit: int) -> list[Any]:
-    """Messages of each chat up to its last question. Raises BadUsage."""
+def _questions(text: str, limit: int) -> list[tuple[list[Any], dict[str, Any] | None]]:
+    """Messages of each chat up to its last question, and the answer, if there is one. Raises BadUsage."""
     chats = []
     for line in [line for line in text.split("\n") if line.strip()][:limit]:  # JSON may hold other ends of lines
         try:
-            messages = json.loads(line)["messages"]
+            messages, answer = json.loads(line)["messages"], None
             while messages[-1]["role"] == "assistant":
-                messages.pop()
+                answer = messages.pop()
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise BadUsage(f'--compare: expected {{"messages": [...]}} on each line; one is {line[:80]!r}') from error
-        chats.append(messages)
+        chats.append((messages, answer if answer and isinstance(answer.get("content"), str) else None))
     if not chats:
         raise BadUsage('--compare: the file is empty; expected {"messages": [...]} on each line')
     return chats
 
 
-def _agreement(session: Session, models: tuple[str, str], chats: list[Any]) -> dict[str, float]:
-    """How far greedy answers of up to 64 tokens agree: shares from 0 to 1."""
+def _agreement(session: Session, models: tuple[str, str], chats: list[Any]) -> dict[str, Any]:
+    """How far greedy answers of up to 64 tokens agree: shares from 0 to 1. And each model's perplexity of the file's
+    answers, if it has any."""
     client, same, shared = endpoint(session), 0, 0.0
+    nats, tokens = dict.fromkeys(models, 0.0), dict.fromkeys(models, 0)
+
+    def ask(model: str, messages: list[Any], **more: Any) -> dict[str, Any]:
+        body = {"model": model, "messages": messages, "temperature": 0} | more
+        return client.send("POST", CHAT_PATH, body=body, timeout_s=ANSWER_TIMEOUT_S)
+
     with output.progress("comparing answers") as meter:
-        for count, messages in enumerate(chats):
+        for count, (messages, reference) in enumerate(chats):
             meter("comparing answers", count, len(chats))
-            bodies = ({"model": model, "messages": messages, "max_tokens": 64, "temperature": 0} for model in models)
-            answers = [client.send("POST", CHAT_PATH, body=body, timeout_s=ANSWER_TIMEOUT_S) for body in bodies]
+            answers = []
+            for model in models:
+                answers.append(ask(model, messages, max_tokens=64))
+                if reference is not None:
+                    whole = {"add_generation_prompt": False, "continue_final_message": True}
+                    read = ask(model, [*messages, reference], max_tokens=1, prompt_logprobs=0, **whole)
+                    of_answer = read["prompt_logprobs"][answers[-1]["usage"]["prompt_tokens"] :]
+                    nats[model] -= sum(next(iter(token.values()))["logprob"] for token in of_answer)
+                    tokens[model] += len(of_answer)
             first, second = (answer["choices"][0]["message"]["content"] or "" for answer in answers)
             same += first == second
             shared += len(commonprefix([first, second])) / max(len(first), len(second), 1)
-    return {"compared": len(chats), "same_answers": same / len(chats), "same_beginnings": shared / len(chats)}
+    perplexity = {model: math.exp(nats[model] / tokens[model]) for model in models if tokens[model]}
+    agreement = {"compared": len(chats), "same_answers": same / len(chats), "same_beginnings": shared / len(chats)}
+    return agreement | ({"perplexity": perplexity} if perplexity else {})
 
 
 @contextmanager
