@@ -82,9 +82,8 @@ def quantize(session: Session, args: Namespace) -> None:
 
     An adapter is added to its base first. int8 and int4 run on CPUs and GPUs, fp8 on GPUs. The new model is one of its
     own and, like every import, for everybody until `model share NAME --with all --stop`. A job on it trains an adapter
-    beside the few bits (QLoRA): docs/adapters.md. --name of an existing base model makes it a version of that model,
-    which answers at once. --compare reports both perplexities of the file's answers, the share of equal answers, and
-    the share of an answer before its first difference; both models answer without sampling.
+    beside the few bits (QLoRA): docs/adapters.md. --compare reports both perplexities of the file's answers, the share
+    of equal answers, and the share of an answer before its first difference; both models answer without sampling.
 
     Examples:
       appliance model quantize qwen2.5-7b --form int8
