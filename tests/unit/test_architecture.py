@@ -104,7 +104,7 @@ FENCES = {
         "train/",
         "serve/",
         "weights/format/torch_views.py",
-        "runtime/devices/cpu.py",
+        "runtime/devices/kinds.py",
         "runtime/devices/cuda.py",
     },
     "vllm": {"serve/"},
