@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.network.sockets import check_free
+from runtime.network import check_free
 
 
 def why_not(host: str, port: int) -> str:

@@ -41,8 +41,7 @@ from appliance.store.records import audit, keys
 from appliance.store.rows import AuditRow
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kind import DevicesRefused
-from runtime.logs import configure_logging
-from runtime.processes.kernel import tail
+from runtime.logs import configure_logging, tail
 from runtime.replace_file import replace_file
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import check_build, discover_devices, foreign_use

@@ -12,8 +12,8 @@ import appliance
 from appliance.boot import ray_head
 from appliance.config import TrackingSettings
 from appliance.paths import BoxPaths
+from runtime.logs import tail
 from runtime.processes.ended import how_it_ended
-from runtime.processes.kernel import tail
 
 Tracker = Literal["mlflow", "wandb"]
 _QUIET = {

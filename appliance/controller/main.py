@@ -74,10 +74,9 @@ from appliance.tiers.tiers import Tiers
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kinds import kind_of
 from runtime.logs import adopt_libraries, configure_logging
-from runtime.network.sockets import private_socket
+from runtime.network import private_socket
 from runtime.processes import garbage
-from runtime.processes.kernel import die_with_parent
-from runtime.processes.oom import DiesAs, dies_as
+from runtime.processes.kernel import DiesAs, die_with_parent, dies_as
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import discover_devices

@@ -90,7 +90,6 @@ SUBPACKAGES = (
     "weights.checkpoint",
     "weights.format",
     "runtime.processes",
-    "runtime.network",
     "runtime.devices",
     "runtime",
 )
@@ -394,7 +393,7 @@ def test_only_the_configuration_reads_the_environment():
     # Ray's names of its certificates are set by us, for every process that can reach another machine. Commands read
     # what stands for options that were not typed, and the shell's line that is completed.
     of_commands = ("appliance/cli/command.py:", "appliance/cli/main.py:")
-    allowed = ("appliance/config.py:", "runtime/network/mutual_tls.py:", *of_commands)
+    allowed = ("appliance/config.py:", "runtime/network.py:", *of_commands)
     reads = {read for path in files() for read in environment_reads(path)}
     assert reads and all(read.startswith(allowed) for read in reads), reads
 

@@ -170,7 +170,7 @@ async def test_slow_failures_to_start_count_until_a_steady_run(monkeypatch):
         return Ended()
 
     monkeypatch.setattr(supervised_process, "kill_group", lambda _pid: None)
-    background = BackgroundTasks(lambda: now_s, lambda _seconds: asyncio.sleep(0))
+    background = BackgroundTasks(lambda _seconds: asyncio.sleep(0))
     process = Supervised("ray", start, background, lambda _: None, None, lambda: now_s)
     await process.begin()
     while len(failures) < 6:
