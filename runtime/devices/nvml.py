@@ -45,11 +45,10 @@ _OF_THE_APPLICATION = frozenset(
     {8, 11, 13, 25, 31, 32, *range(39, 42), 60, *range(68, 73), *range(75, 78), 80, *range(82, 87), 88, 89, 94}
     | {*range(96, 106), *range(126, 136), 139}
 )
-# "Ignore" and "observe", such as a memory row that was replaced (63) and a high rate of corrected errors (92). 45 is
-# the end of a channel after another Xid, which is reported by itself; 154: the advice of another one has changed.
-_TO_OBSERVE = frozenset(
-    {14, 37, 38, 43, 44, 45, 63, 66, 67, 92, 93, 106, 107, 121, 137, 141, 152, 153, 154, 157, 160, 161}
-)
+# "Ignore" and "observe", such as a memory row that was replaced (63). 45 is the end of a channel after another Xid,
+# which is reported by itself; 154: the advice of another one has changed.
+_TO_OBSERVE = frozenset({14, 37, 38, 43, 44, 45, 63, 66, 67, 93, 106, 107, 121, 137, 141, 152, 153, 154, 157, 160, 161})
+_CORRECTED_ERRORS = 92  # "observe" there: the driver found their rate high, and nobody observes a box by day and night
 _RESET = frozenset({46, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158})
 _RESTART_THE_MACHINE = frozenset({79})
 _ON_CPU = (
@@ -262,6 +261,8 @@ def fault_of(xid: int) -> str:
     """The fault of the GPU that this Xid reports, with what to do, to follow "the GPU"; "" if nothing is."""
     if xid in _OF_THE_APPLICATION or xid in _TO_OBSERVE:
         return ""
+    if xid == _CORRECTED_ERRORS:
+        return f"reported Xid {xid}: its memory corrects many errors; test it (`dcgmi diag -r 3`), then put it back"
     if xid in _RESET:
         return f"reported Xid {xid} and needs a reset (`nvidia-smi --gpu-reset`)"
     if xid in _RESTART_THE_MACHINE:

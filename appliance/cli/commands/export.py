@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
+import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os.path import commonprefix
 from pathlib import Path
@@ -23,6 +25,8 @@ from appliance.cli.options import number, opt, text_file
 from appliance.cli.resources import MODEL, segment
 
 ADAPTER_FILE = "adapter_config.json"
+# Only its source archive is used: llama.cpp's converter is in it, and runs without being compiled.
+_LLAMA_CPP = "llama-cpp-python==0.3.36 --hash=sha256:832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 
 
 @command(
@@ -31,25 +35,31 @@ ADAPTER_FILE = "adapter_config.json"
     opt("--to DIR", "A new directory.", type=Path, required=True),
     opt(
         "--format FORMAT",
-        "safetensors: the files as they are, of an adapter the adapter. merged: an adapter added to its base.",
-        choices=("safetensors", "merged"),
+        "safetensors: the files as they are, of an adapter the adapter. merged: an adapter added to its base. gguf: "
+        "merged, as one file for llama.cpp.",
+        choices=("safetensors", "merged", "gguf"),
         default="safetensors",
     ),
+    opt("--quant TYPE", "Numbers in the GGUF file.", choices=("f32", "f16", "bf16", "q8_0"), default="bf16"),
 )
 def export(session: Session, args: Namespace) -> None:
     """Download a model in the layout of Hugging Face, each file compared with its checksum.
 
     transformers, peft and vLLM load the directory as it is. `NAME@VERSION` and a checkpoint's name mean that version.
+    gguf runs llama.cpp's own converter, which pip fetches first (80 MB); `llama-quantize` makes q4_k_m of its file.
 
     Examples:
       appliance model export ft:smollm2-135m:local:sums:a1b2c3d4 --to ./sums
       appliance model export ft:smollm2-135m:local:sums:a1b2c3d4 --to ./sums --format merged
+      appliance model export ft:smollm2-135m:local:sums:a1b2c3d4 --to ./sums --format gguf --quant q8_0
     """
     target = args.to.expanduser()
     if target.exists():
         raise BadUsage(f"{target} exists; name a new directory")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _checkpoint(session, args.id, target.parent, merged=args.format == "merged") as files:
+    with _checkpoint(session, args.id, target.parent, merged=args.format != "safetensors") as files:
+        if args.format == "gguf":
+            files = _gguf(files, args.quant)
         files.rename(target)
     nbytes = sum(path.stat().st_size for path in target.iterdir())
     files = sorted(path.name for path in target.iterdir())
@@ -96,6 +106,24 @@ def quantize(session: Session, args: Namespace) -> None:
         operation = finish(session, session.client.post("/admin/v1/models/import", body), waiting)
     agreement = _agreement(session, (args.id, name), chats) if chats else {}
     session.show({**operation["result"], "weights_error": error, **agreement})
+
+
+def _gguf(checkpoint: Path, quant: str) -> Path:
+    """Convert a checkpoint by llama.cpp's converter; return the new directory with the file. Raises CommandFailed."""
+    scratch = checkpoint.parent
+    source, target = scratch / "llama.cpp", scratch / "gguf"
+    target.mkdir()
+    output.say("fetching llama.cpp's converter ...")
+    (scratch / "requirements.txt").write_text(_LLAMA_CPP)
+    fetch = ["download", "--quiet", "--no-deps", "--no-binary", ":all:", "--require-hashes", "--dest", str(source)]
+    _finished("pip download", [*python("pip", *fetch), "-r", str(scratch / "requirements.txt")])
+    (packed,) = source.iterdir()
+    shutil.unpack_archive(packed, source, filter="data")
+    (converter,) = source.glob("*/vendor/llama.cpp/convert_hf_to_gguf.py")
+    output.say(f"writing GGUF in {quant} ...")
+    arguments = [str(checkpoint), "--outfile", str(target / f"model-{quant}.gguf"), "--outtype", quant]
+    _finished("the conversion", [sys.executable, str(converter), *arguments])
+    return target
 
 
 def _questions(text: str, limit: int) -> list[Any]:
@@ -162,11 +190,16 @@ def _download(session: Session, model: str, folder: Path, query: str = "") -> No
 
 def _remake(work: str, *folders: Path) -> dict[str, Any]:
     """Run `train.convert.remake` and return the object that it prints. Raises CommandFailed, BadUsage."""
-    done = subprocess.run(python("train.convert.remake", work, *map(str, folders)), capture_output=True, text=True)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise CommandFailed(f"{work} failed: {lines[-1]}")
-    answer = json.loads(done.stdout)
+    answer = json.loads(_finished(work, python("train.convert.remake", work, *map(str, folders))))
     if "refused" in answer:
         raise BadUsage(f"the model cannot become {work}: {answer['refused']}")
     return answer
+
+
+def _finished(work: str, command: Sequence[str]) -> str:
+    """Run a command and return what it printed. Raises CommandFailed with its last line."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise CommandFailed(f"{work} failed: {lines[-1]}")
+    return done.stdout
