@@ -31,7 +31,7 @@ from starlette.types import ASGIApp
 
 from appliance import invitation
 from appliance.backup import read_last
-from appliance.boot.box_state import read_troubles
+from appliance.cli.locate import BoxFile
 from appliance.config import BoxConfig, load_resolved
 from appliance.controller import alerts
 from appliance.controller.access.quotas import Disk, Quotas
@@ -252,7 +252,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         health=health,
         power=PowerKeeper(config.power.limits_w, db, floor, home, kind_of(home[0].kind).power_control()),
         doctor=Doctor(doctor),
-        main_troubles=partial(read_troubles, paths.state_file),
+        main_troubles=lambda: BoxFile.read(paths.data_dir).troubles,
         last_backup=partial(read_last, paths.last_backup),
         wandb_mode=config.tracking.wandb_mode,
     )
