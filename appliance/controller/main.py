@@ -31,7 +31,7 @@ from starlette.types import ASGIApp
 
 from appliance import invitation
 from appliance.backup import read_last
-from appliance.boot.box_state import read_troubles
+from appliance.cli.locate import BoxFile
 from appliance.config import BoxConfig, load_resolved
 from appliance.controller import alerts
 from appliance.controller.access.quotas import Disk, Quotas
@@ -74,10 +74,9 @@ from appliance.tiers.tiers import Tiers
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kinds import kind_of
 from runtime.logs import adopt_libraries, configure_logging
-from runtime.network.sockets import private_socket
+from runtime.network import private_socket
 from runtime.processes import garbage
-from runtime.processes.kernel import die_with_parent
-from runtime.processes.oom import DiesAs, dies_as
+from runtime.processes.kernel import DiesAs, die_with_parent, dies_as
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import discover_devices
@@ -253,7 +252,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         health=health,
         power=PowerKeeper(config.power.limits_w, db, floor, home, kind_of(home[0].kind).power_control()),
         doctor=Doctor(doctor),
-        main_troubles=partial(read_troubles, paths.state_file),
+        main_troubles=lambda: BoxFile.read(paths.data_dir).troubles,
         last_backup=partial(read_last, paths.last_backup),
         wandb_mode=config.tracking.wandb_mode,
     )

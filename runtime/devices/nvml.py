@@ -7,7 +7,6 @@ An Xid is the driver's number for an error of a GPU. Source of their meaning: NV
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -81,8 +80,16 @@ def probe() -> tuple[Found, ...]:
             gpus = [_found(index, peers) for index in peers]
     except NO_DRIVER:
         return ()
+    except pynvml.NVMLError_LibRmVersionMismatch as error:
+        raise DevicesRefused(
+            "the NVIDIA driver in the kernel and its library libnvidia-ml are of different versions, as after an "
+            f"update without a reboot: reboot, or reload the kernel module (`rmmod nvidia_uvm nvidia && modprobe "
+            f"nvidia`). {_ON_CPU}"
+        ) from error
     except pynvml.NVMLError as error:
-        raise DevicesRefused(_broken(error)) from error
+        raise DevicesRefused(
+            f"NVML, the NVIDIA driver's library, does not start ({error}); `nvidia-smi` says more. {_ON_CPU}"
+        ) from error
     if old and not gpus:
         raise DevicesRefused(f"the NVIDIA GPUs of this machine are too old: {next(iter(old.values()))}. {_ON_CPU}")
     if gpus and not CONTROL.exists():  # by which every process that computes decides, before it imports anything
@@ -102,22 +109,12 @@ def probe() -> tuple[Found, ...]:
 
 def foreign() -> dict[int, str]:
     """See DeviceKind.foreign."""
-    try:
-        with session():
-            processes = {index: _processes(handle) for index, handle in enumerate(_handles())}
-    except pynvml.NVMLError:
-        return {}
-    return {index: words for index, words in processes.items() if words}
-
-
-def _broken(error: pynvml.NVMLError) -> str:
-    if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
-        return (
-            "the NVIDIA driver in the kernel and its library libnvidia-ml are of different versions, as after an "
-            f"update without a reboot: reboot, or reload the kernel module (`rmmod nvidia_uvm nvidia && modprobe "
-            f"nvidia`). {_ON_CPU}"
-        )
-    return f"NVML, the NVIDIA driver's library, does not start ({error}); `nvidia-smi` says more. {_ON_CPU}"
+    found: dict[int, str] = {}
+    with suppress(pynvml.NVMLError), session():
+        for index, handle in enumerate(_handles()):
+            if words := _processes(handle):
+                found[index] = words
+    return found
 
 
 def close() -> None:
@@ -169,10 +166,9 @@ def _too_old(handle: Any) -> str:
         return ""
     if capability >= LEAST_CAPABILITY:
         return ""
-    least, actual = (".".join(map(str, number)) for number in (LEAST_CAPABILITY, capability))
     return (
-        f"{name} is of compute capability {actual}, and the box computes in bfloat16 and with FlashAttention, which "
-        f"begin with {least} (Ampere)"
+        f"{name} is of compute capability {'.'.join(map(str, capability))}, and the box computes in bfloat16 and with "
+        "FlashAttention, which begin with 8.0 (Ampere)"
     )
 
 
@@ -285,7 +281,6 @@ class Watch:
         self._devices = dict(devices)
         self._watched: tuple[int, ...] = ()  # indices of the GPUs whose Xids the driver collects in `_events`
         self._events: Any = None
-        self._xids: dict[int, Counter[int]] = {index: Counter() for index in self._devices}
 
     def read(self, released: Collection[str]) -> tuple[Reading, ...]:
         """One reading of each GPU except those to release, given by id."""
@@ -318,9 +313,7 @@ class Watch:
                 index = pynvml.nvmlDeviceGetIndex(event.device)
             except pynvml.NVMLError:  # the GPU fell off the bus with this Xid: its reading says that it is lost
                 continue
-            xid = int(event.eventData)
-            self._xids[index][xid] += 1
-            if fault := fault_of(xid):
+            if fault := fault_of(int(event.eventData)):
                 faults[index] = (*faults.get(index, ()), fault)
 
     def _reading(self, index: int, faults: tuple[str, ...]) -> Reading:
@@ -330,28 +323,25 @@ class Watch:
         except pynvml.NVMLError as error:
             fields = {"lost": str(error)}
         faults += fields.pop("faults", ())
-        return Reading(device_id, now_s, faults, driver_errors=tuple(self._xids[index].items()), **fields)
+        return Reading(device_id, now_s, faults, **fields)
 
 
 def _answered(handle: Any) -> dict[str, Any]:
     """The fields of a Reading. Raises NVMLError if the GPU is lost."""
     remap_failed = (_ask(lambda: pynvml.nvmlDeviceGetRemappedRows(handle)) or (0, 0, 0, 0))[3]
     kind, since = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+    heat = _ask(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))
+    if heat is None:  # drivers of CUDA 14 only answer this call (nvidia-ml-py, about the first)
+        heat = _ask(lambda: pynvml.nvmlDeviceGetTemperatureV(handle, pynvml.NVML_TEMPERATURE_GPU))
     return {
         "faults": ("could not remap a row of its memory",) if remap_failed else (),
         "ecc_uncorrected": _ask(lambda: pynvml.nvmlDeviceGetTotalEccErrors(handle, kind, since)),
-        "temperature_c": (heat := _heat(handle)),
+        "temperature_c": heat,
         "slowdown_c": _slowdown(handle, heat),
         "unfit": unfit(handle),
         "uuid": _ask(lambda: pynvml.nvmlDeviceGetUUID(handle)) or "",
         **_meters(handle),
     }
-
-
-def _heat(handle: Any) -> int | None:
-    """The temperature in °C. Drivers of CUDA 14 only answer the second call (nvidia-ml-py, about the first)."""
-    heat = _ask(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))
-    return _ask(lambda: pynvml.nvmlDeviceGetTemperatureV(handle, pynvml.NVML_TEMPERATURE_GPU)) if heat is None else heat
 
 
 def _slowdown(handle: Any, heat: int | None) -> int | None:
@@ -371,8 +361,7 @@ def _slowdown(handle: Any, heat: int | None) -> int | None:
 
 
 def _meters(handle: Any) -> dict[str, Any]:
-    """Meters of the GPU, in base units. A value that NVML does not tell, for whatever reason, is None: a
-    meter that fails does not make a GPU count as lost."""
+    """Meters of the GPU, in base units. A meter that fails is None and does not make a GPU count as lost."""
 
     def ask(question: Callable[..., Any], *more: Any) -> Any:
         try:
@@ -399,9 +388,17 @@ def _meters(handle: Any) -> dict[str, Any]:
 class NvmlPower(PowerControl):
     """Controls the power of all GPUs of this machine, by UUID. NVML is open during a call alone."""
 
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        try:
+            with session():
+                yield
+        except pynvml.NVMLError as error:
+            raise PowerRefused(f"the driver says: {error}") from error
+
     def limits(self) -> dict[str, PowerLimits]:
         limits = {}
-        with _refusals(), session():
+        with self._session():
             for handle in _handles():
                 try:
                     default = pynvml.nvmlDeviceGetPowerManagementDefaultLimit(_answering(handle))
@@ -412,14 +409,5 @@ class NvmlPower(PowerControl):
         return limits
 
     def set_limit(self, uuid: str, limit_w: float) -> None:
-        with _refusals(), session():
+        with self._session():
             pynvml.nvmlDeviceSetPowerManagementLimit(pynvml.nvmlDeviceGetHandleByUUID(uuid), round(limit_w * 1000))
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Raises PowerRefused for what NVML refuses."""
-    try:
-        yield
-    except pynvml.NVMLError as error:
-        raise PowerRefused(f"the driver says: {error}") from error

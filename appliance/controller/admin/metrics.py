@@ -29,7 +29,7 @@ from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import JobRow
 from runtime.devices.kind import THROTTLES
 from runtime.devices.published import accelerator
-from runtime.network.mutual_tls import http_options
+from runtime.network import http_options
 from scheduler.core.workload import POLICIES
 from scheduler.handover.ports import HandoverState
 
