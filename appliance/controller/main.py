@@ -58,9 +58,8 @@ from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.http.peers import Listener
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import removal
-from appliance.controller.models.capacity import BoxFacts
 from appliance.controller.scheduling.job_runs import TIDY_EVERY_S, JobRuns
-from appliance.controller.scheduling.state_store import JobMemory, SqliteStateStore
+from appliance.controller.scheduling.state_store import SqliteStateStore, job_host_bytes
 from appliance.controller.scheduling.wishes import Wishes
 from appliance.memory.box_memory import LOOK_EVERY_S, BoxMemory, Means
 from appliance.models.hub import HubSettings
@@ -184,12 +183,9 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.
     effects = RayEffects(nodes, routing, versions, runs, config.serve, health.died)
-    least_bytes, room_bytes = min(device.memory_bytes for device in home), weights.room_bytes()
-    facts = BoxFacts(len(home), home[0].kind, least_bytes, weights.budget_bytes, room_bytes, asleep_per_device=asleep)
-    job_memory = JobMemory(db, weights, facts)
     means = Means(
         engine_bytes=versions.host_bytes,
-        job_bytes=job_memory.host_bytes,
+        job_bytes=job_host_bytes,
         devices=nodes.device_count,
         nudge=inbox.nudge,
         on_enough=partial(inbox.retry, "memory"),
@@ -205,7 +201,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         Wishes(db, bus, routing, asking, floor),
         DemandLearning(routing.traffic, bus.arrivals.take, config.scheduler, len(home)),
         memory,
-        job_memory,
+        weights,
         rollouts.starved,
     )
     journal = SqliteJournal(db)

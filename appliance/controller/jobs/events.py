@@ -13,12 +13,10 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 from appliance.controller.access.naming import checkpoint_name, resolve
 from appliance.controller.files import storage
-from appliance.controller.models.capacity import gb
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs, models
@@ -156,24 +154,7 @@ class JobEvents:
             message = f"The table of its steps could not be written: {error.strerror}. {where}"
             add_message(db, row.id, message, level="warn")
         jobs.update(db, job_id, verdict=judged._asdict(), result_files=made)
-        self._compare(row, steps)
         return judged
-
-    def _compare(self, row: JobRow, steps: list[JobMetricRow]) -> None:
-        """Put what the job took beside its estimate."""
-        speeds = [one.tokens_per_s / one.devices for one in steps if one.tokens_per_s and one.devices]
-        if row.estimate is None or not speeds:
-            return
-        taken = max((one.memory_bytes or 0 for one in steps), default=0)
-        measured = {"device_bytes": taken or None, "tokens_per_s": median(speeds) * row.estimate["devices"]}
-        jobs.update(self._db, row.id, estimate=row.estimate | {"measured": measured})
-        text = " and ".join(
-            f"{shown(measured[name])} (estimated {shown(row.estimate[name])})"
-            for name, shown in (("tokens_per_s", "{:,.0f} tokens/s".format), ("device_bytes", gb))
-            if measured[name] and row.estimate[name]
-        )
-        if text:
-            add_message(self._db, row.id, f"On {row.estimate['devices']} devices it took {text}.")
 
     def succeeded(self, job_id: str) -> None:
         """The newest published version becomes the model."""

@@ -103,7 +103,7 @@ async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> 
     assert chosen.verdict is not None, "without a wish for devices there is a number of them"
     answer = chosen.verdict.as_dict()
     if counted:
-        answer["warnings"] += settings.warnings(context, base, method, body.hyperparameters, dataset, fields)
+        answer["warnings"] += settings.cut_warning(method, dataset, fields)
     common = {name: fields[name] for name in _CHOSEN if fields["full"] is False or name != "lora_rank"}
     return {
         "object": "plan",

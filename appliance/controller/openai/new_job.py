@@ -71,7 +71,7 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
         seen = _seen(data["training_file"])
-        resolved = settings.choose(context, base, method, training.hyperparameters, seen, wish).resolved
+        resolved = settings.resolve(context, base, method, training.hyperparameters, seen, wish)
         if body.validation_file is None:
             settings.refuse_without_validation(resolved)
     except InvalidHyperparameter as error:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from statistics import median
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part
 from appliance.store.rows import JOB_EVENTS, JOB_JUDGES, JOB_METRICS, JobEventRow, JobMetricRow
-
-MOST_GROWN = 1.5
-"""Times the estimate of memory, beyond which a job tells of itself alone."""
 
 insert_judge, find_judge, insert_event = JOB_JUDGES.insert, JOB_JUDGES.find, JOB_EVENTS.insert
 find_metric, upsert_metric = JOB_METRICS.find, JOB_METRICS.insert_or_merge
@@ -40,20 +35,6 @@ def list_metrics(db: Database, job_id: str, *, after_step: int = -1, limit: int 
 def steps_of(db: Database, job_id: str) -> set[int]:
     """All steps that have metrics."""
     return set(db.column("SELECT step FROM job_metrics WHERE job_id = ?", [job_id]))
-
-
-def factors(db: Database, model: str, method: str, full: bool) -> tuple[float | None, float]:
-    """(speed, memory) of the newest ended jobs like this one over what arithmetic alone had estimated for them: the
-    median speed, None without any. Memory is only corrected upwards: a job with fewer trained tokens takes less."""
-    rows = db.column(
-        "SELECT estimate FROM jobs WHERE model = ? AND method = ? AND resolved ->> '$.full' = ? "
-        "AND estimate ->> '$.measured' IS NOT NULL ORDER BY seq DESC LIMIT 20",
-        [model, method, int(full)],
-    )
-    pairs = [(row, row["measured"]) for row in map(json.loads, rows)]
-    speeds = [measured["tokens_per_s"] / row["devices"] / row["modelled_tokens_per_s"] for row, measured in pairs]
-    grown = [(measured["device_bytes"] or 0) * row["memory_factor"] / row["device_bytes"] for row, measured in pairs]
-    return (median(speeds) if speeds else None), min(MOST_GROWN, max([1.0, *grown]))
 
 
 def all_metrics(db: Database, job_id: str) -> Iterator[JobMetricRow]:
