@@ -40,17 +40,15 @@ from appliance.controller.app import create_app
 from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus, first_generation
 from appliance.controller.bus.demand_learning import DemandLearning
-from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.doctor import Doctor
+from appliance.controller.context.context import ControllerContext, Doctor
 from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.context.scheduler import Scheduler
 from appliance.controller.context.tasks import Tasks
-from appliance.controller.devices.device_watch import DeviceWatch
+from appliance.controller.devices.cordons import DeviceWatch
 from appliance.controller.devices.power import LOOK_EVERY_S as POWER_EVERY_S
 from appliance.controller.devices.power import EnergyMeter, PowerKeeper
-from appliance.controller.engines.engine_sizes import EngineSizes
+from appliance.controller.engines.engine_sizes import EngineSizes, SettingsCheck
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.engines.settings_check import SettingsCheck
 from appliance.controller.engines.versions import AdapterSource, VersionProvider
 from appliance.controller.grading.grading import Grading
 from appliance.controller.grading.judging import Judging
@@ -59,8 +57,7 @@ from appliance.controller.http.peers import Listener
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import removal
 from appliance.controller.scheduling.job_runs import TIDY_EVERY_S, JobRuns
-from appliance.controller.scheduling.state_store import SqliteStateStore, job_host_bytes
-from appliance.controller.scheduling.wishes import Wishes
+from appliance.controller.scheduling.state_store import SqliteStateStore, Wishes, job_host_bytes
 from appliance.memory.box_memory import LOOK_EVERY_S, BoxMemory, Means
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary

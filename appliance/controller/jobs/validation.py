@@ -22,7 +22,7 @@ from appliance.controller.files import storage
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message, fail
-from appliance.store.objects import files, job_records, jobs
+from appliance.store.objects import files, jobs
 from appliance.store.rows import FileRow, JobEventRow, JobRow, TaskRow
 from train.data.check import DataReport
 from train.data.same_tokens import differ
@@ -152,7 +152,7 @@ class JobValidation:
 
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:
         """Check that the teacher has the student's tokens. Raises TaskFailed."""
-        context, judge = self._context, job_records.find_judge(self._db, row.id)
+        context, judge = self._context, jobs.find_judge(self._db, row.id)
         name = judge.judge["teacher"] if judge is not None else ""
         teacher = resolve(self._db, name)
         ours, theirs = (settings.tokenizer_of(context, one) if one else None for one in (student, teacher))

@@ -106,7 +106,7 @@ async def test_job_with_a_bad_field_is_refused_by_its_name(control: Control, fie
 
 async def test_job_with_large_hyperparameters_is_refused(control: Control, monkeypatch: pytest.MonkeyPatch):
     """Each round of the scheduler reads those of all jobs."""
-    monkeypatch.setattr("appliance.controller.jobs.requests.MOST_BYTES", 1000)
+    monkeypatch.setattr("appliance.controller.openai.new_job.MOST_BYTES", 1000)
     with pytest.raises(openai.BadRequestError):
         await control.job(hyperparameters={"lora_targets": "a" * 1000})
 

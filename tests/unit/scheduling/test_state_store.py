@@ -9,7 +9,7 @@ import pytest
 from appliance.controller.devices.mode import write_mode
 from appliance.controller.interfaces.records import Mode
 from appliance.controller.scheduling.state_store import job_host_bytes
-from appliance.store.objects import job_records, jobs, models
+from appliance.store.objects import jobs, models
 from appliance.store.records import audit, canaries, deployments, model_settings, windows
 from appliance.store.rows import CanaryRow, VersionRow, WindowRow
 from scheduler.core.workload import Build, Demand, Policy
@@ -69,7 +69,7 @@ def test_a_queued_job_says_in_events_what_it_waits_for_and_what_it_gets(states, 
     for free in (1, 0, 1):
         states.job_waiting("ftjob-1", f"Needs 2 devices; {free} of training's 4 are left by jobs ahead of it.")
     states.job_coming("ftjob-1", ("n0/0", "n0/1"), 1)
-    gets, waits = [one.message for one in job_records.page_events(db, "ftjob-1", after=None, limit=50).data]
+    gets, waits = [one.message for one in jobs.page_events(db, "ftjob-1", after=None, limit=50).data]
     assert "Needs 2 devices; 1 of" in waits and "n0/0, n0/1" in gets and jobs.get(db, "ftjob-1").reason == gets
 
 

@@ -18,8 +18,8 @@ from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, InvalidValue
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, Caller, Principal
 from appliance.controller.jobs import settings
-from appliance.controller.jobs.requests import Hyperparameters, Name, refused
 from appliance.controller.models import capacity
+from appliance.controller.openai.new_job import Hyperparameters, Name, refused
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
 from train.plan import auto
