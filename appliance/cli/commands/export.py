@@ -200,9 +200,7 @@ def _download(session: Session, model: str, folder: Path, query: str = "") -> No
         try:
             unpack(parts, folder, lambda done, total: meter(f"downloading {model}", done, total))
         except IntegrityError as error:
-            raise CommandFailed(
-                f"the download is damaged ({error}): run it again; `appliance model verify` checks the box's copy"
-            ) from error
+            raise CommandFailed(f"the download is damaged ({error}): run it again") from error
 
 
 def _remake(work: str, *folders: Path) -> dict[str, Any]:

@@ -8,10 +8,8 @@ phase stays "validating" until everything is on disk.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
-from hashlib import blake2b
-from itertools import islice
 from pathlib import Path
 
 from anyio import to_thread
@@ -24,7 +22,7 @@ from appliance.controller.files import storage
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message, fail
-from appliance.store.objects import files, job_records, jobs
+from appliance.store.objects import files, jobs
 from appliance.store.rows import FileRow, JobEventRow, JobRow, TaskRow
 from train.data.check import DataReport
 from train.data.same_tokens import differ
@@ -34,10 +32,6 @@ from train.plan.errors import InvalidHyperparameter
 
 VALIDATIONS = "validations"
 _COPIES = {"training_file": "train.jsonl", "validation_file": "valid.jsonl"}
-MOST_ROWS = 1_000_000
-"""Rows of a file that are compared, the first ones: their hashes take some 100 MB."""
-SHARED_SHARE = 0.1
-"""The share of validation rows that are training rows too, from which a warning is given."""
 
 
 class InvalidData(TaskFailed):
@@ -129,19 +123,14 @@ class JobValidation:
             reports[param] = report
             for level, texts in (("warn", report.warnings), ("info", report.notes)):
                 messages += [(level, f"{file.filename}: {text}") for text in texts]
-        if "validation_file" in paths:
-            compare = partial(_compare_rows, *paths.values())
-            messages += await to_thread.run_sync(compare, limiter=context.file_threads)
         dataset = settings.dataset_of(reports["training_file"])
-        choose = partial(settings.choose, context, base, method, row.hyperparameters, dataset)
         if tokenizer is not None and method.cut_refuses:
-            fields = choose(settings.Wish(row.min_devices, row.max_devices)).resolved
+            fields = settings.resolve(context, base, method, row.hyperparameters, dataset, settings.wish_of(row))
             await self._check_cut(row, tokenizer, method.data_length(fields["max_length"], fields["options"]), reports)
         if (now := self._validating(row.id)) is None:
             return
-        chosen = choose(
-            settings.Wish(now.min_devices, now.max_devices)
-        )  # an operator may have changed it during the check
+        wish = settings.wish_of(now)  # an operator may have changed it during the check
+        chosen = settings.choose(context, base, method, row.hyperparameters, dataset, wish)
         # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
         resolved = {**chosen.resolved, "base_version": base.version.version}
         if (verdict := chosen.verdict) is None:
@@ -149,21 +138,21 @@ class JobValidation:
         if not verdict.fits:
             instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
             raise TaskFailed("insufficient_memory", " ".join(verdict.problems) + instead)
-        found = settings.warnings(context, base, method, row.hyperparameters, dataset, resolved)
-        messages += [("warn", text) for text in (*verdict.warnings, *found)]
+        cut = settings.cut_warning(method, dataset, resolved)
+        messages += [("warn", text) for text in (*verdict.warnings, *cut)]
         count = reports["training_file"].n_examples
         messages.append(("info", f"Files validated, {count} training examples, moving job to queued state"))
         with self._db.transaction():
             for level, text in messages:
                 add_message(self._db, row.id, text, level=level)
             # Only sizes whose ranks fit their devices: on fewer devices the job would run out of memory midway.
-            sizes, estimate = list(verdict.sizes), next(iter(chosen.layouts), None)
-            jobs.update(self._db, row.id, resolved=resolved, allowed_sizes=sizes, estimate=estimate)
+            estimate = next(iter(chosen.layouts), {}) | {"memory": verdict.memory()}
+            jobs.update(self._db, row.id, resolved=resolved, allowed_sizes=list(verdict.sizes), estimate=estimate)
             jobs.set_phase(self._db, row.id, "queued", reason="waiting for devices")
 
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:
         """Check that the teacher has the student's tokens. Raises TaskFailed."""
-        context, judge = self._context, job_records.find_judge(self._db, row.id)
+        context, judge = self._context, jobs.find_judge(self._db, row.id)
         name = judge.judge["teacher"] if judge is not None else ""
         teacher = resolve(self._db, name)
         ours, theirs = (settings.tokenizer_of(context, one) if one else None for one in (student, teacher))
@@ -195,32 +184,6 @@ class JobValidation:
         if row is None:
             raise _unreadable(f"the file {file_id} was deleted")
         return row
-
-
-def _compare_rows(training: Path, validation: Path) -> list[tuple[str, str]]:
-    """A warning if both files share many rows. Raises TaskFailed if they have the same, OSError."""
-    trained, held_out = set(_hashes(training)), set(_hashes(validation))
-    if held_out == trained:
-        raise TaskFailed(
-            "invalid_validation_file",
-            "The validation file has the same examples as the training file, so its loss would only repeat the "
-            "training loss. Give examples that are not trained on, or no validation_file.",
-            "validation_file",
-        )
-    shared = len(held_out & trained)
-    if not shared or shared < SHARED_SHARE * len(held_out):
-        return []
-    text = (
-        f"{shared:,} of the {len(held_out):,} validation examples are training examples too: the validation loss looks "
-        "better than it is. Keep them in one of the files."
-    )
-    return [("warn", text)]
-
-
-def _hashes(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        for line in islice(file, MOST_ROWS):
-            yield blake2b(line, digest_size=8).digest()
 
 
 def _unreadable(why: object) -> TaskFailed:

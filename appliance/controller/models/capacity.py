@@ -47,8 +47,7 @@ class BoxFacts:
     few may use more. store_budget_bytes: of shared memory for weights, None without a limit. store_room_bytes: how much
     of it a new reservation could get now. node_devices: of the largest node, the limit for a job or one engine; 0: no
     such limit. host_memory_bytes: of one node, None if unknown. asleep_per_device: sleeping engines that may keep
-    memory of one. device_name: as their driver gives it. memory_factor, speed_factor: what jobs like this one took
-    here over what was estimated for them; None: there were none."""
+    memory of one. device_name: as their driver gives it."""
 
     devices: int
     device_kind: str
@@ -59,8 +58,6 @@ class BoxFacts:
     host_memory_bytes: int | None = None
     asleep_per_device: int = SchedulerConfig().max_asleep_per_device
     device_name: str = ""
-    memory_factor: float = 1.0
-    speed_factor: float | None = None
 
     @property
     def accelerator(self) -> Accelerator:
@@ -84,12 +81,12 @@ class BoxFacts:
     def takes(self, memory: estimate.RankMemory) -> int:
         """Bytes that a rank takes of its device: a logical CPU device has the host's memory, so offloading saves
         nothing there."""
-        return int(self.memory_factor * memory.device_bytes) + (memory.host_bytes if self.on_host else 0)
+        return memory.device_bytes + (memory.host_bytes if self.on_host else 0)
 
-    def ranks_bytes(self, memory: estimate.RankMemory, ranks: int) -> int:
-        """Host memory of all ranks: on logical CPU devices all that they hold, on GPUs the processes and what they
-        offload."""
-        return ranks * (CPU_RANK_BYTES + self.takes(memory) if self.on_host else GPU_RANK_BYTES + memory.host_bytes)
+    def rank_host_bytes(self, memory: estimate.RankMemory) -> int:
+        """Host memory of a rank: on a logical CPU device all that it holds, on a GPU the process and what it
+        offloads."""
+        return CPU_RANK_BYTES + self.takes(memory) if self.on_host else GPU_RANK_BYTES + memory.host_bytes
 
     def holds(self, memory: estimate.RankMemory, ranks: int) -> bool:
         return self.takes(memory) <= self.room_per_rank(ranks)
@@ -136,6 +133,10 @@ class Verdict:
     warnings: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
 
+    def memory(self) -> dict[str, Any]:
+        """Of a job, as `JobRow.estimate` has it."""
+        return {"store_bytes": self.numbers["host"]["needed_bytes"], "host_bytes": self.numbers["job_bytes"]}
+
     def as_dict(self) -> dict[str, Any]:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
@@ -172,11 +173,7 @@ def job(
         problems.append("No milder setting fits either: it needs more devices, larger ones, or a smaller model.")
     waits, warnings = "", []
     if not problems and needed > box.store_room_bytes:
-        waits = (
-            f"Shared memory is full: the result ({gb(version)}) and a snapshot ({gb(needed - version)}) need "
-            f"{gb(needed)}, {gb(max(0, box.store_room_bytes))} can be allocated now. It starts when models or other "
-            "jobs have freed some."
-        )
+        waits = store_full(needed, box.store_room_bytes)
     if snapshot_on_disk:
         warnings.append(
             f"A snapshot takes {gb(snapshot)} of shared memory and does not fit next to the result in the store's "
@@ -188,7 +185,7 @@ def job(
         "device": memory[shown].as_dict()
         | {"device_bytes": box.takes(memory[shown]), "room_bytes": box.room_per_rank(shown)},
         "offload": {"host_bytes": offloaded, "host_memory_bytes": box.host_memory_bytes},
-        "host_memory": {"job_bytes": box.ranks_bytes(memory[shown], shown) + needed},
+        "job_bytes": {size: size * box.rank_host_bytes(of_size) + needed for size, of_size in memory.items()},
         "host": {
             "version_bytes": version,
             "snapshot_bytes": snapshot,
@@ -198,6 +195,13 @@ def job(
         },
     }
     return Verdict(not problems, tuple(problems), tuple(instead), numbers, waits, tuple(warnings), fitting)
+
+
+def store_full(needed_bytes: int, room_bytes: int) -> str:
+    return (
+        f"Shared memory is full: the job's result and a snapshot need {gb(needed_bytes)}, {gb(max(0, room_bytes))} can "
+        "be allocated now. It starts when models or other jobs have freed some."
+    )
 
 
 def _too_large(memory: Mapping[int, estimate.RankMemory], box: BoxFacts) -> str:
@@ -297,25 +301,20 @@ def _first(found: Sequence[Layout], near: float = 1.0) -> Layout:
 def described(
     found: Layout, fields: Mapping[str, Any], box: BoxFacts, method: Method, load: Load, steps: int
 ) -> dict[str, Any]:
-    """A layout in numbers. "modelled_tokens_per_s": of one device, by arithmetic alone. Time and energy are None where
-    neither a table nor a job says how fast the devices are."""
+    """A layout in numbers. Time and energy are None where no table says how fast the devices are, and of methods whose
+    answers take most of the time."""
     count, time = found.sizes[-1], found.time
-    tokens_per_s = load.row_tokens * fields["batch_size"] / time.step_s
-    known = box.speed_factor is not None or (accelerator(box.device_name) and fields["precision"] == "bf16")
-    known = known and not method.rolls_out  # answers take most of the time
-    factor = box.speed_factor or 1.0
-    hours = steps * time.step_s / factor / 3600
+    known = accelerator(box.device_name) and fields["precision"] == "bf16" and not method.rolls_out
+    hours = steps * time.step_s / 3600
     return {
         **found.fields,
         "devices": count,
         "device_bytes": found.device_bytes,
         "room_bytes": found.room_bytes,
         "bound_by": time.bound_by if known else None,
-        "tokens_per_s": factor * tokens_per_s if known else None,
+        "tokens_per_s": load.row_tokens * fields["batch_size"] / time.step_s if known else None,
         "hours": hours if known else None,
         "kwh": hours * count * time.watts(box.accelerator) / 1000 if known and not box.on_host else None,
-        "modelled_tokens_per_s": tokens_per_s / count,
-        "memory_factor": box.memory_factor,
     }
 
 

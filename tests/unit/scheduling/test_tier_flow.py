@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 
 import pytest
 
+from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.engines.versions import VersionProvider
 from appliance.store.objects import jobs, models
 from appliance.store.records import tier_removals
@@ -15,6 +17,7 @@ from tests.unit.weights.conftest import check, write
 from weights.format.config import KeepRules
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import Name
+from weights.memory.lease import take_lease
 
 V1 = Name("version", "starter", "v1")
 
@@ -188,3 +191,16 @@ async def test_the_last_copy_is_kept_even_if_damaged(flow, publish, store, tmp_p
     with pytest.raises(LookupError, match="damaged in the disk tier"):
         tiers.bring_in(V1)
     assert (tmp_path / "data/models/starter/v1/model.safetensors").exists(), "a person may want to look at it"
+
+
+async def test_removal_of_a_version_waits_for_its_reader(flow, store, tiers, publish):
+    publish("v1")
+    library = type("Library", (), {"remove": lambda self, name, version: True})()
+    ops = LibraryOps(library, store, tiers, flow, lambda name: None)
+    lease = take_lease(store.find(*V1))
+    removing = asyncio.create_task(ops.remove("starter", [VersionRow("starter", "v1", "job", 10, 1.0)]))
+    await asyncio.sleep(0.1)
+    assert not removing.done() and store.find(*V1)
+    lease.release()
+    await removing
+    assert store.find(*V1) is None

@@ -151,7 +151,7 @@ function columnsOf(metrics, events) {
     return rows.get(step);
   };
   for (const one of metrics || []) {
-    Object.assign(at(one.step), { loss: one.loss, valid: one.valid_loss, tokens: one.tokens_per_s, devices: one.devices, rate: one.learning_rate, norm: one.grad_norm, comm: one.communication });
+    Object.assign(at(one.step), { loss: one.loss, valid: one.valid_loss, tokens: one.tokens_per_s, devices: one.devices, rate: one.learning_rate, norm: one.grad_norm });
   }
   for (const event of events || []) {
     const data = event.data || {};
@@ -195,7 +195,6 @@ function Curves({ job, metrics, events }) {
     ${known(of.tokens) ? html`<${Chart} label=${t("job.speed")} steps=${of.steps} series=${speed} words=${words} />` : null}
     ${alone("job.learning_rate", "--serve", of.rate)}
     ${alone("job.grad_norm", "--dim", of.norm)}
-    ${alone("job.communication", "--accent", of.comm, true)}
   </${Card}>`;
 }
 
