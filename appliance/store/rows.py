@@ -306,9 +306,8 @@ class JobEventRow:
 class JobMetricRow:
     """One optimizer step. A step that is run again after a resume replaces its row. `memory_bytes`: the most that the
     first rank's tensors have taken of its device so far; None where that is the host. `rank_seconds`: what each rank
-    computed by itself. `communication`: the share of its time in which the first rank communicated, of steps that were
-    profiled. `measured`, `valid_measured`: what the method measures of the step, and of a validation behind it, beside
-    the loss (train.methods.method: measured)."""
+    computed by itself. `measured`, `valid_measured`: what the method measures of the step, and of a validation behind
+    it, beside the loss (train.methods.method: measured)."""
 
     job_id: str
     step: int
@@ -322,7 +321,6 @@ class JobMetricRow:
     devices: int | None = None
     memory_bytes: int | None = None
     rank_seconds: list[float] | None = None
-    communication: float | None = None
     measured: dict[str, float] | None = None
     valid_measured: dict[str, float] | None = None
 

@@ -194,10 +194,6 @@ class ControllerCollector(Collector):
         newest = {row.id: step for row in running for step in job_records.last_metrics(db, row.id, 1)}
         computed: dict[str, tuple[str, Callable[[JobRow], float | None]]] = {
             "job_devices": ("Devices that a running job holds.", lambda row: len(row.devices)),
-            "job_communication_ratio": (
-                "Share of the time of its newest profiled steps in which a running job's first rank communicated.",
-                lambda row: job_records.last_communication(db, row.id),
-            ),
             "job_mfu_ratio": (
                 "Share of its devices' bfloat16 rate, as their maker says it, that a running job's model uses.",
                 self._mfu,

@@ -151,14 +151,6 @@ class Scheduler:
             except EffectFailed as error:
                 raise OperationFailed(str(error), code="adapter_in_use") from error
 
-    async def profile_job(self, job_id: str, steps: int) -> None:
-        """Have the job profile its next steps; an event of the job tells of it. Raises OperationFailed if it does not
-        run."""
-        try:
-            await self._effects.profile_group(job_id, steps)
-        except EffectFailed as error:
-            raise OperationFailed(error.reason, code="not_running") from error
-
 
 def _measured_swap(steps: Iterable[StepRecord]) -> dict[str, Any]:
     """Measurements of the swaps among `steps`: medians of `pause_s` and `seconds`, total `bytes`, how the versions were

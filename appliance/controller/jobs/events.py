@@ -101,7 +101,6 @@ class JobEvents:
             "metrics": self._metrics,
             "validation": self._validation,
             "published": self._published,
-            "profiled": self._profiled,
             "snapshot": self._snapshot,
             "message": self._message,
         }
@@ -322,19 +321,6 @@ class JobEvents:
         what = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
         data = {"step": step, "job_id": row.id, **meta}
         add_message(db, row.id, f"{what} created at step {step}{_written(event)}", data=data)
-
-    def _profiled(self, row: JobRow, event: dict[str, Any]) -> None:
-        """Where the time of some steps went; `appliance job logs` shows it."""
-        seconds, steps = float(event["seconds"]), int(event["steps"])
-        share = {name: float(took) for name, took in event["share"].items()}
-        job_records.set_communication(self._db, row.id, int(event["step"]), share["communication"] / seconds)
-        shares = ", ".join(f"{name} {took / seconds:.0%}" for name, took in share.items())
-        trace = f"jobs/{row.id}/profile/{Path(event['trace']).name}" if event.get("trace") else None
-        profile = {name: event[name] for name in ("step", "steps", "seconds", "share", "operators")}
-        profile |= {"trace": trace, "bytes": int(event.get("bytes") or 0)}
-        text = f"Profiled {steps} step{'s' if steps != 1 else ''} in {seconds:.2f} s: {shares}"
-        text += f"; trace {trace}" if trace else ""
-        add_message(self._db, row.id, text, data={"profile": profile})
 
     def _ensure_output_model(self, row: JobRow, size_bytes: int) -> None:
         db = self._db

@@ -32,17 +32,6 @@ def page_events(db: Database, job_id: str, **part: Unpack[Part]) -> Page[JobEven
     return JOB_EVENTS.page(db, {"job_id": job_id}, **part)
 
 
-def set_communication(db: Database, job_id: str, step: int, share: float) -> None:
-    """For a step that has metrics."""
-    db.execute("UPDATE job_metrics SET communication = ? WHERE job_id = ? AND step = ?", [share, job_id, step])
-
-
-def last_communication(db: Database, job_id: str) -> float | None:
-    """The share of communication in the newest step that was profiled."""
-    row = JOB_METRICS.first(db, "job_id = ? AND communication IS NOT NULL", job_id, last=True)
-    return None if row is None else row.communication
-
-
 def list_metrics(db: Database, job_id: str, *, after_step: int = -1, limit: int = 10_000) -> list[JobMetricRow]:
     """Metrics by ascending step, from the one behind `after_step`."""
     return JOB_METRICS.list_all(db, "job_id = ? AND step > ?", job_id, after_step, limit=limit)

@@ -11,7 +11,6 @@ import pytest
 
 from appliance.controller.app import create_app
 from appliance.controller.grading.judging import CannotGoOn
-from appliance.controller.jobs.events import JobEvents
 from appliance.controller.jobs.validation import VALIDATIONS
 from appliance.store.objects import files, jobs, models
 from appliance.store.records import keys
@@ -288,23 +287,6 @@ async def test_a_wandb_integration_is_recorded_and_warned_of_where_it_is_off(con
     assert made.integrations[0].wandb.project == "p"
     events = (await control.sdk.fine_tuning.jobs.list_events(job_id, limit=100)).data
     assert len(events) == 3 and ("warn" in {event.level for event in events}) == (level == "warn")
-
-
-async def test_profile_of_a_job_needs_it_to_run_and_is_in_its_metrics(control: Control, events: JobEvents):
-    job_id = await control.job()
-    url = f"/admin/v1/jobs/{job_id}/profile"
-    refused = await control.http.post(url, json={"steps": 3}, headers=ADMIN)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_running")
-    events.started(job_id, ["cpu0"], resumed=False)
-    assert (await control.http.post(url, json={"steps": 51}, headers=ADMIN)).status_code == 400
-    assert (await control.http.post(url, json={"steps": 3}, headers=ADMIN)).json() == {"id": job_id, "steps": 3}
-    share = {"compute": 1.2, "communication": 0.4, "input": 0.0, "idle": 0.4}
-    events.ingest(job_id, {"event": "metrics", "step": 9, "total_steps": 12, "loss": 1.0})
-    told = {"event": "profiled", "step": 9, "steps": 3, "seconds": 2.0, "share": share, "operators": []}
-    events.ingest(job_id, told | {"trace": "/data/jobs/ftjob-1/profile/trace-9.json.gz", "bytes": 77})
-    events.ingest(job_id, {"event": "metrics", "step": 10, "total_steps": 12, "loss": 1.0})
-    rows = (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}/metrics")).json()["data"]
-    assert [(row["step"], row["communication"]) for row in rows] == [(9, 0.2), (10, None)]
 
 
 GRADER: Any = {
