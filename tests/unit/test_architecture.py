@@ -133,7 +133,6 @@ WITHOUT_TORCH = (
     "train/graders/hosts.py",
     "train/methods/dpo.py",
     "train/methods/kto.py",
-    "train/methods/orpo.py",
     "train/methods/supervised.py",
     "train/methods/methods.py",
     "runtime/devices/kinds.py",
