@@ -132,7 +132,6 @@ WITHOUT_TORCH = (
     "train/data/preferences.py",
     "train/graders/hosts.py",
     "train/methods/dpo.py",
-    "train/methods/kto.py",
     "train/methods/supervised.py",
     "train/methods/methods.py",
     "runtime/devices/kinds.py",

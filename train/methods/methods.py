@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from train.methods import distillation, dpo, kto, reinforcement, supervised
+from train.methods import distillation, dpo, reinforcement, supervised
 from train.methods.method import Method
 from train.plan.errors import InvalidSpec
 
 DEFAULT = supervised.METHOD
-METHODS: dict[str, Method] = {
-    one.METHOD.name: one.METHOD for one in (supervised, dpo, kto, reinforcement, distillation)
-}
+METHODS: dict[str, Method] = {one.METHOD.name: one.METHOD for one in (supervised, dpo, reinforcement, distillation)}
 
 
 def method_of(name: str) -> Method:
