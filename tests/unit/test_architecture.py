@@ -131,8 +131,6 @@ WITHOUT_TORCH = (
     "train/control/rank_host.py",
     "train/data/preferences.py",
     "train/graders/hosts.py",
-    "train/methods/dpo.py",
-    "train/methods/supervised.py",
     "train/methods/methods.py",
     "runtime/devices/kinds.py",
     "serve/core/config.py",
