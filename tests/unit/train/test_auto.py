@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from train.data.packing import StepPlan, plan_packs
-from train.methods.dpo import METHOD as DPO
 from train.methods.dpo import Dpo
 from train.plan.auto import LEAST_STEPS, SHORTEST_ROW, DatasetStats, ModelStats, allowed_sizes, resolve, steps
 from train.plan.errors import InvalidHyperparameter, InvalidSpec
@@ -96,7 +95,7 @@ def test_ranks_share_rows_whose_tokens_and_heads_they_divide():
             resolve(given, GSM8K, model, 8)
         assert caught.value.param == "sequence_parallel"
     with pytest.raises(InvalidHyperparameter):
-        DPO.resolve({"sequence_parallel": 2}, GSM8K, dense, 8)
+        Dpo().resolve({"sequence_parallel": 2}, GSM8K, dense, 8)
 
 
 def test_a_rank_that_no_engine_serves_or_wider_than_the_model_is_refused():

@@ -12,13 +12,14 @@ from tests.train_support.tiny import make_model_dir, write_prompt_file
 from tests.train_support.world import METHODS
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from tests.unit.train.test_reinforcement import Box, learnt_row, run_spec
-from train.methods.distillation import METHOD as DISTILLATION
-from train.methods.reinforcement_objective import to_batch
+from train.methods.methods import method_of
+from train.methods.packed_objective import to_batch_of_samples as to_batch
 from train.model.model import load_model
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, NothingGraded
 from train.rollouts.judges import Teacher
 
+DISTILLATION = method_of("distillation")
 DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512, device_kind="cpu")
 
 
