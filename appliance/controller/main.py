@@ -247,7 +247,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         settings_check=SettingsCheck(sizes, node_config, home[0]),
         asking=asking,
         graders=graders,
-        model_ops=LibraryOps(library, weights, tiers, flow, versions.let_go, nodes.forget),
+        model_ops=LibraryOps(library, weights, flow, versions.let_go, nodes.forget),
         tiers=tiers,
         nodes=nodes,
         health=health,

@@ -188,12 +188,6 @@ class SimulatedModelOps:
         made = await self.import_model(source, name=name, revision=revision, report=report)
         return replace(made, info={"adapter": {"rank": min(8, rank_limit)}})
 
-    async def verify(self, rows: Sequence[VersionRow], report: Report) -> dict[str, Any]:
-        return {"versions": [row.version for row in rows], "tensors": 3, "bytes": 10}
-
-    async def verify_tiers(self, report: Report) -> dict[str, Any]:
-        return {"copies": 2, "unsealed": 0, "tensors": 3, "bytes": 10}
-
     async def remove(self, model: str, rows: Sequence[VersionRow]) -> None:
         self.removed.append((model, list(rows)))
 

@@ -156,7 +156,7 @@ def _download(session: Session, model: str, folder: Path, query: str = "") -> No
             unpack(parts, folder, lambda done, total: meter(f"downloading {model}", done, total))
         except IntegrityError as error:
             raise CommandFailed(
-                f"the download is damaged ({error}): run it again; `appliance model verify` checks the box's copy"
+                f"the download is damaged ({error}): run it again, and if it fails again export another version"
             ) from error
 
 

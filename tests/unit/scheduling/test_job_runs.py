@@ -223,5 +223,5 @@ async def test_ranks_are_not_started_on_what_may_not_be_opened(runs, flow, store
         raise OpeningRefused(model, "config.json", "has 'auto_map'")
 
     monkeypatch.setattr("appliance.controller.scheduling.job_runs.may_open", refuse)
-    with pytest.raises(LookupError, match="config.json: has 'auto_map'.*appliance model verify starter"):
+    with pytest.raises(LookupError, match="config.json: has 'auto_map'.*appliance model rm starter"):
         await runs.prepare("ftjob-1")
