@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from weights.format.layout import Layout
-from weights.format.manifest import Manifest
+from weights.format.manifest import Chunks, Manifest, chunks_of, hashed
 from weights.format.names import Name
-from weights.format.source import Chunks, chunks_of, hashed
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
 
