@@ -239,7 +239,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         settings_check=SettingsCheck(sizes, node_config, home[0]),
         asking=asking,
         graders=graders,
-        model_ops=LibraryOps(library, weights, tiers, flow, versions.let_go, nodes.forget),
+        model_ops=LibraryOps(library, weights, flow, versions.let_go, nodes.forget),
         tiers=tiers,
         nodes=nodes,
         health=health,
@@ -256,9 +256,8 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
 
 def _open_store(config: BoxConfig, paths: BoxPaths) -> WeightStore:
     budget_bytes = weight_budget_bytes(config, paths)
-    store = WeightStore(paths.shm_root, budget_bytes=budget_bytes, pool_bytes=config.weights.pool_bytes)
-    for error in store.sweep():
-        log.error("shared memory holds a damaged version: %s", error)
+    store = WeightStore(paths.shm_root, budget_bytes=budget_bytes)
+    store.sweep()
     return store
 
 
