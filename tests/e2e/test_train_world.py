@@ -39,6 +39,7 @@ QLORA = {
         pytest.param("qlora", {**QLORA, "form": "int8", "zero_stage": 2}, marks=pytest.mark.soak),
         pytest.param("qlora-offload", {**QLORA, "zero_stage": 3, "offload": "parameters"}, marks=pytest.mark.soak),
         pytest.param("dpo-zero3", {"method": "dpo", "zero_stage": 3, "model": {"tied": True}}, marks=pytest.mark.soak),
+        ("kto-zero3", {"method": "kto", "zero_stage": 3, "learning_rate": 1e-2}),
         ("dpo-lora", {"method": "dpo", "zero_stage": 2, "full": False, "lora_rank": 4, "learning_rate": 1e-2}),
     ],
 )

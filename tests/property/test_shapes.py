@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from train.data import messages, preferences
 from train.data.check import MAX_REASON_CHARACTERS
-from train.data.formats import SHAPES, Shape, convert
+from train.data.formats import MARKS, SHAPES, Shape, convert
 from train.data.lines import parse
 from train.data.preferences import OUTPUTS, SIDES
 from train.data.records import BadRecord
@@ -37,6 +37,8 @@ def value_of(key: str, shape: Shape):
     answers = {"prompt": (), "preference": ()}.get(shape.name, (("assistant", f"mark_{key}_answer_end"),))
     if key in ("messages", "conversations", "conversation"):
         return turns(("user", mark), *answers)
+    if shape.marked and key in MARKS:
+        return True
     if key in ("tools", "functions"):
         function = {"name": mark, "parameters": {"type": "object"}}
         return [function if key == "functions" else {"type": "function", "function": function}]
@@ -56,7 +58,7 @@ def value_of(key: str, shape: Shape):
 
 
 def row_of(shape: Shape, keys: Iterable[str]) -> dict:
-    return {key: value_of(key, shape) for key in keys}
+    return {key: value_of(key, shape) for key in (*keys, *MARKS[: int(shape.marked)])}
 
 
 @pytest.mark.parametrize("place", PLACES)

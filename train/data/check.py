@@ -215,7 +215,9 @@ def _summarise(report: DataReport) -> None:
         report.add_error(1, "the file has no examples")
     if report.ok and report.n_examples < MIN_EXAMPLES:
         report.warnings.append(f"only {report.n_examples} examples; to learn from, at least {MIN_EXAMPLES} are wanted")
-    if report.ok and report.shape not in ("chat", "preference", "prompt", TEXT):
+    if report.ok and report.shape == "unpaired":
+        report.notes.append("the answers are marked good or bad (label): only the method kto learns from such a file")
+    elif report.ok and report.shape not in ("chat", "preference", "prompt", TEXT):
         report.notes.append(f"converted {report.n_examples} examples from the {report.shape} shape to chat")
     if report.ok and report.left_out:
         keys = ", ".join(f"{name} ({count})" for name, count in sorted(report.left_out.items()))

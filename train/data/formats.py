@@ -54,9 +54,11 @@ def _is_set(value: Any) -> bool:
     return has_value(value) and not (isinstance(value, dict) and all(map(is_empty, value.values())))
 
 
+MARKS = ("label", "kto_tag")
+"""Keys with the mark of an answer that the method kto reads; others are refused by name."""
 _UNPAIRED = (
-    "a mark of good and bad answers without pairs: for supervised keep the good answers without the key; for dpo make "
-    "pairs: prompt, chosen, rejected"
+    "a mark of good and bad answers without pairs: for the method kto name it 'label', true or false; for supervised "
+    "keep the good answers without the key; for dpo make pairs: prompt, chosen, rejected"
 )
 _ONE_SIDE = "an answer to avoid, which only pairs can train: prompt, chosen and rejected, with the method dpo"
 REFUSES: Refuses = {
@@ -91,8 +93,8 @@ _QUESTION_REFUSES: Refuses = {
 
 class Example(NamedTuple):
     """A row as it is trained: {"messages", "tools"?}, {"text"} of a document, {"sequences": [chat, chat]} of a pair,
-    or {"messages", "tools"?, "item"} of a prompt. left_out: names of the keys that are not read, of its turns and calls
-    too: `source`, `messages[].id`."""
+    {"sequences": [chat], "label"} of a marked answer, or {"messages", "tools"?, "item"} of a prompt. left_out: names of
+    the keys that are not read, of its turns and calls too: `source`, `messages[].id`."""
 
     shape: str
     record: Record
@@ -103,13 +105,14 @@ class Example(NamedTuple):
 class Shape:
     """name: in reports and for methods; several rows of the table may share one. needs: of each of these groups one key
     has to have a value. has: keys that have to be there, whatever is in them. refuses: keys that make a row unusable if
-    nothing reads them. when: what else chooses the shape."""
+    nothing reads them. marked: a mark of the answer has to be there. when: what else chooses the shape."""
 
     name: str
     needs: tuple[tuple[str, ...], ...]
     read: Callable[[Fields], Record]
     refuses: Refuses = field(default_factory=lambda: _CHAT_REFUSES)
     has: tuple[str, ...] = ()
+    marked: bool = False
     when: Callable[[Record], bool] = lambda record: True
 
     def fits(self, record: Record) -> bool:
@@ -120,6 +123,8 @@ class Shape:
         return self._has(record, record.__contains__) and self.when(record)
 
     def _has(self, record: Record, has: Callable[[str], bool]) -> bool:
+        if self.marked and not any(_is_mark(record.get(key)) for key in MARKS):
+            return False
         return all(key in record for key in self.has) and all(any(map(has, group)) for group in self.needs)
 
 
@@ -264,6 +269,19 @@ def _prompt(fields: Fields) -> Record:
     return {"messages": messages, **tools, "item": item}
 
 
+def _marked(fields: Fields, read: Callable[[Fields], Record]) -> Record:
+    """A chat that trains only the answer to its last question, with the mark of that answer."""
+    mark = fields.take(*MARKS)
+    if not isinstance(mark, (bool, int, float)) or mark not in (0, 1):
+        raise BadRecord(f"{fields.name(*MARKS)!r} is {mark!r}; expected true for a good answer, false for a bad one")
+    chat = read(fields)
+    messages = chat["messages"]
+    asked = max((n for n, message in enumerate(messages) if message["role"] not in ("assistant", "tool")), default=-1)
+    if not _train_from(messages, asked + 1):
+        raise BadRecord("the answer to the last question has weight 0, so there is nothing to learn")
+    return {"sequences": [chat], "label": bool(mark)}
+
+
 def _openai_preference(fields: Fields) -> Record:
     if not isinstance(given := fields.take("input"), dict):
         raise BadRecord("'input' must be an object with 'messages', a list")
@@ -277,11 +295,17 @@ def _preference(pair: Pair, request: Fields) -> Record:
     chats = []
     for output in outputs:
         messages = [*map(dict, prompt), *output]
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant":
-                message["weight"] = int(index >= len(prompt) and message.get("weight") != 0)
+        _train_from(messages, len(prompt))
         chats.append(_checked(messages, request))
     return {"sequences": chats}
+
+
+def _train_from(messages: list[Record], first: int) -> bool:
+    """Trains the answers from this message on that have no weight 0; returns whether there is one."""
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            message["weight"] = int(index >= first and message.get("weight") != 0)
+    return any(message.get("weight") for message in messages)
 
 
 def _single(name: str, question: tuple[str, ...], answer: tuple[str, ...], **more: Any) -> Shape:
@@ -300,6 +324,15 @@ TEXT = "text"
 _CALLED = ("query", "question", "instruction")
 _IN_TURNS = (*_CONVERSATION, "messages")
 _ASKED = (*_QUESTION, "input")
+_CONVERSATIONS = (
+    Shape("chat", (("messages",),), partial(_conversation, names=("messages",))),
+    Shape("sharegpt", (_CONVERSATION,), partial(_conversation, names=_CONVERSATION)),
+    Shape("query_calls", (_CALLED, ("answers",), ("tools",)), partial(_called, question=_CALLED)),
+    _single("alpaca", ("instruction",), ("output", "response")),
+    _single("prompt_completion", ("prompt",), ("completion", "response")),
+    _single("question_answer", ("question", "query"), ("answer", "response")),
+    _single("input_output", ("input",), ("output",), when=lambda record: "instruction" not in record),
+)
 SHAPES: tuple[Shape, ...] = (
     Shape("preference", (("input",), OUTPUTS), _openai_preference, REFUSES, has=OUTPUTS),
     # TRL's implicit prompts; answers to a prompt (TRL, orca, alpaca) or to a conversation (ShareGPT); texts that begin
@@ -311,12 +344,10 @@ SHAPES: tuple[Shape, ...] = (
     Shape(
         "prompt", (("messages",),), _prompt, REFUSES, when=lambda record: last_role(record.get("messages")) == "user"
     ),
-    Shape("chat", (("messages",),), partial(_conversation, names=("messages",))),
-    Shape("sharegpt", (_CONVERSATION,), partial(_conversation, names=_CONVERSATION)),
-    Shape("query_calls", (_CALLED, ("answers",), ("tools",)), partial(_called, question=_CALLED)),
-    _single("alpaca", ("instruction",), ("output", "response")),
-    _single("prompt_completion", ("prompt",), ("completion", "response")),
-    _single("question_answer", ("question", "query"), ("answer", "response")),
-    _single("input_output", ("input",), ("output",), when=lambda record: "instruction" not in record),
+    *(
+        Shape("unpaired", row.needs, partial(_marked, read=row.read), row.refuses, marked=True, when=row.when)
+        for row in _CONVERSATIONS
+    ),
+    *_CONVERSATIONS,
     Shape(TEXT, (("text",),), _document),
 )

@@ -25,26 +25,10 @@ LARGEST_SHARE, SHARE_FROM_PAIRS = 0.1, 300
 _FEW_PAIRS = 1000
 
 
-class Dpo(Method):
-    """An example is a pair of outputs for one conversation. The loss of a step is divided by its pairs."""
+class Compared(Method):
+    """The model is compared with the one that it started from. A small share of the common learning rate suits that."""
 
-    name = "dpo"
-    summary = "learns to prefer one answer to another, from pairs of them"
-    data = "preference"
-    sequences = 2  # the preferred output, then the other
     needs_reference = True
-    cut_refuses = True
-    options = (
-        Option("beta", 1e-6, 2, 0.1, "how closely it keeps to the model it starts from; smaller strays further"),
-    )
-    metric_names = (
-        "rewards/chosen",
-        "rewards/rejected",
-        "rewards/accuracies",
-        "rewards/margins",
-        "logps/chosen",
-        "logps/rejected",
-    )
 
     def resolve(
         self, hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int
@@ -59,6 +43,27 @@ class Dpo(Method):
         if hyperparameters.get("learning_rate", "auto") in ("auto", None):
             fields["learning_rate"] *= min(LARGEST_SHARE, RATE_SHARE * max(1.0, SHARE_FROM_PAIRS / n))
         return fields
+
+
+class Dpo(Compared):
+    """An example is a pair of outputs for one conversation. The loss of a step is divided by its pairs."""
+
+    name = "dpo"
+    summary = "learns to prefer one answer to another, from pairs of them"
+    data = "preference"
+    sequences = 2  # the preferred output, then the other
+    cut_refuses = True
+    options = (
+        Option("beta", 1e-6, 2, 0.1, "how closely it keeps to the model it starts from; smaller strays further"),
+    )
+    metric_names = (
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/accuracies",
+        "rewards/margins",
+        "logps/chosen",
+        "logps/rejected",
+    )
 
     def check_cut(self, sequences: Sequence[Tokens], max_length: int) -> None:
         """Raises BadRecord for a pair of which a cut leaves nothing to compare."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from train.methods.dpo import Dpo
+from train.methods.kto import Kto
 from train.methods.method import Method
 from train.methods.own_answers import Distillation, Reinforcement
 from train.plan.errors import InvalidSpec
@@ -29,7 +30,7 @@ class Supervised(Method):
 
 
 DEFAULT = Supervised()
-METHODS: dict[str, Method] = {one.name: one for one in (DEFAULT, Dpo(), Reinforcement(), Distillation())}
+METHODS: dict[str, Method] = {one.name: one for one in (DEFAULT, Dpo(), Kto(), Reinforcement(), Distillation())}
 
 
 def method_of(name: str) -> Method:

@@ -334,6 +334,7 @@ def to_batch(row: Row, scale: float, device: torch.device | str) -> dict[str, An
         "labels": tensor(row.labels),
         "segments": row.segments,
         "sequence_sizes": row.sequence_sizes,
+        "marks": row.marks,
         "reference": None if row.reference is None else tensor(row.reference),
         "scale": scale,
     }

@@ -8,14 +8,16 @@ function of the seed and its number: one that was left is done again, and only t
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
+from deepspeed import comm
 
 from train.control.progress import ControlSignals, Events, Progress
 from train.control.rank_messages import any_rank, broadcast_json
-from train.data.packing import StepPlan
+from train.data.packing import Row, StepPlan
 from train.data.token_set import TokenSet
 from train.methods.methods import method_of
 from train.plan.recipe import learning_rate
@@ -131,13 +133,17 @@ class Run:
         scale = 1.0 / self.feed.denominator()  # of the global step: gradients and losses of micro-batches add up
         loss = torch.zeros((), dtype=torch.float32, device=engine.device)
         rows = self.feed.rows()
+        scaled = ((row, scale * row.weight) for _, row in rows)
+        shared = self._divergence("step", scaled, lambda _: self._left_of_step_s(), spec.step_patience_s)
+        if shared is None:
+            return self._abort_step()
         for number, row in rows:
             self.progress.enter("step", step)
             if self._leaves(self._left_of_step_s(), spec.step_patience_s):
                 return self._abort_step()
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
-            batch = self.method.batch(row, scale * row.weight, engine.device)
+            batch = self.method.batch(row, scale * row.weight, engine.device) | shared
             with self.metrics.forward_pass():
                 part = engine(batch)
             # Use a separate tensor: on the engine's own output DeepSpeed 0.19.8 divides by the accumulation steps even
@@ -152,6 +158,37 @@ class Run:
         )
         self._took_s = time.monotonic() - self._began_s
         return True
+
+    def _divergence(
+        self, phase: str, rows: Iterable[tuple[Row, float]], left_s: Callable[[int], float], patience_s: float
+    ) -> dict[str, torch.Tensor] | None:
+        """Collective: what each batch has of the whole step (Method.needs_divergence). None if the ranks leave it.
+
+        Args:
+            phase: of the progress that is reported.
+            rows: this rank's rows, each with its scale; equally many on every rank.
+            left_s: expected seconds until the end of the work, after so many rows.
+            patience_s: the longest work that is finished although the devices are wanted.
+        """
+        if not self.method.needs_divergence:
+            return {}
+        total = torch.zeros((), dtype=torch.float32, device=self.engine.device)
+        self.engine.eval()
+        try:
+            for done, (row, scale) in enumerate(rows):
+                self.progress.enter(phase, self.step)
+                if self._leaves(left_s(done), patience_s):
+                    return None
+                batch = self.method.batch(row, scale, self.engine.device)
+                with torch.no_grad():
+                    log_probs = self.engine(batch | {"as_reference": True})
+                total += (log_probs - batch["reference"]).sum() * scale
+        finally:
+            self.engine.train()
+        if self.grid.tensor_rank:  # the other ranks of its group have the same value
+            total.zero_()
+        comm.all_reduce(total)
+        return {"divergence": total}
 
     def close(self) -> None:
         """Write out what is buffered: the process may end without any of Python's own clean-up."""
@@ -261,7 +298,17 @@ class Run:
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
         turns = -(-len(packs) // self.grid.data_size)
         mine = [turn * self.grid.data_size + self.grid.data_rank for turn in range(turns)]
+        rows = ((valid.row(packs[[index % len(packs)]]), scale * (index < len(packs))) for index in mine)
         sums, began_s = self.metrics.begin_validation(), time.monotonic()
+        shared = self._divergence(
+            "validating",
+            rows,
+            lambda done: (time.monotonic() - began_s) * (2 * turns - done) / max(1, done),
+            _VALIDATES_ON_S,
+        )
+        if shared is None:
+            return None
+        began_s = time.monotonic()
         self.engine.eval()
         try:
             for turn, index in enumerate(mine):
@@ -271,7 +318,7 @@ class Run:
                 self.progress.enter("validating")  # for each row: a file may take longer than the limit for a hang
                 with torch.no_grad():
                     row = valid.row(packs[[index % len(packs)]])
-                    part = self.engine(self.method.batch(row, scale, self.engine.device))
+                    part = self.engine(self.method.batch(row, scale, self.engine.device) | shared)
                 self.metrics.validated(sums, part, counts=index < len(packs))
         finally:
             self.engine.train()
