@@ -55,6 +55,7 @@ METHODS = {
     "supervised": (write_chat_file, {}),
     "dpo": (write_pair_file, {"beta": 0.1}),
     "kto": (write_marked_file, {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}),
+    "orpo": (write_pair_file, {"beta": 0.1}),
     "reinforcement": (write_prompt_file, SAMPLES),
     "distillation": (write_prompt_file, {**SAMPLES, "samples": 8.0}),
 }

@@ -45,14 +45,40 @@ class Compared(Method):
         return fields
 
 
-class Dpo(Compared):
+class Pairs(Method):
     """An example is a pair of outputs for one conversation. The loss of a step is divided by its pairs."""
 
-    name = "dpo"
-    summary = "learns to prefer one answer to another, from pairs of them"
     data = "preference"
     sequences = 2  # the preferred output, then the other
     cut_refuses = True
+
+    def check_cut(self, sequences: Sequence[Tokens], max_length: int) -> None:
+        """Raises BadRecord for a pair of which a cut leaves nothing to compare."""
+        short = [(ids[:max_length], learnt[:max_length]) for ids, learnt in sequences]
+        for side, whole, (_, learnt) in zip(("preferred", "non-preferred"), sequences, short, strict=True):
+            if not learnt[1:].any():
+                raise BadRecord(
+                    f"the {side} output begins after token {_first_learnt(whole)}; of max_length {max_length} tokens "
+                    "nothing is left for it: give a larger max_length, or shorten the input"
+                )
+        (first, _), (second, _) = short
+        if len(first) == len(second) and (first == second).all():
+            raise BadRecord(
+                f"both outputs are the same tokens within max_length {max_length}, so there is nothing to prefer"
+            )
+
+    def denominator(self, tokens: TokenSet, packs: np.ndarray) -> int:
+        return tokens.examples_in(packs)
+
+
+def _first_learnt(sequence: Tokens) -> int:
+    _, learnt = sequence
+    return int(learnt[1:].argmax()) + 1 if learnt[1:].any() else len(learnt)
+
+
+class Dpo(Compared, Pairs):
+    name = "dpo"
+    summary = "learns to prefer one answer to another, from pairs of them"
     options = (
         Option("beta", 1e-6, 2, 0.1, "how closely it keeps to the model it starts from; smaller strays further"),
     )
@@ -64,24 +90,6 @@ class Dpo(Compared):
         "logps/chosen",
         "logps/rejected",
     )
-
-    def check_cut(self, sequences: Sequence[Tokens], max_length: int) -> None:
-        """Raises BadRecord for a pair of which a cut leaves nothing to compare."""
-        short = [(ids[:max_length], learnt[:max_length]) for ids, learnt in sequences]
-        for side, (_, learnt) in zip(("preferred", "non-preferred"), short, strict=True):
-            if not learnt[1:].any():
-                raise BadRecord(
-                    f"the {side} output begins behind the {max_length} tokens of max_length, so nothing is left of it: "
-                    "give a larger max_length, or shorten the input"
-                )
-        (first, _), (second, _) = short
-        if len(first) == len(second) and (first == second).all():
-            raise BadRecord(
-                f"both outputs are the same tokens within max_length {max_length}, so there is nothing to prefer"
-            )
-
-    def denominator(self, tokens: TokenSet, packs: np.ndarray) -> int:
-        return tokens.examples_in(packs)
 
     def loss(
         self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]

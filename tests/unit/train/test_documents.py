@@ -95,7 +95,7 @@ def test_check_of_documents_counts_and_converts_them(tmp_path):
     assert not check.found["too_long"].count, "none is cut"
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto", "reinforcement"])
+@pytest.mark.parametrize("name", ["dpo", "kto", "orpo", "reinforcement"])
 def test_other_methods_refuse_documents(name):
     assert method_of(name).refuses(TEXT)
 

@@ -99,6 +99,7 @@ def test_options_of_methods_have_names_of_their_own():
         ("dpo", 300, {}, 5e-7, 3),
         ("dpo", 12, {}, 1e-6, 10),  # or 12 pairs move nothing
         ("dpo", 300, {"learning_rate": 1e-5}, 1e-5, 3),
+        ("orpo", 300, {}, 5e-6, 3),
     ],
 )
 def test_resolve_of_each_method_has_its_own_rate(method, n, given, rate, n_epochs):
