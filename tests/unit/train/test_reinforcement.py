@@ -20,7 +20,7 @@ from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
 from train.data.formats import BadRecord
 from train.data.packing import build_row
-from train.graders.calls import calls_in
+from train.graders.templates import Sample
 from train.methods.methods import method_of
 from train.methods.reinforcement import GROUP
 from train.methods.reinforcement import METHOD as REINFORCEMENT
@@ -141,9 +141,9 @@ def test_advantages_are_rewards_less_the_mean_of_their_group():
     ],
 )
 def test_calls_of_tools_in_an_answer_are_what_a_grader_reads(text, said, called):
-    found = calls_in(text)
-    assert found["text"] == (text if said is None else said)
-    calls = [call["function"] for call in found.get("tools", [])]
+    found = Sample.with_calls(text)
+    assert found.output_text == (text if said is None else said)
+    calls = [call["function"] for call in found.output_tools]
     assert [(call["name"], json.loads(call["arguments"])) for call in calls] == called
 
 
