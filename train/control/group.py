@@ -9,7 +9,7 @@ Events handed to `on_event` (all have "event" and "job"):
   snapshot    step, path, bytes, seconds (training stood still)
   profiled    step, steps, seconds, share, operators (train.trainer.profiling.shares), trace, bytes
   published   version, path, step, epoch, bytes, seconds
-  policy      step: the weights after it are in shared memory, for samples (train.rollouts.policy)
+  policy      step: the weights after it are in shared memory, for samples (train.rollouts.rollouts)
   finished    outcome, step, error
 
 Rules
