@@ -129,7 +129,6 @@ WITHOUT_TORCH = (
     "train/data/formats.py",
     "train/control/group.py",
     "train/control/rank_host.py",
-    "train/data/preferences.py",
     "train/graders/hosts.py",
     "train/methods/dpo.py",
     "train/methods/kto.py",
