@@ -30,6 +30,7 @@ class Judged:
         return sum(map(bool, self.verdict["errors"])) / len(self.verdict["errors"])
 
 
+@dataclass
 class Graded(Judged):
     """One reward for each answer, which is compared with the other answers to its prompt."""
 
@@ -70,6 +71,7 @@ class Graded(Judged):
         return {"mean_reward": _mean(self._rewards), **error}
 
 
+@dataclass
 class Taught(Judged):
     """The log-probability of each token of an answer to a model that an engine serves. A token's advantage is how much
     likelier it is to the teacher than it was to the model that wrote it."""

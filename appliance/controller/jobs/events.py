@@ -165,7 +165,7 @@ class JobEvents:
 
     def _compare(self, row: JobRow) -> None:
         """Put what the job took beside its estimate."""
-        steps = job_records.all_metrics(self._db, row.id)
+        steps = list(job_records.all_metrics(self._db, row.id))
         speeds = [one.tokens_per_s / one.devices for one in steps if one.tokens_per_s and one.devices]
         if row.estimate is None or not speeds:
             return
