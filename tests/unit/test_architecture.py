@@ -127,7 +127,6 @@ WITHOUT_TORCH = (
     "train/data/formats.py",
     "train/control/group.py",
     "train/control/rank_host.py",
-    "train/data/preferences.py",
     "train/graders/hosts.py",
     "train/methods/methods.py",
     "runtime/devices/kinds.py",
