@@ -13,7 +13,7 @@ from appliance.store.database import sql_list
 from appliance.store.ids import new_id
 from appliance.store.table import Table
 from scheduler.core.workload import PolicyKind
-from scheduler.handover.ports import StepRecord
+from scheduler.handover.effects import StepRecord
 
 JobPhase = Literal["validating", "queued", "running", "suspended", "succeeded", "failed", "cancelled"]
 JobWanted = Literal["run", "pause", "cancel"]

@@ -67,7 +67,7 @@ SUBPACKAGES = (
     "scheduler.loop",
     "scheduler.handover",
     "scheduler.plan",
-    "scheduler.autoscale",
+    "scheduler.autoscaler",
     "scheduler.core",
     "train.convert",
     "train.trainer",

@@ -19,7 +19,7 @@ from runtime.devices.kinds import host_memory_bytes
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Policy
-from scheduler.handover.ports import StepRecord
+from scheduler.handover.effects import StepRecord
 from scheduler.loop.loop import SchedulerLoop
 from weights.memory.store import WeightStore
 
