@@ -6,18 +6,22 @@ Rules
   it.
 - At once: uncorrected ECC errors that were not there when the watch began.
 - Hotter than its slowdown temperature for `hot_for_s`: the cooling has failed, not the load.
+- Slowed by its board or its power supply for `slow_for_s` while most devices of its node are not: all ranks of a job
+  wait for such a device. Where most are slowed, draining them would stop the box.
 - `deaths` ranks or engines that died on it within `death_window_s`. A job or model that died on more than one device
   in that time is at fault itself, and its deaths count against none.
-- Deaths, heat, silence and settings may pass: such a device is tried again automatically. Broken hardware waits for a
-  person.
+- Deaths, heat, slowness, silence and settings may pass: such a device is tried again automatically. Broken hardware
+  waits for a person.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 from runtime.devices.kind import Reading
 from runtime.devices.kinds import kind_of
@@ -60,7 +64,7 @@ def failing(
     for device_id, history in readings.items():
         if history and (fault := _fault_of_driver(history, config.hot_for_s)):
             faults[device_id] = fault
-    for device_id, reason in _died(deaths, now_s, config).items():
+    for device_id, reason in (_slowed(readings, config.slow_for_s) | _died(deaths, now_s, config)).items():
         faults.setdefault(device_id, Fault(reason, may_pass=True))
     return faults
 
@@ -87,6 +91,20 @@ def _fault_of_driver(history: tuple[Reading, ...], hot_for_s: float) -> Fault | 
         reason = f"was at {last.temperature_c} °C for {last.at_s - hot_since_s:.0f} s, over its {last.slowdown_c} °C"
         return Fault(reason, may_pass=True)
     return None
+
+
+def _slowed(readings: Mapping[str, tuple[Reading, ...]], slow_for_s: float) -> dict[str, str]:
+    reasons, devices = {}, Counter(device_id.rpartition("/")[0] for device_id in readings)
+    for device_id, history in readings.items():
+        slow = tuple(takewhile(lambda reading: {"hardware", "power_brake"} & {*reading.throttled}, reversed(history)))
+        if slow and (lasted_s := slow[0].at_s - slow[-1].at_s) >= slow_for_s:
+            reasons[device_id] = f"was slowed by its board or power supply for {lasted_s:.0f} s"
+    slowed = Counter(device_id.rpartition("/")[0] for device_id in reasons)
+    return {
+        name: reason
+        for name, reason in reasons.items()
+        if 2 * slowed[(node := name.rpartition("/")[0])] < devices[node]
+    }
 
 
 def _died(deaths: Iterable[Death], now_s: float, config: SchedulerConfig) -> dict[str, str]:
