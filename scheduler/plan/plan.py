@@ -13,7 +13,6 @@ from dataclasses import replace
 from math import inf
 
 from runtime.devices.kinds import kind_of
-from scheduler import autoscaler
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import node_of
 from scheduler.core.workload import (
@@ -25,7 +24,7 @@ from scheduler.core.workload import (
     ReplicaState,
     ReplicaView,
 )
-from scheduler.plan import queue
+from scheduler.plan import autoscaler, queue
 from scheduler.plan.free_devices import FreeDevices
 
 _ROUNDS = 8

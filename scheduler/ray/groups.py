@@ -23,9 +23,9 @@ from runtime.devices.kinds import kind_of
 from runtime.errors import SupervisorDied
 from scheduler.core.errors import EffectFailed
 from scheduler.handover.effects import Detail, GroupEnded, GroupView
-from scheduler.ray.actors import IDLE_HUNG_S, RANK, Silent, Supervisor, actor_names, errors_as_failures, find_actor
+from scheduler.ray.actors import IDLE_HUNG_S, RANK, Silent, Supervisor, actor_names, errors_as_failures
 from scheduler.ray.node import NodeConfig, stored_bytes
-from scheduler.ray.nodes import Nodes, OnDeath
+from scheduler.ray.nodes import Nodes
 from train.control.group import Group
 from train.control.rank_host import RankHost
 from train.plan.spec import TrainSpec
@@ -64,16 +64,10 @@ class Jobs(Protocol):
 
 
 class Groups:
-    """The verbs on groups, and the observation of groups. on_death: called for a rank that died of its device."""
+    """The verbs on groups, and the observation of groups."""
 
-    def __init__(
-        self,
-        nodes: Nodes,
-        jobs: Jobs,
-        report_change: Callable[[], None],
-        on_death: OnDeath = lambda device_ids, holder, reason: None,
-    ):
-        self._nodes, self._jobs, self._report_change, self._on_death = nodes, jobs, report_change, on_death
+    def __init__(self, nodes: Nodes, jobs: Jobs, report_change: Callable[[], None]):
+        self._nodes, self._jobs, self._report_change = nodes, jobs, report_change
         self._hosts: dict[str, Supervisor] = {}
         self._groups: dict[str, _RunningGroup] = {}
         self._in_hand: set[str] = set()  # jobs whose ranks a verb is starting or ending
@@ -198,11 +192,6 @@ class Groups:
             error.get("blame", "own"),
         )
         self._report_change()
-        # Only after reporting the end: whatever fails below, the job's end is recorded.
-        if error.get("by_device"):
-            device_id = running.devices[error["rank"]]
-            if find_actor(RANK + device_id) is not None:  # else its node is gone, not the device at fault
-                self._on_death((device_id,), f"job {job_id}", error["reason"])
 
     def _host(self, device_id: str) -> Supervisor:
         """The supervisor of a device, found or created, but never one known to be dead."""

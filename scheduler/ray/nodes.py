@@ -40,10 +40,6 @@ START_S = 60.0  # how long it waits for an agent that starts
 EMPTY_EVERY_S = 0.5
 
 
-# Called with device ids, the job or model whose rank or engine died there, and why.
-OnDeath = Callable[[tuple[str, ...], str, str], None]
-
-
 @dataclass(slots=True)
 class _Known:
     config: NodeConfig

@@ -29,7 +29,7 @@ from scheduler.ray.actors import (
     first_line,
 )
 from scheduler.ray.node import NodeConfig, stored_bytes
-from scheduler.ray.nodes import Nodes, OnDeath
+from scheduler.ray.nodes import Nodes
 from serve.core.config import EngineConfig
 from serve.core.sizing import NotServable
 from serve.core.spec import ReplicaSpec
@@ -104,10 +104,9 @@ class Replicas:
         versions: Versions,
         engine: EngineConfig,
         report_change: Callable[[], None],
-        on_death: OnDeath = lambda device_ids, holder, reason: None,
     ):
         self._nodes, self._routing, self._versions, self._engine = nodes, routing, versions, engine
-        self._report_change, self._on_death = report_change, on_death
+        self._report_change = report_change
         self._engines: dict[str, _Engine] = {}
 
     async def start_replica(self, plan: ReplicaView) -> Detail:
@@ -299,10 +298,6 @@ class Replicas:
             reason = str(dead.get("exit", "the engine ended"))
             # The step of a load that failed has counted it.
             blame = "memory" if dead.get("starved") else "outside" if dead.get("load_failed") else "own"
-            if not engine.stopping and blame == "own":
-                status = await engine.supervisor.call("status")
-                devices = tuple(f"{status['node']}/{index}" for index in status["devices"])
-                self._on_death(devices, f"model {status['model']}", reason)
         except (SupervisorDied, RayError) as error:
             reason, blame = first_line(error), "outside"
         if not engine.stopping:
