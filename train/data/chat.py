@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from train.data import turns
 from train.data.records import BadRecord
-from train.data.turns import Render, Row, TurnForm
+from train.data.turns import Conversation, Render, Row, TurnForm
 from train.plan.errors import UnsupportedModel
 from weights.format.tool_template import with_tools
 
@@ -91,7 +91,8 @@ class ChatEncoder:
         """The rendered rows of an example. Raises BadRecord."""
         tools = example.get("tools")
         rows = self._in_first_form(
-            example, lambda render, messages: turns.rows(render, messages, tools, self.form, self._stops, apart=apart)
+            example,
+            lambda render, messages: Conversation(render, messages, tools, self.form, self._stops).rows(apart=apart),
         )
         prompt = rows[0].text[: rows[0].spans[0][0]]
         if tools and not any(tool["function"]["name"] in prompt for tool in tools):

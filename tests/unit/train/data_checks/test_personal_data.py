@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.data_checks.personal_data import personal_data
+from train.data_checks.check import personal_data
 
 
 @pytest.mark.parametrize(
