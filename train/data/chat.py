@@ -133,16 +133,14 @@ class ChatEncoder:
         trained = np.zeros(len(ids), bool)
         for start, end in row.spans:
             if ((starts < start) & (ends > start)).any():
-                return self._tokens_apart(row) if len(row.spans) == 1 else None
+                if len(row.spans) > 1:
+                    return None
+                # Prompt and answer as an engine has them: the prompt's tokens end where the prompt does.
+                prompt, answer = (self._tokenise(text)["input_ids"] for text in (row.text[:start], row.text[start:]))
+                ids = np.array([*prompt, *answer], dtype=np.int32)
+                return ids, np.arange(len(ids)) >= len(prompt)
             trained |= (starts >= start) & (starts < end) & (ends > starts)
         return ids, trained
-
-    def _tokens_apart(self, row: Row) -> Tokens:
-        """Prompt and answer as an engine has them: the prompt's tokens end where the prompt does."""
-        ((start, _),) = row.spans
-        prompt, answer = (self._tokenise(text)["input_ids"] for text in (row.text[:start], row.text[start:]))
-        ids = np.array([*prompt, *answer], dtype=np.int32)
-        return ids, np.arange(len(ids)) >= len(prompt)
 
     def _stops(self, text: str) -> bool:
         return any(token in text for token in self._stop_tokens)

@@ -45,7 +45,8 @@ def loads(raw: bytes) -> Any:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         # Python's json and pandas write an empty cell as NaN.
-        if b"NaN" not in raw or (without := _without_nan(raw)) == raw:
+        without = _STRING_OR_NAN.sub(lambda match: match[0] if match[0][:1] == b'"' else b"null", raw)
+        if without == raw:
             raise BadRecord(_why_not_json(raw, error)) from None
         return loads(without)
     # Walking is not cheap, but few records have enough brackets to be too deep.
@@ -56,10 +57,6 @@ def loads(raw: bytes) -> Any:
     if raw.count(b":") != orjson.dumps(value).count(b":") or _ESCAPED_COLON.search(raw):
         _refuse_twice(raw)
     return value
-
-
-def _without_nan(raw: bytes) -> bytes:
-    return _STRING_OR_NAN.sub(lambda match: match[0] if match[0][:1] == b'"' else b"null", raw)
 
 
 def _refuse_twice(raw: bytes) -> None:

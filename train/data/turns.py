@@ -113,7 +113,9 @@ class Conversation:
                 continue
             prompt, written = self._turn(index)
             for number in range(heard, index):
-                _check_heard(prompt, number, messages[number])
+                role, text = messages[number]["role"], (messages[number].get("content") or "").strip()
+                if role in ("system", "user") and not any(form in prompt for form in _forms(text)):
+                    raise BadRecord(_unwritten(f"the text of messages[{number}], from {role!r},"))
             heard = index
             if index == len(messages) - 1 and whole.startswith(prompt):
                 whole = prompt + written  # with its end of turn, which some templates leave to the next message
@@ -205,13 +207,6 @@ def prompt(render: Render, messages: Messages, tools: Any) -> str:
         if _try(render, bare, tools, add_generation_prompt=True) == text:
             raise BadRecord("has calls, which the model's chat template does not write")
     return text
-
-
-def _check_heard(prompt: str, number: int, message: dict[str, Any]) -> None:
-    """Raises BadRecord where the prompt lacks what the system or the user said."""
-    role, text = message["role"], (message.get("content") or "").strip()
-    if role in ("system", "user") and not any(form in prompt for form in _forms(text)):
-        raise BadRecord(_unwritten(f"the text of messages[{number}], from {role!r},"))
 
 
 def _last(text: str) -> str:
