@@ -1,7 +1,7 @@
 """What a rank does with samples: it publishes the weights they are drawn from, waits for their file (samples.py), and
 makes the rows that are learnt from.
 
-    weights after step s -> engines -> judge -> RUN_DIR/rollouts/train-s.npz -> advantages -> rows
+    weights after step s -> engines -> judge -> RUN_DIR/rollouts/train-s.json -> advantages -> rows
 
 Every rank reads the whole file, so a step is the same on any number of ranks, and goes on with the same samples if it
 was interrupted before its update.
