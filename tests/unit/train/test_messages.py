@@ -6,8 +6,7 @@ import pytest
 
 from train.data import messages
 from train.data.formats import convert
-from train.data.lines import parse
-from train.data.records import BadRecord, NoAnswer
+from train.data.records import BadRecord, NoAnswer, parse
 
 ASK, ANSWER = {"role": "user", "content": "3?"}, {"role": "assistant", "content": "12"}
 TOOL = {"name": "gauge", "parameters": {"type": "object"}}

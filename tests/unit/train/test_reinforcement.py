@@ -28,8 +28,7 @@ from train.methods.reinforcement_objective import ReinforcementObjective, to_bat
 from train.model.model import load_model, load_tokenizer
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, InvalidSpec, NothingGraded
-from train.rollouts.judges import Graded, advantages
-from train.rollouts.rollouts import Form
+from train.rollouts.rollouts import Form, Graded, advantages
 from train.rollouts.samples import SamplesFile
 from train.trainer.prepare import prepare
 from weights.format.names import policy_name
