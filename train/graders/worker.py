@@ -28,8 +28,7 @@ from typing import Any, NoReturn
 
 from runtime.processes.confinement import confine, missing
 from runtime.processes.confinement import prepare as prepare_confinement
-from runtime.processes.kernel import die_with_parent
-from runtime.processes.oom import DiesAs, dies_as
+from runtime.processes.kernel import DiesAs, die_with_parent, dies_as
 from train.graders.errors import GradingErrors, GradingFailed
 from train.graders.graders import ModelAnswer, parse
 from train.graders.grading import grade

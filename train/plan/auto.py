@@ -24,7 +24,7 @@ _MOST_PATIENCE_S = 60.0
 LORA_FROM_PARAMETERS = 1_000_000_000
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_publish")
 RATES = ("learning_rate", "learning_rate_multiplier")
-HIGH_RATE, HIGHEST_RATE = 10.0, 100.0
+HIGHEST_RATE = 100.0
 """Times the automatic rate, beyond which a learning rate gets a warning, or is refused."""
 LEAST_STEPS = 50  # fewer teach little whatever the learning rate: warm-up and decay are most of them
 ROW_MULTIPLE = 32  # tokens of a row without packing, because kernels are compiled for every new shape

@@ -21,7 +21,7 @@ from appliance.controller.grading.in_tokens import Sampled
 from appliance.controller.jobs.events import add_message
 from appliance.gateway.core.errors import ENGINES_DIED
 from appliance.store.database import Database
-from appliance.store.objects import job_records
+from appliance.store.objects import jobs
 from appliance.store.records import keys
 from appliance.store.rows import JobRow
 from train.graders.graders import Grader, judges, parse
@@ -53,7 +53,7 @@ class Judging:
     async def verdict(self, row: JobRow, prompt: Prompt, answers: Sequence[Sampled]) -> Verdict:
         """On the answers to one prompt, in order: "errors", and "rewards" of a grader or "log_probs" of a teacher.
         Raises CannotGoOn."""
-        found = job_records.find_judge(self._db, row.id)
+        found = jobs.find_judge(self._db, row.id)
         if found is None:
             raise CannotGoOn("the judge of the job was deleted")
         if how := keys.how_ended(self._db, row.key_id):

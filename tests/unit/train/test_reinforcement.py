@@ -22,9 +22,9 @@ from train.data.formats import BadRecord
 from train.data.packing import build_row
 from train.graders.templates import Sample
 from train.methods.methods import method_of
-from train.methods.reinforcement import GROUP
-from train.methods.reinforcement import METHOD as REINFORCEMENT
-from train.methods.reinforcement_objective import ReinforcementObjective, to_batch
+from train.methods.own_answers import GROUP
+from train.methods.packed_objective import ReinforcementObjective
+from train.methods.packed_objective import to_batch_of_samples as to_batch
 from train.model.model import load_model, load_tokenizer
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, InvalidSpec, NothingGraded
@@ -34,6 +34,7 @@ from train.trainer.prepare import prepare
 from weights.format.names import policy_name
 from weights.memory.store import WeightStore
 
+REINFORCEMENT = method_of("reinforcement")
 DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512, device_kind="cpu")
 
 
