@@ -21,6 +21,7 @@ from train.data import turns
 from train.data.records import BadRecord
 from train.data.turns import Conversation, Render, Row, TurnForm
 from train.plan.errors import UnsupportedModel
+from weights.format.foreign_json import size, text_part
 from weights.format.tool_template import with_tools
 
 Tokens = tuple[np.ndarray, np.ndarray]
@@ -32,10 +33,9 @@ def vocabulary_of(model: str | Path) -> int | None:
     config.json does not say."""
     try:
         config = json.loads((Path(model) / "config.json").read_bytes())
-        size = config.get("text_config", config).get("vocab_size")
+        return size(text_part(config), "vocab_size") or None
     except (OSError, ValueError, AttributeError):
         return None
-    return size if isinstance(size, int) and size > 0 else None
 
 
 class ChatEncoder:
