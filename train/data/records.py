@@ -32,7 +32,7 @@ _BEGINNINGS: tuple[tuple[bytes, str, str], ...] = (
     (rb"[\[{\r\n \"]\0", "UTF-16", _UTF8.format("utf-16le")),
     (rb"\0[\[{\r\n \"]", "UTF-16", _UTF8.format("utf-16be")),
     (rb"PAR1", "a Parquet table", _PANDAS.format("read_parquet('FILE')")),
-    (rb"\xd0\xcf\x11\xe0|PK\x03\x04.{26}\[Content_Types", "a sheet of Excel", _PANDAS.format("read_excel('FILE')")),
+    (rb"\xd0\xcf\x11\xe0|PK\x03\x04(?=.*xl/)", "a sheet of Excel", _PANDAS.format("read_excel('FILE')")),
     (rb"PK\x03\x04", "a ZIP archive", "unzip -p FILE > train.jsonl"),
     (rb"\x1f\x8b", "compressed with gzip", "gzip -dc FILE > train.jsonl"),
     (rb"\xfd7zXZ\0", "compressed with xz", "xz -dc FILE > train.jsonl"),
