@@ -151,6 +151,12 @@ def test_arguments_under_every_name_are_an_object(given, key):
     assert made[1]["tool_calls"] == [call("call_1", 3)]
 
 
+@pytest.mark.parametrize("given", [[1], "[1]", "{a: 1}"])
+def test_arguments_that_are_no_object_are_refused(given):
+    with pytest.raises(BadRecord, match="'gauge'"):
+        read_messages([ASK, {"role": "assistant", "tool_calls": [{"name": "gauge", "arguments": given}]}])
+
+
 # -- pairs
 
 
