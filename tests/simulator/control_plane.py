@@ -123,11 +123,10 @@ class SimulatedScheduler:
             self._journal.end(handover_id, "done", time.time())
         return str(handover_id)
 
-    async def converge_model(self, model: str) -> dict[str, Any]:
+    async def converge_model(self, model: str) -> None:
         if self.swap_error:
             raise SwapFailed(model, "wanted", self.swap_error)
         self.converged.append(model)
-        return {"replicas": 1, "pause_s": 0.01}
 
     async def withdraw(self, model: str) -> None:
         self.withdrawn.append(model)

@@ -222,9 +222,9 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
                 return running.roll_back(name, caller)
             row = stored_model(db, name)
             to = _rollback_target(db, row, version)
-            measured = await activation.change(context, row, to, caller, "model.rollback", f"rolls back to {to}")
+            await activation.change(context, row, to, caller, "model.rollback", f"rolls back to {to}")
             record(context, caller, "model.rollback", row.id, before=row.active_version, to=to)
-            return {"model": row.id, "from": row.active_version, "to": to, "swap": measured}
+            return {"model": row.id, "from": row.active_version, "to": to}
 
     @router.post("/models/{name:path}/pin")
     @audited("model.pin")
@@ -256,7 +256,7 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
         async with activation.lock(name):
             model, last = stored_model(db, name), canaries.find(db, name)
             if last is not None and last.state == "promoted" and last.version == model.active_version:
-                return {"model": name, "from": last.before, "to": last.version, "swap": {}}
+                return {"model": name, "from": last.before, "to": last.version}
             return await running.promote(model, caller, "asked for")
 
 

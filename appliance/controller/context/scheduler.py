@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from appliance.controller.bus.bus import Bus
@@ -19,7 +17,6 @@ from runtime.devices.cpu import host_memory_bytes
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Policy
-from scheduler.handover.ports import StepRecord
 from scheduler.loop.loop import SchedulerLoop
 from weights.memory.store import WeightStore
 
@@ -110,10 +107,9 @@ class Scheduler:
             await self._loop.wait_settled(generation)
         return None if handover_id is None else str(handover_id)
 
-    async def converge_model(self, model: str) -> dict[str, Any]:
-        """The model's active version changed in the store: swap its replicas to it, and return the measurements
-        ({"replicas", "pause_s", "seconds", "bytes", "how"}).
-        Raises SwapFailed if a replica serves another version; the reason is that of this model's hand-overs."""
+    async def converge_model(self, model: str) -> None:
+        """The model's active version changed in the store: swap its replicas to it. Raises SwapFailed if a replica
+        serves another version; the reason is that of this model's hand-overs."""
         last, served = self._journal.last_id(), bool(self._awake(model))
         self._loop.reset_failures(model)
         await self._loop.wait_settled(self._loop.nudge())
@@ -125,12 +121,10 @@ class Scheduler:
         replicas = self._awake(model)
         if served and not replicas and (trouble := self._loop.trouble(model, wanted)) is not None:
             raise SwapFailed(model, wanted, f"no engine starts with it: {trouble.reason}")
-        stale = [r["id"] for r in replicas if r["version"] != wanted]
-        swaps = [step for step in self._journal.steps_since(last) if step.detail.get("model") == model]
-        if stale:
-            errors = [str(step.detail["error"]) for step in swaps if step.detail.get("error")]
+        if stale := [r["id"] for r in replicas if r["version"] != wanted]:
+            steps = [step.detail for step in self._journal.steps_since(last) if step.detail.get("model") == model]
+            errors = [str(detail["error"]) for detail in steps if detail.get("error")]
             raise SwapFailed(model, wanted, "; ".join(errors) or f"{', '.join(stale)} serve another version")
-        return {"replicas": len(replicas), **_measured_swap(swaps)}
 
     def _awake(self, model: str) -> list[dict[str, Any]]:
         return [r for r in self._loop.status()["replicas"] if r["model"] == model and r["state"] != "asleep"]
@@ -150,15 +144,3 @@ class Scheduler:
                 await self._effects.unload_adapter(name)
             except EffectFailed as error:
                 raise OperationFailed(str(error), code="adapter_in_use") from error
-
-
-def _measured_swap(steps: Iterable[StepRecord]) -> dict[str, Any]:
-    """Measurements of the swaps among `steps`: medians of `pause_s` and `seconds`, total `bytes`, how the versions were
-    loaded (`how`). None if no engine was swapped."""
-    swaps = [step.detail for step in steps if step.verb == "swap_replica" and "pause_s" in step.detail]
-    return {
-        "pause_s": statistics.median(swap["pause_s"] for swap in swaps) if swaps else None,
-        "seconds": statistics.median(swap["seconds"] for swap in swaps) if swaps else None,
-        "bytes": sum(swap["bytes"] for swap in swaps) if swaps else None,
-        "how": ", ".join(sorted({swap["how"] for swap in swaps})) or None,
-    }

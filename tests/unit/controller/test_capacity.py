@@ -166,8 +166,6 @@ async def test_the_route_reads_the_models_own_config(control, tmp_path):
     assert told["fits"] and told["sizes"] == [1, 2, 4, 8] and told["hyperparameters"]["zero_stage"] == 2
     assert told["numbers"]["device"]["weights_bytes"] == 10_000_000
     assert told["numbers"]["device"]["activations_bytes"] > 0
-    served = (await plan(control, serve={"model": "starter", "replicas": 3})).json()
-    assert served["fits"] and served["numbers"]["devices"] == 3
 
 
 async def test_a_plan_knows_that_no_job_and_no_engine_spans_nodes(control):
@@ -175,8 +173,6 @@ async def test_a_plan_knows_that_no_job_and_no_engine_spans_nodes(control):
     control.scheduler.devices = control.scheduler.devices[:4] + away[:2]
     told = (await plan(control, job={"model": "starter", "hyperparameters": {"batch_size": 12}})).json()
     assert told["sizes"] == [1, 2, 3, 4]
-    served = (await plan(control, serve={"model": "starter", "tensor_parallel": 6})).json()
-    assert not served["fits"] and "the largest node has 4" in served["problems"][0]
 
 
 async def test_a_job_that_can_never_fit_fails_before_it_is_queued(control):

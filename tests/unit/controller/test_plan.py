@@ -42,7 +42,6 @@ async def test_plan_by_an_owner_knows_what_a_job_of_theirs_may_use(control: Cont
         ({"model": "ft:bobs"}, 404),
     ):
         assert (await control.http.post("/admin/v1/plan", json={"job": job})).status_code == status
-    assert (await control.http.post("/admin/v1/plan", json={"serve": {"model": "starter"}})).status_code == 403
 
 
 async def test_layout_that_does_not_fit_gives_way_to_one_that_does(control: Control, tmp_path: Path):
