@@ -170,11 +170,6 @@ def _queue(answer: Answer) -> Any:
     return output.stack(table, output.listing("", answer["owners"]) if answer["data"] else None)
 
 
-def draw_operation(one: Answer) -> Any:
-    """An operation and what it made."""
-    return output.view({"operation": one["id"], "state": one["state"], **(one.get("result") or {})})
-
-
 MODEL = opt("id MODEL")
 JOB = opt("id JOB_ID")
 _MANY_JOBS = (opt("ids JOB_ID", nargs="+"),)

@@ -31,7 +31,7 @@ from starlette.types import ASGIApp
 
 from appliance import invitation
 from appliance.backup import read_last
-from appliance.boot.box_state import read_troubles
+from appliance.cli.locate import BoxFile
 from appliance.config import BoxConfig, load_resolved
 from appliance.controller import alerts
 from appliance.controller.access.quotas import Disk, Quotas
@@ -70,10 +70,9 @@ from appliance.tiers.tiers import Tiers
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kinds import kind_of
 from runtime.logs import adopt_libraries, configure_logging
-from runtime.network.sockets import private_socket
+from runtime.network import private_socket
 from runtime.processes import garbage
-from runtime.processes.kernel import die_with_parent
-from runtime.processes.oom import DiesAs, dies_as
+from runtime.processes.kernel import DiesAs, die_with_parent, dies_as
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import discover_devices
@@ -240,13 +239,13 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         settings_check=SettingsCheck(sizes, node_config, home[0]),
         asking=asking,
         graders=graders,
-        model_ops=LibraryOps(library, weights, tiers, flow, versions.let_go, nodes.forget),
+        model_ops=LibraryOps(library, weights, flow, versions.let_go, nodes.forget),
         tiers=tiers,
         nodes=nodes,
         health=health,
         power=PowerKeeper(config.power.limits_w, db, floor, home, kind_of(home[0].kind).power_control()),
         doctor=Doctor(doctor),
-        main_troubles=partial(read_troubles, paths.state_file),
+        main_troubles=lambda: BoxFile.read(paths.data_dir).troubles,
         last_backup=partial(read_last, paths.last_backup),
         wandb_mode=config.tracking.wandb_mode,
     )
@@ -257,9 +256,8 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
 
 def _open_store(config: BoxConfig, paths: BoxPaths) -> WeightStore:
     budget_bytes = weight_budget_bytes(config, paths)
-    store = WeightStore(paths.shm_root, budget_bytes=budget_bytes, pool_bytes=config.weights.pool_bytes)
-    for error in store.sweep():
-        log.error("shared memory holds a damaged version: %s", error)
+    store = WeightStore(paths.shm_root, budget_bytes=budget_bytes)
+    store.sweep()
     return store
 
 

@@ -36,7 +36,7 @@ from appliance.store.rows import VersionRow
 from runtime.background_tasks import BackgroundTasks
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Policy
-from scheduler.handover.ports import StepRecord
+from scheduler.handover.effects import StepRecord
 from serve.core.config import EngineConfig
 from train.graders.hosts import GraderHosts
 from train.rollouts.samples import Prompt, Verdict

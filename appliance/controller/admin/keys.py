@@ -29,7 +29,7 @@ from appliance.store.errors import DuplicateRow
 from appliance.store.objects import models
 from appliance.store.records import keys, usage
 from appliance.store.rows import KeyRow, columns
-from runtime.moments import minute
+from runtime.logs import minute
 
 log = logging.getLogger("appliance.controller")
 

@@ -29,9 +29,9 @@ from appliance.store.objects import jobs, models
 from appliance.store.rows import JobRow
 from runtime.devices.kind import THROTTLES
 from runtime.devices.published import accelerator
-from runtime.network.mutual_tls import http_options
+from runtime.network import http_options
 from scheduler.core.workload import POLICIES
-from scheduler.handover.ports import HandoverState
+from scheduler.handover.effects import HandoverState
 
 ENGINE_WAIT_S: Final = 0.5
 """For one engine; the gateway gives the whole scrape two seconds. One that computes for longer is left out of it."""

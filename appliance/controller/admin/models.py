@@ -32,7 +32,7 @@ from appliance.store.database import Database, Part
 from appliance.store.objects import models
 from appliance.store.records import canaries, deployments, model_settings
 from appliance.store.rows import DeploymentRow, ModelRow, VersionRow, columns
-from runtime.pydantic_words import words_of_check
+from runtime.errors import words_of_check
 from serve.core.model_settings import ModelSettings, with_system_prompt
 from weights.format.tool_template import with_tools
 

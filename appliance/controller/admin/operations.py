@@ -21,7 +21,7 @@ from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.http.resource import RECENT, list_object
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, OperationFailed, shown
-from appliance.controller.interfaces.principal import Caller, Principal
+from appliance.controller.interfaces.principal import Caller
 from appliance.controller.models.imported import adapter_base, register
 from appliance.models.library import Report
 from appliance.store.database import Part
@@ -49,22 +49,6 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the routes to the admin router; before those of models, whose names may contain slashes."""
     db = context.db
 
-    def begin(
-        caller: Principal, action: str, target: str, body: dict[str, Any] | None = None, **arguments: Any
-    ) -> dict[str, Any]:
-        """action: "noun.kind" of the audit row; the kind is the operation's. Raises Conflict."""
-        kind = action.partition(".")[2]
-        with db.transaction():
-            for twin in operations.list_all(db, "state = 'running' AND kind = ? AND target = ?", kind, target):
-                text = f"{kind} of {shown(target)} is already running as operation {twin.id}."
-                raise Conflict(text, code="operation_running")
-            progress = {"done": 0, "total": None, "unit": "", "message": "starting"}
-            row = OperationRow(new_id("op_"), kind, target, "running", time.time(), progress=progress)
-            operations.insert(db, row)
-            context.tasks.start(OPERATIONS, row.id, caller.key_id, **arguments)
-            record(context, caller, action, target, **(body or {}))
-        return {"operation": view(row)}
-
     @router.post("/models/import", status_code=202)
     async def import_model(body: Import, caller: Caller) -> dict[str, Any]:
         for field, text in (("source", body.source), ("origin", body.origin or "")):
@@ -80,7 +64,17 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 raise Conflict(f"The model {shown(name)} exists, or a job makes it; {remedy}.", "name", "model_exists")
         context.quotas.disk.check()  # only the import itself finds out how much more it needs
         arguments = {**columns(body, "source origin name revision"), "adapter": await _adapter(context, body)}
-        return begin(caller, "model.import", body.name or body.source, body.model_dump(), **arguments)
+        target = body.name or body.source
+        with db.transaction():
+            for twin in operations.list_all(db, "state = 'running' AND kind = 'import' AND target = ?", target):
+                text = f"import of {shown(target)} is already running as operation {twin.id}."
+                raise Conflict(text, code="operation_running")
+            progress = {"done": 0, "total": None, "unit": "", "message": "starting"}
+            row = OperationRow(new_id("op_"), "import", target, "running", time.time(), progress=progress)
+            operations.insert(db, row)
+            context.tasks.start(OPERATIONS, row.id, caller.key_id, **arguments)
+            record(context, caller, "model.import", target, **body.model_dump())
+        return {"operation": view(row)}
 
     @router.get("/operations")
     def list_operations(part: Annotated[Part, RECENT]) -> dict[str, Any]:

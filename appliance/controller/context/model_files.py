@@ -13,7 +13,7 @@ from appliance.models.errors import ModelError
 from appliance.models.library import ModelLibrary
 from appliance.store.rows import VersionRow
 from appliance.tiers.flow import TierFlow
-from appliance.tiers.tiers import Tiers, name_of
+from appliance.tiers.tiers import name_of
 from weights.format.errors import VersionLeased, VersionNotFound, WeightsError
 from weights.format.names import Name
 from weights.memory.lease import unpin
@@ -27,8 +27,8 @@ READERS_LEAVE_S = 30.0  # for an engine that is unloading an adapter, or a copy 
 
 
 class LibraryOps:
-    """All raise OperationFailed for errors that a user can act on; `report` is called from any thread. Rows in the
-    store are the callers' responsibility.
+    """All raise OperationFailed for errors that a user can act on. Rows in the store are the callers'
+    responsibility.
 
     let_go: gives up the box's own leases on a model. elsewhere: has other nodes remove their copies of what is
     deleted."""
@@ -37,12 +37,11 @@ class LibraryOps:
         self,
         library: ModelLibrary,
         store: WeightStore,
-        tiers: Tiers,
         flow: TierFlow,
         let_go: Callable[[str], None],
         elsewhere: Callable[[list[Name]], Awaitable[None]] | None = None,
     ):
-        self.library, self._store, self._tiers, self._flow, self.let_go = library, store, tiers, flow, let_go
+        self.library, self._store, self._flow, self.let_go = library, store, flow, let_go
         self._elsewhere = elsewhere
 
     async def run(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:

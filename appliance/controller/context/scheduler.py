@@ -13,7 +13,7 @@ from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import model_settings
 from appliance.store.records.journal import SqliteJournal
-from runtime.devices.cpu import host_memory_bytes
+from runtime.devices.kinds import host_memory_bytes
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Policy

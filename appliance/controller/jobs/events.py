@@ -13,10 +13,12 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from appliance.controller.access.naming import checkpoint_name, resolve
 from appliance.controller.files import storage
+from appliance.controller.models.capacity import gb
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import jobs, models
@@ -30,8 +32,6 @@ from appliance.store.rows import (
     columns,
 )
 from train.methods.methods import METHODS
-from train.plan import verdict
-from train.plan.verdict import Verdict
 
 Level = Literal["info", "warn", "error"]
 _ETA_WINDOW_STEPS = 20
@@ -47,6 +47,16 @@ _COLUMNS = {
 """OpenAI's columns of a result file, where they are others than "train_" and "valid_" before the name."""
 EQUAL_STEPS = 8
 """Steps in a row without a difference in rewards, after which an event says so."""
+_NOTHING_TRAINED = (
+    "Nothing was trained: in all {} steps all answers to a prompt got the same reward. Give a grader that tells better "
+    "answers from worse ones (a score in place of right or wrong), easier or harder prompts, or more answers for each "
+    "prompt (compute_multiplier)."
+)
+
+
+def _equal_rewards(one: JobMetricRow) -> bool:
+    """Whether the answers to each prompt of the step got one reward, so that the step trained nothing."""
+    return (one.measured or {}).get("equal_rewards") == 1.0
 
 
 def add_message(
@@ -137,24 +147,37 @@ class JobEvents:
             text = f"Fine-tuning job suspended at step {step}: {reason}"
             add_message(self._db, job_id, text, data={"step": step})
 
-    def conclude(self, job_id: str) -> Verdict:
-        """Judge a job whose ranks report no more, and make its result file; there may be 100,000 steps. A full disk
-        costs the table and not the success: an error here would reach the scheduler's loop, which would end the job
-        again in each round and plan nothing."""
+    def conclude(self, job_id: str) -> None:
+        """Make the result file of a job whose ranks report no more; there may be 100,000 steps. A full disk costs the
+        table and not the success: an error here would reach the scheduler's loop, which would end the job again in each
+        round and plan nothing."""
         db, row = self._db, jobs.get(self._db, job_id)
-        versions = models.versions_made_by(db, row.id)
-        last = versions[-1].step if versions else None
-        steps = [one for one in jobs.all_metrics(db, row.id) if last is None or one.step <= last]
-        judged, made = verdict.judge(row.method, steps, row.resolved or {}), list[str]()
         table = _metrics_table(db, row)
         try:
-            made.append(storage.make_result(db, self._files_dir, table, "step_metrics.csv", row.owner))
+            made = storage.make_result(db, self._files_dir, table, "step_metrics.csv", row.owner)
+            jobs.update(db, job_id, result_files=[made])
         except OSError as error:
             where = f"`GET /v1/fine_tuning/jobs/{row.id}/metrics` has them"
             message = f"The table of its steps could not be written: {error.strerror}. {where}"
             add_message(db, row.id, message, level="warn")
-        jobs.update(db, job_id, verdict=judged._asdict(), result_files=made)
-        return judged
+        self._compare(row)
+
+    def _compare(self, row: JobRow) -> None:
+        """Put what the job took beside its estimate."""
+        steps = list(jobs.all_metrics(self._db, row.id))
+        speeds = [one.tokens_per_s / one.devices for one in steps if one.tokens_per_s and one.devices]
+        if row.estimate is None or not speeds:
+            return
+        taken = max((one.memory_bytes or 0 for one in steps), default=0)
+        measured = {"device_bytes": taken or None, "tokens_per_s": median(speeds) * row.estimate["devices"]}
+        jobs.update(self._db, row.id, estimate=row.estimate | {"measured": measured})
+        text = " and ".join(
+            f"{shown(measured[name])} (estimated {shown(row.estimate[name])})"
+            for name, shown in (("tokens_per_s", "{:,.0f} tokens/s".format), ("device_bytes", gb))
+            if measured[name] and row.estimate[name]
+        )
+        if text:
+            add_message(self._db, row.id, f"On {row.estimate['devices']} devices it took {text}.")
 
     def succeeded(self, job_id: str) -> None:
         """The newest published version becomes the model."""
@@ -167,11 +190,12 @@ class JobEvents:
             if not versions:
                 fail(db, job_id, "nothing_published", "The job ended without publishing weights; see its log.")
                 return
-            # None after a restart of the controller between the two.
-            judged = Verdict(**row.verdict) if row.verdict is not None else self.conclude(job_id)
-            if judged.code == "no_signal":
-                fail(db, job_id, "nothing_trained", judged.text)
-                return
+            if not row.result_files:  # after a restart of the controller between the two
+                self.conclude(job_id)
+            if done := [one for one in jobs.all_metrics(db, job_id) if 0 < one.step <= versions[-1].step]:
+                if all(map(_equal_rewards, done)):
+                    fail(db, job_id, "nothing_trained", _NOTHING_TRAINED.format(len(done)))
+                    return
             result = versions[-1]
             meta = {name: value for name, value in result.meta.items() if name != "of_epoch"}
             models.update_version(db, row.output_model, result.version, meta=meta)
@@ -179,8 +203,6 @@ class JobEvents:
             # Not the row's step: one that was suspended once its last step was done has the snapshot's.
             jobs.update(db, job_id, step=jobs.last_step(db, job_id) or row.step)
             jobs.set_phase(db, job_id, "succeeded", reason="")
-            data = {"verdict": judged._asdict()}
-            add_message(db, job_id, judged.text, level="warn" if judged.is_warning else "info", data=data)
             add_message(db, job_id, message)
             add_message(db, job_id, "The job has successfully completed")
 
@@ -244,7 +266,7 @@ class JobEvents:
     def _warn_of_equal_rewards(self, row: JobRow) -> None:
         """Warn once of each row of steps that trained nothing, because a job may go on like that for days."""
         steps = jobs.last_metrics(self._db, row.id, EQUAL_STEPS + 1)
-        equal = [verdict.equal_rewards(one) for one in steps]
+        equal = [_equal_rewards(one) for one in steps]
         if len(equal) >= EQUAL_STEPS and all(equal[-EQUAL_STEPS:]) and (len(equal) == EQUAL_STEPS or not equal[0]):
             text = (
                 f"The last {EQUAL_STEPS} steps trained nothing: all answers to a prompt got the same reward. Look at "

@@ -201,7 +201,7 @@ def hyperparameters(row: JobRow) -> dict[str, Any]:
 
 
 _JOB_COLUMNS = (
-    "error model result_files seed training_file validation_file metadata reason output_model verdict gate devices"
+    "error model result_files seed training_file validation_file metadata reason output_model gate devices"
     " estimate min_devices max_devices allowed_sizes priority deadline_s step total_steps loss valid_loss tokens_per_s"
     " eta_s snapshot resolved created_s started_s finished_s"
 )

@@ -258,7 +258,7 @@ class JobRuns:
                 log.warning("%s %s was replaced by newer checkpoints, but %s", version.model, version.version, error)
 
     async def _tidy_policies(self, unload: Unload) -> None:
-        """Remove models in training: what ranks write for every step under a private name (train.rollouts.policy). The
+        """Remove models in training: what ranks write for every step under a private name (train.rollouts). The
         newest stay while the job trains, as do those in use."""
         by_model = defaultdict[tuple[str, str], list[StoredVersion]](list)
         for kind in ("adapter", "version"):

@@ -28,7 +28,7 @@ from appliance.store.records import audit, deployments, model_settings, usage
 from appliance.store.rows import AuditRow, DeploymentRow, JobRow
 from scheduler.core.failures import Failure
 from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Workload
-from scheduler.handover.ports import Outcome
+from scheduler.handover.effects import Outcome
 from weights.format.names import policy_name
 from weights.memory.store import WeightStore
 
@@ -48,7 +48,7 @@ def job_host_bytes(row: JobRow) -> dict[int, int]:
 
 
 class SqliteStateStore:
-    """Implements `scheduler.handover.ports.StateStore`. Every call is a few short statements on the database."""
+    """Implements `scheduler.handover.effects.StateStore`. Every call is a few short statements on the database."""
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from weights.format.config import KeepRules
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import Name
 from weights.memory.lease import take_lease
+from weights.tiers.directory import verify
 
 V1 = Name("version", "starter", "v1")
 
@@ -94,7 +95,7 @@ async def test_evicted_from_memory_and_damaged_on_disk_it_is_served_from_the_rem
     assert "was damaged and was removed, to be written again; the remote tier had it whole" in told["last_error"]
     assert f"{tmp_path}/data/models/starter/v1/model.safetensors" in caplog.text
     await passes(flow, "disk")
-    tiers.disk.copies.verify(V1)
+    verify(tmp_path / "data/models/starter/v1")
 
 
 async def test_a_lost_mount_holds_up_nothing_and_is_tried_again(flow, publish, store, tmp_path, tiers):
@@ -193,12 +194,12 @@ async def test_the_last_copy_is_kept_even_if_damaged(flow, publish, store, tmp_p
     assert (tmp_path / "data/models/starter/v1/model.safetensors").exists(), "a person may want to look at it"
 
 
-async def test_removal_of_a_version_waits_for_its_reader(flow, store, tiers, publish):
-    publish("v1")
+async def test_remove_waits_for_readers_of_the_version(flow, publish, store):
+    (stored,) = publish("v1")
     library = type("Library", (), {"remove": lambda self, name, version: True})()
-    ops = LibraryOps(library, store, tiers, flow, lambda name: None)
-    lease = take_lease(store.find(*V1))
-    removing = asyncio.create_task(ops.remove("starter", [VersionRow("starter", "v1", "job", 10, 1.0)]))
+    lease = take_lease(stored)
+    rows = [VersionRow("starter", "v1", "job", 10, 1.0)]
+    removing = asyncio.create_task(LibraryOps(library, store, flow, lambda name: None).remove("starter", rows))
     await asyncio.sleep(0.1)
     assert not removing.done() and store.find(*V1)
     lease.release()
