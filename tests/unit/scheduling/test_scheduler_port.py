@@ -8,11 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from appliance.controller import retention
 from appliance.controller.context.scheduler import Scheduler
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import write_mode
 from appliance.controller.interfaces.errors import SwapFailed
 from appliance.controller.interfaces.records import Mode
+from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import deployments
 from appliance.store.records.journal import SqliteJournal
@@ -99,3 +101,24 @@ async def test_convergence_of_a_model_that_fails_says_why(db, add_model, schedul
     replica["version"] = "older"
     with pytest.raises(SwapFailed, match="no memory"):
         await port.converge_model("starter")
+
+
+STEP = StepRecord(0, "free r1", "drain_replica", "r1", started_s=11.0)
+
+
+def test_journal_after_a_restart_knows_what_was_begun(tmp_path):
+    with Database(tmp_path / "a.db") as db:
+        journal = SqliteJournal(db)
+        assert journal.last_id() == 0
+        journal.begin(3, "mode train", 10.0, "ann", "mode train")
+        journal.step(3, STEP)
+    with Database(tmp_path / "a.db") as db:
+        journal = SqliteJournal(db)
+        assert journal.last_id() == 3 and journal.unfinished() == [3]
+        journal.step(3, replace(STEP, state="failed", ended_s=12.0, detail={"error": "e"}))
+        assert journal.steps_since(2) == [replace(STEP, state="failed", ended_s=12.0, detail={"error": "e"})]
+        journal.end(3, "undone", 12.0, "the engine died")
+        row = HANDOVERS.get(db, 3)
+        assert journal.unfinished() == [] and (row.state, row.error) == ("undone", "the engine died")
+        retention.delete_records(db, 1e9)
+        assert journal.last_id() == 3, "numbers are never used again"
