@@ -17,7 +17,7 @@ from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Verdict
-from appliance.store.objects import models
+from appliance.store.objects import jobs, models
 from appliance.store.rows import JobRow, VersionRow
 from runtime.devices.kinds import HOST, kind_of
 from scheduler.core.config import SchedulerConfig
@@ -197,7 +197,9 @@ def choose(
     by_batch, sizes = wish.divided(resolved, nodes)
     if not sizes:
         return Settings(resolved, by_batch, None, [])
+    speed, memory = jobs.factors(context.db, base.name, method.name, resolved["full"])
     box, shape, model = box_facts(context), shape_of(base), model_stats(context, base)
+    box = replace(box, memory_factor=memory, speed_factor=speed)
     asked = [name for name in capacity.LAYOUT if given.get(name, "auto") not in ("auto", None)]
     load, steps = method.load(dataset, resolved), auto.steps(method.rows(dataset), resolved)
     found, changed = list[capacity.Layout](), ""

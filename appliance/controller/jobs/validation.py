@@ -8,8 +8,10 @@ phase stays "validating" until everything is on disk.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
+from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 
 from anyio import to_thread
@@ -32,6 +34,10 @@ from train.plan.errors import InvalidHyperparameter
 
 VALIDATIONS = "validations"
 _COPIES = {"training_file": "train.jsonl", "validation_file": "valid.jsonl"}
+MOST_ROWS = 1_000_000
+"""Rows of a file that are compared, the first ones: their hashes take some 100 MB."""
+SHARED_SHARE = 0.1
+"""The share of validation rows that are training rows too, from which a warning is given."""
 
 
 class InvalidData(TaskFailed):
@@ -123,6 +129,9 @@ class JobValidation:
             reports[param] = report
             for level, texts in (("warn", report.warnings), ("info", report.notes)):
                 messages += [(level, f"{file.filename}: {text}") for text in texts]
+        if "validation_file" in paths:
+            compare = partial(_compare_rows, *paths.values())
+            messages += await to_thread.run_sync(compare, limiter=context.file_threads)
         dataset = settings.dataset_of(reports["training_file"])
         if tokenizer is not None and method.cut_refuses:
             fields = settings.resolve(context, base, method, row.hyperparameters, dataset, settings.wish_of(row))
@@ -184,6 +193,32 @@ class JobValidation:
         if row is None:
             raise _unreadable(f"the file {file_id} was deleted")
         return row
+
+
+def _compare_rows(training: Path, validation: Path) -> list[tuple[str, str]]:
+    """A warning if both files share many rows. Raises TaskFailed if they have the same, OSError."""
+    trained, held_out = set(_hashes(training)), set(_hashes(validation))
+    if held_out == trained:
+        raise TaskFailed(
+            "invalid_validation_file",
+            "The validation file has the same examples as the training file, so its loss would only repeat the "
+            "training loss. Give examples that are not trained on, or no validation_file.",
+            "validation_file",
+        )
+    shared = len(held_out & trained)
+    if not shared or shared < SHARED_SHARE * len(held_out):
+        return []
+    text = (
+        f"{shared:,} of the {len(held_out):,} validation examples are training examples too: the validation loss looks "
+        "better than it is. Keep them in one of the files."
+    )
+    return [("warn", text)]
+
+
+def _hashes(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        for line in islice(file, MOST_ROWS):
+            yield blake2b(line, digest_size=8).digest()
 
 
 def _unreadable(why: object) -> TaskFailed:

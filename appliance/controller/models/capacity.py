@@ -45,7 +45,8 @@ class BoxFacts:
     few may use more. store_budget_bytes: of shared memory for weights, None without a limit. store_room_bytes: how much
     of it a new reservation could get now. node_devices: of the largest node, the limit for a job or one engine; 0: no
     such limit. host_memory_bytes: of one node, None if unknown. asleep_per_device: sleeping engines that may keep
-    memory of one. device_name: as their driver gives it."""
+    memory of one. device_name: as their driver gives it. memory_factor, speed_factor: what jobs like this one took
+    here over what was estimated for them; None: there were none."""
 
     devices: int
     device_kind: str
@@ -56,6 +57,8 @@ class BoxFacts:
     host_memory_bytes: int | None = None
     asleep_per_device: int = SchedulerConfig().max_asleep_per_device
     device_name: str = ""
+    memory_factor: float = 1.0
+    speed_factor: float | None = None
 
     @property
     def accelerator(self) -> Accelerator:
@@ -79,7 +82,7 @@ class BoxFacts:
     def takes(self, memory: estimate.RankMemory) -> int:
         """Bytes that a rank takes of its device: a logical CPU device has the host's memory, so offloading saves
         nothing there."""
-        return memory.device_bytes + (memory.host_bytes if self.on_host else 0)
+        return int(self.memory_factor * memory.device_bytes) + (memory.host_bytes if self.on_host else 0)
 
     def rank_host_bytes(self, memory: estimate.RankMemory) -> int:
         """Host memory of a rank: on a logical CPU device all that it holds, on a GPU the process and what it
@@ -295,20 +298,24 @@ def _first(found: Sequence[Layout], near: float = 1.0) -> Layout:
 def described(
     found: Layout, fields: Mapping[str, Any], box: BoxFacts, method: Method, load: Load, steps: int
 ) -> dict[str, Any]:
-    """A layout in numbers. Time and energy are None where no table says how fast the devices are, and of methods whose
-    answers take most of the time."""
-    count, time = found.sizes[-1], found.time
-    known = accelerator(box.device_name) and fields["precision"] == "bf16" and not method.rolls_out
-    hours = steps * time.step_s / 3600
+    """A layout in numbers. "modelled_tokens_per_s": of one device, by arithmetic alone. Time and energy are None where
+    neither a table nor a job says how fast the devices are, and of methods whose answers take most of the time."""
+    count, time, factor = found.sizes[-1], found.time, box.speed_factor or 1.0
+    tokens_per_s = load.row_tokens * fields["batch_size"] / time.step_s
+    known = box.speed_factor is not None or (accelerator(box.device_name) and fields["precision"] == "bf16")
+    known = known and not method.rolls_out
+    hours = steps * time.step_s / factor / 3600
     return {
         **found.fields,
         "devices": count,
         "device_bytes": found.device_bytes,
         "room_bytes": found.room_bytes,
         "bound_by": time.bound_by if known else None,
-        "tokens_per_s": load.row_tokens * fields["batch_size"] / time.step_s if known else None,
+        "tokens_per_s": factor * tokens_per_s if known else None,
         "hours": hours if known else None,
         "kwh": hours * count * time.watts(box.accelerator) / 1000 if known and not box.on_host else None,
+        "modelled_tokens_per_s": tokens_per_s / count,
+        "memory_factor": box.memory_factor,
     }
 
 

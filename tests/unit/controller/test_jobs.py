@@ -53,6 +53,20 @@ async def test_a_job_is_validated_and_queued_with_auto_worked_out(control: Contr
     assert any(made.id in reason for reason in control.scheduler.nudges)
 
 
+@pytest.mark.parametrize("spaces", ["", " "])
+async def test_job_validation_file_equal_to_training_file_fails(control: Control, spaces):
+    held_out = await control.upload(chat_lines().replace(b": ", f":{spaces}".encode()))
+    job_id = await control.job(validation_file=held_out)
+    error = (await control.sdk.fine_tuning.jobs.retrieve(job_id)).error
+    assert (error.code, error.param) == ("invalid_validation_file", "validation_file")
+
+
+async def test_job_validation_file_sharing_rows_warns(control: Control):
+    job_id = await control.job(validation_file=await control.upload(chat_lines(11)))
+    events = await control.sdk.fine_tuning.jobs.list_events(job_id, limit=100)
+    assert [event.level for event in events.data].count("warn") == 1
+
+
 async def test_the_methods_of_the_box_are_listed_with_what_each_takes(control: Control):
     told = {one["name"]: one for one in (await control.http.get("/v1/fine_tuning/methods")).json()["data"]}
     assert told.keys() == METHODS.keys()

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from appliance.controller.jobs.events import JobEvents
 from appliance.controller.jobs.settings import box_facts
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts
 from appliance.store.objects import jobs, models
+from appliance.store.rows import JobMetricRow
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 from train.methods.methods import DEFAULT
@@ -48,6 +50,22 @@ async def test_plan_by_an_owner_knows_what_a_job_of_theirs_may_use(control: Cont
         ({"model": "ft:bobs"}, 404),
     ):
         assert (await control.http.post("/admin/v1/plan", json={"job": job})).status_code == status
+
+
+async def test_ended_job_shows_what_it_took_and_corrects_the_next_estimate(control: Control):
+    file_id = await control.upload(chat_lines(40))
+    job_id = await control.job(training_file=file_id)
+    estimate = jobs.get(control.db, job_id).estimate
+    taken = int(1.2 * estimate["device_bytes"])
+    for step in (1, 2, 3):
+        row = JobMetricRow(job_id, step, float(step), tokens_per_s=100.0 * step, devices=2, memory_bytes=taken)
+        jobs.upsert_metric(control.db, row)
+    JobEvents(control.db, control.context.files_dir, "org").conclude(job_id)
+    measured = jobs.get(control.db, job_id).estimate["measured"]
+    assert measured == {"device_bytes": taken, "tokens_per_s": 100.0 * estimate["devices"]}
+    after = (await ask(control, training_file=file_id)).json()["layouts"][0]
+    assert after["device_bytes"] == pytest.approx(taken, rel=1e-3)
+    assert after["tokens_per_s"] == pytest.approx(measured["tokens_per_s"])
 
 
 async def test_a_plan_on_a_bad_or_unknown_file_says_so(control: Control):
