@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from appliance.controller.bus.bus import Bus
+from appliance.controller.devices.mode import Mode
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
-from appliance.controller.interfaces.records import Mode, SchedulerStatus
 from appliance.memory.box_memory import BoxMemory
 from appliance.store.database import Database
 from appliance.store.objects import models
@@ -16,13 +16,25 @@ from appliance.store.records.journal import SqliteJournal
 from runtime.devices.kinds import host_memory_bytes
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
-from scheduler.core.workload import Policy
+from scheduler.core.workload import AWAKE, Policy
 from scheduler.loop.loop import SchedulerLoop
 from weights.memory.store import WeightStore
 
 if TYPE_CHECKING:
     from scheduler.ray.effects import RayEffects
     from scheduler.ray.nodes import Nodes
+
+
+SchedulerStatus = dict[str, Any]
+"""As `Scheduler.status` makes it.
+
+devices: each with its `holder`, {"kind": "job" | "replica", "id"} or None. memory: "room_bytes" is what a reservation
+in the weight store could get now. handover: the id of the one in progress. handovers_ended:
+`SqliteJournal.ended`. queue: jobs in order, each {"id",
+"position", "phase", "devices", "reason" (a Slurm reason code or None), "message"}. troubles: models whose engines fail,
+each {"model", "version", "reason", "message", "not_before_s" (of the next try), "tries", "lasting"}. notes: why
+something waits or was abandoned, for users.
+"""
 
 
 class Scheduler:
@@ -144,3 +156,34 @@ class Scheduler:
                 await self._effects.unload_adapter(name)
             except EffectFailed as error:
                 raise OperationFailed(str(error), code="adapter_in_use") from error
+
+
+class ModelStates:
+    """What each model does now, in a word, and why its engines fail; from one read of the scheduler's status."""
+
+    def __init__(self, db: Database, status: SchedulerStatus):
+        self._hosts = {row.name: row.host for row in models.callable_adapters(db)}
+        self._replicas: dict[str, set[str]] = {}
+        for replica in status["replicas"]:
+            self._replicas.setdefault(replica["model"], set()).add(replica["state"])
+        self._troubles = {trouble["model"]: trouble["message"] for trouble in status["troubles"]}
+
+    def word(self, name: str) -> str:
+        """serving (an engine is awake), failed (its engines do not start and are retried: `message` says why and when),
+        asleep (a process waits with its memory released) or cold (no process)."""
+        states = self._replicas.get(self.host(name), set())
+        if "open" in states:
+            return "serving"
+        if self.message(name):
+            return "failed"
+        if not states.isdisjoint(AWAKE):
+            return "serving"
+        return "asleep" if "asleep" in states else "cold"
+
+    def message(self, name: str) -> str | None:
+        """Why its engines fail and when the next try is; None if they do not fail."""
+        return self._troubles.get(self.host(name))
+
+    def host(self, name: str) -> str:
+        """The model on whose engines it is served."""
+        return self._hosts.get(name, name)

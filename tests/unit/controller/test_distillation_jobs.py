@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.grading.in_tokens import Sampled
 from appliance.controller.grading.judging import CannotGoOn, Judging
-from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
 from tests.simulator.control_plane import LineReturned, judging_of

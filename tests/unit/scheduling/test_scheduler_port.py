@@ -11,9 +11,8 @@ import pytest
 from appliance.controller import retention
 from appliance.controller.context.scheduler import Scheduler
 from appliance.controller.devices import cordons
-from appliance.controller.devices.mode import write_mode
+from appliance.controller.devices.mode import Mode, write_mode
 from appliance.controller.interfaces.errors import SwapFailed
-from appliance.controller.interfaces.records import Mode
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import deployments

@@ -9,9 +9,8 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 
 from appliance.controller.bus.bus import Bus
-from appliance.controller.devices.mode import write_mode
+from appliance.controller.devices.mode import Mode, write_mode
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.interfaces.records import Mode
 from appliance.controller.scheduling.state_store import Wishes, job_host_bytes
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
