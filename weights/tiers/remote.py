@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from blake3 import blake3
+from msgspec.structs import replace
 
 from weights.format.errors import IntegrityError, ObjectDamaged, TierUnavailable, VersionNotFound
 from weights.format.layout import Layout

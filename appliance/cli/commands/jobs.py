@@ -292,24 +292,6 @@ _PLAN = "/admin/v1/plan"
 
 
 @command(
-    "plan serve",
-    opt("model MODEL", "A model of the box."),
-    opt("--replicas N", "Engines of it.", type=number(int, 1), default=1),
-    opt("--tensor-parallel N", "Devices that share one replica.", type=number(int, 1), default=1),
-)
-def plan_serve(session: Session, args: Namespace) -> None:
-    """Show the memory that engines would take: weights and KV cache per device, versions in shared memory.
-
-    It exits with 1 when it does not fit, so a script can ask before it submits.
-
-    Examples:
-      appliance plan serve llama-70b --tensor-parallel 4 -o json
-    """
-    engines = picked(args, "model replicas tensor_parallel")
-    _show_plan(session, session.client.post(_PLAN, {"serve": engines}))
-
-
-@command(
     "plan job",
     opt("--model MODEL", "The model to begin from.", required=True),
     opt("--file PATH|FILE_ID", "Training data, whose tokens are counted; kept only if lines are bad."),
