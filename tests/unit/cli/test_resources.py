@@ -63,7 +63,7 @@ def test_watch_rides_out_a_restart_of_the_box(prepared):
     away = (503, openai_error("the controller is away"))
     answers = [(200, {"n": 1}), away, (200, {"n": 2}), (404, openai_error("the end"))]
     prepared.prepare(*request_of(row), *answers)
-    done = prepared.run(*words_of(row), "--watch", "--every", "0.1", "-o", "json")
+    done = prepared.run(*words_of(row), "--watch", "-o", "json")
     assert done.exit_code == 3 and done.stdout.splitlines() == ['{"n": 1}', '{"n": 2}']
     assert "the controller is away; trying again" in done.stderr
 
