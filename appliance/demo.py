@@ -103,6 +103,7 @@ def run() -> bool:
         console.print(f"[bold]{name}[/]  {text}")
 
     headline("4  The devices switch to training and back, with clients that go on asking")
+    admin("mode", "set", "serve", "--wait")
     job = train(FOREVER)
     with Load(url, key, MODEL) as load:
         load.wait_for(4)
