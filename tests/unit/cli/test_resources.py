@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -77,3 +78,11 @@ def test_command_of_several_ids_prints_a_line_each_whatever_becomes_of_the_other
     assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == ["a", "c"]
     done = prepared.run("file", "rm", "a", "d", "c")
     assert (done.exit_code, done.stdout, done.stderr) == (6, "deleted a\n", "error: gone\n")
+
+
+def test_each_request_is_a_route_of_the_box(box):
+    known = {
+        (method, re.sub(r"{.*?}", "{id}", route.path)) for route in box.app.routes for method in route.methods or ()
+    }
+    asked = {tuple(row.request.split()) for row in ROWS} | {("GET", row.own) for row in ROWS if row.own}
+    assert asked - known == set()
