@@ -354,7 +354,6 @@ def test_adapters_share_the_engine_of_their_base(box, starter):
     box.evict("adapters", second, answers[second][0])
     shutil.rmtree(box.data_dir / "models" / encode_name(second))
     assert [greedy(model) for model in (second, first)] == [answers[second], answers[first]]
-    assert box.ask("tier", "verify")["result"]["copies"] >= 7  # a base and two adapters; the second is not on disk
 
     # An adapter's request wakes its base.
     box.run("model", "deploy", starter, "--idle-sleep-s", "0.1")

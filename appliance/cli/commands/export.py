@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -10,14 +11,18 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
 from appliance.cli import output
 from appliance.cli.command import Session, command, finish
+from appliance.cli.commands.models import PATH as CHAT_PATH
+from appliance.cli.commands.models import TIMEOUT_S as ANSWER_TIMEOUT_S
+from appliance.cli.commands.models import endpoint
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.locate import look_for_all, python
-from appliance.cli.options import opt
+from appliance.cli.options import number, opt, text_file
 from appliance.cli.resources import MODEL, segment
 
 ADAPTER_FILE = "adapter_config.json"
@@ -69,21 +74,25 @@ def export(session: Session, args: Namespace) -> None:
         "--form FORM", "int8 and fp8: half the memory; int4: a quarter.", choices=("int8", "fp8", "int4"), required=True
     ),
     opt("--name NAME", "The new model's name. Default: NAME-FORM."),
+    opt("--compare FILE", "Chats, one per line, to measure how far the answers of both models agree.", type=text_file),
+    opt("--limit N", "Compare at most N chats.", type=number(int, 1), default=50),
 )
 def quantize(session: Session, args: Namespace) -> None:
     """Make a smaller model of a model: its linear layers rounded to 8 or 4 bits. It needs the box's own machine.
 
     An adapter is added to its base first. int8 and int4 run on CPUs and GPUs, fp8 on GPUs. The new model is one of its
     own and, like every import, for everybody until `model share NAME --with all --stop`. A job on it trains an adapter
-    beside the few bits (QLoRA): docs/adapters.md.
+    beside the few bits (QLoRA): docs/adapters.md. --compare reports both perplexities of the file's answers, the share
+    of equal answers, and the share of an answer before its first difference; both models answer without sampling.
 
     Examples:
       appliance model quantize qwen2.5-7b --form int8
-      appliance model quantize ft:smollm2-135m:local:sums:a1b2c3d4 --form int8 --name sums-int8
+      appliance model quantize ft:smollm2-135m:local:sums:a1b2c3d4 --form int8 --name sums-int8 --compare valid.jsonl
       appliance eval run qwen2.5-7b qwen2.5-7b-int8 --suite prompts.jsonl --grader grader.json     how good it is
     """
     if not session.client.is_local:
         raise BadUsage("this command reads and writes the model's files; run it on the box's own machine")
+    chats = None if args.compare is None else _questions(args.compare, args.limit)
     plain = args.id.removeprefix("ft:").replace(":", "-").replace("@", "-")
     name = args.name or f"{plain}-{args.form}"
     # In the data directory: the box may have a /tmp of its own.
@@ -96,7 +105,8 @@ def quantize(session: Session, args: Namespace) -> None:
         # The files are deleted when this command ends, so it waits for however long the import takes.
         waiting = Namespace(wait=True, timeout=None)
         operation = finish(session, session.client.post("/admin/v1/models/import", body), waiting)
-    session.show({**operation["result"], "weights_error": error})
+    agreement = _agreement(session, (args.id, name), chats) if chats else {}
+    session.show({**operation["result"], "weights_error": error, **agreement})
 
 
 def _gguf(checkpoint: Path, quant: str) -> Path:
@@ -115,6 +125,52 @@ def _gguf(checkpoint: Path, quant: str) -> Path:
     arguments = [str(checkpoint), "--outfile", str(target / f"model-{quant}.gguf"), "--outtype", quant]
     _finished("the conversion", [sys.executable, str(converter), *arguments])
     return target
+
+
+def _questions(text: str, limit: int) -> list[tuple[list[Any], dict[str, Any] | None]]:
+    """Messages of each chat up to its last question, and the answer, if there is one. Raises BadUsage."""
+    chats = []
+    for line in [line for line in text.split("\n") if line.strip()][:limit]:  # JSON may hold other ends of lines
+        try:
+            messages, answer = json.loads(line)["messages"], None
+            while messages[-1]["role"] == "assistant":
+                answer = messages.pop()
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise BadUsage(f'--compare: expected {{"messages": [...]}} on each line; one is {line[:80]!r}') from error
+        chats.append((messages, answer if answer and isinstance(answer.get("content"), str) else None))
+    if not chats:
+        raise BadUsage('--compare: the file is empty; expected {"messages": [...]} on each line')
+    return chats
+
+
+def _agreement(session: Session, models: tuple[str, str], chats: list[Any]) -> dict[str, Any]:
+    """How far greedy answers of up to 64 tokens agree: shares from 0 to 1. And each model's perplexity of the file's
+    answers, if it has any."""
+    client, same, shared = endpoint(session), 0, 0.0
+    nats, tokens = dict.fromkeys(models, 0.0), dict.fromkeys(models, 0)
+
+    def ask(model: str, messages: list[Any], **more: Any) -> dict[str, Any]:
+        body = {"model": model, "messages": messages, "temperature": 0} | more
+        return client.send("POST", CHAT_PATH, body=body, timeout_s=ANSWER_TIMEOUT_S)
+
+    with output.progress("comparing answers") as meter:
+        for count, (messages, reference) in enumerate(chats):
+            meter("comparing answers", count, len(chats))
+            answers = []
+            for model in models:
+                answers.append(ask(model, messages, max_tokens=64))
+                if reference is not None:
+                    whole = {"add_generation_prompt": False, "continue_final_message": True}
+                    read = ask(model, [*messages, reference], max_tokens=1, prompt_logprobs=0, **whole)
+                    of_answer = read["prompt_logprobs"][answers[-1]["usage"]["prompt_tokens"] :]
+                    nats[model] -= sum(next(iter(token.values()))["logprob"] for token in of_answer)
+                    tokens[model] += len(of_answer)
+            first, second = (answer["choices"][0]["message"]["content"] or "" for answer in answers)
+            same += first == second
+            shared += len(commonprefix([first, second])) / max(len(first), len(second), 1)
+    perplexity = {model: math.exp(nats[model] / tokens[model]) for model in models if tokens[model]}
+    agreement = {"compared": len(chats), "same_answers": same / len(chats), "same_beginnings": shared / len(chats)}
+    return agreement | ({"perplexity": perplexity} if perplexity else {})
 
 
 @contextmanager
@@ -144,9 +200,7 @@ def _download(session: Session, model: str, folder: Path, query: str = "") -> No
         try:
             unpack(parts, folder, lambda done, total: meter(f"downloading {model}", done, total))
         except IntegrityError as error:
-            raise CommandFailed(
-                f"the download is damaged ({error}): run it again; `appliance model verify` checks the box's copy"
-            ) from error
+            raise CommandFailed(f"the download is damaged ({error}): run it again") from error
 
 
 def _remake(work: str, *folders: Path) -> dict[str, Any]:

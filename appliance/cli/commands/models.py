@@ -31,7 +31,7 @@ from appliance.cli.options import (
     seconds,
     text_file,
 )
-from appliance.cli.resources import MODEL, draw_operation, segment
+from appliance.cli.resources import MODEL, segment
 
 if TYPE_CHECKING:
     from appliance.cli.client import Client
@@ -140,7 +140,9 @@ def import_model(session: Session, args: Namespace) -> None:
     with fetched(args.source, args.name, is_local) as found:
         args.wait |= "origin" in found  # its file goes with this command
         started = session.client.post("/admin/v1/models/import", picked(args, "base revision") | given(**found))
-        session.show(finish(session, started, args), draw_operation)
+        done = finish(session, started, args)
+        shown = {"operation": done["id"], "state": done["state"], **(done.get("result") or {})}
+        session.show(done, lambda _: output.view(shown))
 
 
 @command("model catalog", OUTPUT, needs="")
@@ -302,17 +304,12 @@ def chat(session: Session, args: Namespace) -> None:
       appliance chat smollm2-135m                        a conversation; an empty line or Ctrl-D ends it
       appliance chat smollm2-135m "2+2?" --max-tokens 20 --temperature 0 -o json
     """
-    from appliance.cli.client import Client  # late, see appliance.cli.command
-
     interactive = args.prompt is None and sys.stdin.isatty()
     if session.as_json and interactive:
         raise BadUsage("-o json needs a PROMPT, or one on stdin")
     body = picked(args, "model max_tokens temperature")
     messages = body["messages"] = [{"role": "system", "content": args.system}] if args.system else []
-    gateway = session.client
-    if (box := session.box_file) is not None:  # a command on the box itself needs no key: it asks as the box does
-        asking = str(Path(box.controller_socket()).with_name("asking.sock"))
-        gateway = Client(socket_path=asking, why_silent=box.why_silent)
+    gateway = endpoint(session)
     if interactive:
         output.say(f"talking to {args.model}; an empty line or Ctrl-D ends it")
         with suppress(EOFError):
@@ -349,3 +346,13 @@ def _answer(gateway: Client, body: dict[str, Any]) -> str:
     elif not answer.strip():
         output.say("(the model ended its answer at once)")
     return answer
+
+
+def endpoint(session: Session) -> Client:
+    """The box's endpoint. A command on the box itself needs no key: it asks as the box does."""
+    from appliance.cli.client import Client  # late, see appliance.cli.command
+
+    if (box := session.box_file) is None:
+        return session.client
+    asking = str(Path(box.controller_socket()).with_name("asking.sock"))
+    return Client(socket_path=asking, why_silent=box.why_silent)

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import json
+import math
 import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
 from appliance.cli.commands import export as export_module
@@ -71,6 +74,39 @@ def test_merged_export_adds_an_adapter_to_the_version_of_its_base(box, tmp_path,
     monkeypatch.setattr(export_module, "_remake", remake)
     shown = box.json("model", "export", "mine", "--to", str(tmp_path / "out"), "--format", "merged")
     assert shown["files"] == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"messages": [1]}', '{"messages": [{"content": "x"}]}', "\n"])
+def test_quantize_refuses_a_file_without_chats_before_it_downloads(box, tmp_path, text):
+    (tmp_path / "chats.jsonl").write_text(text)
+    compare = ("--compare", str(tmp_path / "chats.jsonl"))
+    assert box.run("model", "quantize", "none", "--form", "int8", *compare).exit_code == BadUsage.exit_code
+
+
+def test_quantize_compares_the_answers_of_both_models(prepared, tmp_path, monkeypatch):
+    answers = {("m", "1?"): "one", ("m-int8", "1?"): "one", ("m", "2?"): "two", ("m-int8", "2?"): "ten"}
+    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "x"}] for text in ("1?", "2?", "3?")]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+
+    def answer(body):
+        question, *given = body["messages"]
+        assert body["temperature"] == 0
+        if given:
+            likely = -0.5 if body["model"] == "m" else -1.0
+            return {"prompt_logprobs": [None, {"7": {"logprob": -9.0}}, {"8": {"logprob": likely}}]}
+        return {"choices": [{"message": {"content": answers[body["model"], question["content"]]}}]} | {
+            "usage": {"prompt_tokens": 2}
+        }
+
+    prepared.prepare("POST", "/v1/chat/completions", (200, answer))
+    operation = {"id": "op_1", "kind": "import", "state": "succeeded", "result": {"name": "m-int8"}}
+    prepared.prepare("POST", "/admin/v1/models/import", (200, {"operation": operation}))
+    monkeypatch.setattr(export_module, "_download", lambda _session, _model, folder: folder.mkdir())
+    monkeypatch.setattr(export_module, "_remake", lambda *_: {"error": 0.01})
+    options = ("--form", "int8", "--compare", str(tmp_path / "chats.jsonl"), "--limit", "2", "-o", "json")
+    shown = json.loads(prepared.run("model", "quantize", "m", *options).stdout)
+    assert (shown["compared"], shown["same_answers"], shown["same_beginnings"]) == (2, 0.5, pytest.approx(4 / 6))
+    assert shown["perplexity"] == pytest.approx({"m": math.exp(0.5), "m-int8": math.exp(1.0)})
 
 
 def test_gguf_export_runs_the_converter_of_the_fetched_archive(box, tmp_path, monkeypatch):

@@ -12,8 +12,7 @@ from runtime.devices.kind import Reading
 from runtime.devices.nvml import fault_of
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
-from scheduler.devices.health import Death, failing
-from scheduler.devices.readings import DeviceReadings
+from scheduler.devices.health import Death, DeviceReadings, failing
 from tests.devices_support.nvml import Machine, eight_h100, four_4090
 
 CONFIG = SchedulerConfig(device_deaths=2, death_window_s=100, hot_for_s=30)
@@ -144,7 +143,7 @@ async def test_a_driver_that_hangs_takes_one_thread_however_often_it_is_asked(mo
     machine = eight_h100().install(monkeypatch)
     readings = DeviceReadings(tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(8)))
     assert len(await readings.look()) == 8
-    monkeypatch.setattr("scheduler.devices.readings.PATIENCE_S", 0.01)
+    monkeypatch.setattr("scheduler.devices.health.PATIENCE_S", 0.01)
     hung, answer, asked, ask = threading.Event(), threading.Event(), [], pynvml.nvmlDeviceGetRemappedRows
 
     def hangs(handle):
@@ -157,7 +156,7 @@ async def test_a_driver_that_hangs_takes_one_thread_however_often_it_is_asked(mo
     machine.xids = [(5, 79)]
     assert await readings.look() == () and await asyncio.to_thread(hung.wait, 60)
     assert [await readings.look() for _ in range(5)] == [()] * 5 and len(asked) == 1
-    monkeypatch.setattr("scheduler.devices.readings.PATIENCE_S", 60)
+    monkeypatch.setattr("scheduler.devices.health.PATIENCE_S", 60)
     answer.set()
     late = {reading.device_id: reading for reading in await readings.look({"n0/3"})}
     assert late["n0/5"].faults == (fault_of(79),), "the driver tells it once"
