@@ -27,7 +27,7 @@ from weights.format.errors import IntegrityError, StoreError, StoreFull, Version
 from weights.format.names import Name, step_of
 from weights.memory.lease import Lease, StoredVersion, unpin
 from weights.memory.store import WeightStore
-from weights.tiers.directory import take_in
+from weights.tiers.copies import take_in
 
 JOB_DATA = ("train.jsonl", "valid.jsonl", "tokens")
 """In a job's folder; without its tokens one rank alone would tokenise, on devices that wait."""

@@ -16,7 +16,7 @@ from tests.train_support.tiny import make_model_dir
 from tests.train_support.world import ACROSS_SIZES, JUDGED, METHODS, PATIENT, same
 from train.control.group import Group, PingLimits
 from train.plan.errors import RankFailed
-from weights.tiers.directory import seal_dir, take_in
+from weights.tiers.copies import seal_dir, take_in
 
 # Rows of whole groups of 128 weights, in which a base is rounded to 4 bits.
 QLORA = {

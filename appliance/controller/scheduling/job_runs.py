@@ -30,7 +30,7 @@ from weights.checkpoint.folder import may_open
 from weights.format.errors import IntegrityError, NotSealed, VersionLeased, VersionNotFound, WeightsError
 from weights.format.names import policy_of
 from weights.memory.store import Lease, StoredVersion, WeightStore
-from weights.tiers.directory import verify
+from weights.tiers.copies import verify
 
 log = logging.getLogger(__name__)
 

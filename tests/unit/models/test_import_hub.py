@@ -12,7 +12,7 @@ from tests.unit.models.hub_server import COMMIT, Hub, Server
 from tests.unit.models.test_import_adapter import write as write_adapter
 from weights.checkpoint.errors import NotACheckpoint, PickleRefused
 from weights.format.names import encode_name
-from weights.tiers.directory import verify
+from weights.tiers.copies import verify
 
 REPOSITORY = "org/tiny"
 

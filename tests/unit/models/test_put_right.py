@@ -8,7 +8,7 @@ from safetensors.numpy import load_file, save_file
 from appliance.models.library import ModelLibrary
 from tests.unit.models import checkpoints
 from weights.checkpoint.errors import NotACheckpoint, TokenizerRefused
-from weights.tiers.directory import verify
+from weights.tiers.copies import verify
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 

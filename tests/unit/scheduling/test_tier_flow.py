@@ -18,7 +18,7 @@ from weights.format.config import KeepRules
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import Name
 from weights.memory.lease import take_lease
-from weights.tiers.directory import verify
+from weights.tiers.copies import verify
 
 V1 = Name("version", "starter", "v1")
 
@@ -49,7 +49,7 @@ def versions(tier):
 
 
 def put_off(tiers, tier):
-    return next(status for status in tiers.status()() if status["name"] == tier)
+    return next(status for status in tiers.status() if status["name"] == tier)
 
 
 async def passes(flow, *tiers):

@@ -14,7 +14,7 @@ from weights.format.errors import IntegrityError, InvalidName
 from weights.format.layout import Layout, TensorSpec
 from weights.format.manifest import Manifest
 from weights.format.names import decode_name, encode_name
-from weights.tiers.directory import seal_dir, verify
+from weights.tiers.copies import seal_dir, verify
 
 
 def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
