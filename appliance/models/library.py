@@ -26,12 +26,10 @@ from appliance.models.put_right import check_numbers, put_right
 from runtime.replace_file import replace_file
 from train.convert.gguf import is_gguf
 from weights.checkpoint import generation
-from weights.checkpoint.errors import CheckpointRefused, NotACheckpoint
-from weights.checkpoint.folder import read_json
-from weights.format.files import sync
+from weights.checkpoint.folder import CheckpointRefused, NotACheckpoint, read_json
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
-from weights.format.names import Name, encode_name
+from weights.format.names import Name, encode_name, sync
 from weights.tiers.copies import DirectoryTier, seal_dir
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")

@@ -52,8 +52,7 @@ from serve.vllm import answers, deaths, patches, plugin
 from serve.vllm.arguments import engine_arguments, engine_environment
 from serve.vllm.frontend import Frontend, Metrics, end_turns_of
 from serve.vllm.worker import ShmWorker
-from weights.checkpoint.folder import may_open
-from weights.checkpoint.vocabulary import tokens_of
+from weights.checkpoint.folder import may_open, tokens_of
 from weights.format.errors import WeightsError
 
 # Building vLLM's parser inspects every config class, so the warm parent builds it once and each fork inherits it.

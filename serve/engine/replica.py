@@ -33,7 +33,7 @@ from serve.core.errors import (
 )
 from serve.core.spec import ReplicaSpec, remove_segments_of
 from serve.engine.start_errors import in_our_words, out_of_memory
-from weights.checkpoint.errors import OpeningRefused
+from weights.checkpoint.folder import OpeningRefused
 from weights.format.errors import IntegrityError, StoreError
 
 log = logging.getLogger(__name__)

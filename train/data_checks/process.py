@@ -173,8 +173,7 @@ def encoder_of(tokenizer: Path) -> ChatEncoder | None:
     from transformers import AutoTokenizer
 
     from train.data.chat import ChatEncoder, vocabulary_of
-    from weights.checkpoint.errors import CheckpointRefused
-    from weights.checkpoint.folder import check_settings
+    from weights.checkpoint.folder import CheckpointRefused, check_settings
 
     try:
         check_settings(tokenizer)

@@ -22,8 +22,7 @@ from train.plan.spec import TrainSpec
 from train.state.publish import base_names
 from train.trainer.engine import build_engine
 from train.trainer.train import Run
-from weights.checkpoint.errors import OpeningRefused
-from weights.checkpoint.folder import may_open
+from weights.checkpoint.folder import OpeningRefused, may_open
 from weights.format.errors import VersionNotFound
 from weights.memory.locks import DirectoryLock
 from weights.memory.store import WeightStore

@@ -3,26 +3,28 @@
 A version may be older than a rule, so an import that was checked is not enough. All of it takes milliseconds: nothing
 is loaded, and vocabularies are not read. What takes seconds (trials of templates and tokenizers) is done at an import
 alone.
+
+CheckpointRefused       what is there cannot or must not be used (all of these name the file)
+├── NotACheckpoint      config.json or weights are missing or make no sense
+├── PickleRefused       weights as pickles, which run code when loaded
+├── RemoteCodeRefused   `auto_map`: the checkpoint wants its own Python code run
+├── UnsafeLink          a symbolic link, device or other special file, or a name of a file outside the checkpoint
+├── UnsupportedModel    an architecture that is neither generating nor embedding text
+├── TokenizerRefused    a tokenizer that makes endlessly much of little, or does not end
+└── OpeningRefused      a model that came onto the box before there was a rule that its files break
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from weights.checkpoint.errors import (
-    CheckpointRefused,
-    NotACheckpoint,
-    OpeningRefused,
-    PickleRefused,
-    RemoteCodeRefused,
-    UnsafeLink,
-)
-from weights.format.errors import VersionNotFound
+from weights.format.errors import VersionNotFound, WeightsError
 from weights.format.foreign_json import loads
 
 CONFIG_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "config.json", "tokenizer_config.json", "special_tokens_map.json"
@@ -43,7 +45,45 @@ _SAVED_FROM = frozenset(
     "name_or_path _name_or_path base_model_name_or_path tokenizer_file special_tokens_map_file added_tokens_file "
     "tokenizer_config_file".split()
 )
+# Where tokens are found. A part of Mistral's format is not spelt out in every file.
+_WITH_TOKENS = ("tokenizer.json", "vocab.json", "added_tokens.json", TOKENIZER_CONFIG, SPECIAL_TOKENS)
+_PIECES, _TEKKEN, _OF_TEKKEN = "tokenizer.model", "tekken.json", "[TOOL_CALLS]"
 _FAMILY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+
+
+class CheckpointRefused(WeightsError):
+    """The checkpoint itself is at fault; `file` is the one to look at."""
+
+    def __init__(self, file: str, reason: str):
+        super().__init__(f"{file}: {reason}" if file else reason)
+        self.file, self.reason = file, reason
+
+
+class NotACheckpoint(CheckpointRefused): ...
+
+
+class PickleRefused(CheckpointRefused): ...
+
+
+class RemoteCodeRefused(CheckpointRefused): ...
+
+
+class UnsafeLink(CheckpointRefused): ...
+
+
+class UnsupportedModel(CheckpointRefused): ...
+
+
+class TokenizerRefused(CheckpointRefused): ...
+
+
+class OpeningRefused(CheckpointRefused):
+    def __init__(self, model: str, file: str, reason: str):
+        super().__init__(
+            file,
+            f"{reason}. So the files of {model} may not be opened; none was deleted: fix them and import "
+            f"again, or remove the model with `appliance model rm {model}`",
+        )
 
 
 def may_open(directory: str | Path, model: str) -> None:
@@ -139,3 +179,22 @@ def _is_elsewhere(directory: Path, name: str) -> bool:
     """Whether a setting names an existing file or folder outside of `directory`."""
     path = os.path.join(directory, name)
     return os.path.exists(path) and not Path(path).resolve().is_relative_to(directory.resolve())
+
+
+def tokens_of(directory: Path, wanted: Iterable[str]) -> frozenset[str]:
+    """Those of the `wanted` tokens that the tokenizer in `directory` has.
+
+    Its files are searched, not parsed, which would take seconds: a token is a string of its own in a JSON file, and
+    plain bytes in `tokenizer.model`.
+    """
+    missing, found = set(wanted), set()
+    names = [name for name in (*_WITH_TOKENS, _PIECES) if (directory / name).is_file()]
+    if not {"tokenizer.json", _PIECES} & set(names) and (directory / _TEKKEN).is_file():
+        found.add(_OF_TEKKEN)
+    for name in names:
+        written = (directory / name).read_bytes()
+        for token in missing - found:
+            forms = (token,) if name == _PIECES else (json.dumps(token, ensure_ascii=False), json.dumps(token))
+            if any(form.encode() in written for form in forms):
+                found.add(token)
+    return frozenset(found & missing)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-Use = Literal["used", "ignored", "refused"]
+Rendered = Mapping[str, str | None]
 SYSTEM, QUESTION, ANSWER, SECOND = (
     "Answer for the night shift.",
     "Which tray takes the seals?",
@@ -52,82 +51,61 @@ PROBES: Mapping[str, dict[str, Any]] = {
 """Conversations whose renderings tell what a template does (`weights.checkpoint.turns`)."""
 
 
-@dataclass(frozen=True)
-class Turns:
-    """How the template writes the model's turns."""
-
-    ends: tuple[str, ...] = ()  # tokens that end one
-    new: tuple[str, ...] = ()  # of `ends`, those that no file names as an end
-    unstopped: str = ""  # text after an answer that begins with no token of its own
-    header: str = ""  # the beginning of an answer's turn that is missing from a prompt with add_generation_prompt
-    uses: Mapping[str, Use] = field(default_factory=dict)
+_PARTS = (
+    ("system", SYSTEM, "system messages"),
+    ("tools", TOOL, "tools"),
+    ("called", TOOL, "earlier calls of tools"),
+    ("result", RESULT, "results of tools"),
+)
+"""Parts of a conversation: the probe that has it, its mark in the rendering, its name for people."""
 
 
-def turns_of(rendered: Mapping[str, str | None], added: Collection[str], known: Collection[str]) -> Turns:
-    """The turns in these renderings.
+def new_ends(rendered: Rendered, added: Collection[str], known: Collection[str]) -> list[str]:
+    """The tokens that end a turn of the model in these renderings, and that no file names as an end.
 
     Args:
         added: Tokens that the tokenizer reads whole.
         known: Tokens that end an answer anyway.
     """
-    tokens = sorted((token for token in added if token.strip()), key=len, reverse=True)
+    tokens = _longest_first(added)
     ends = _ends_of_answers(rendered, tokens, known)
     ends += [end for end in _ends_of_calls(rendered, tokens, [*known, *ends]) if end not in ends]
-    tail = _after(rendered.get("answered"), ANSWER).strip()
-    unstopped = "" if _group(tail, tokens) else tail[:_SHOWN]
-    uses: dict[str, Use] = {
-        "system": _use(rendered, "system", SYSTEM),
-        "tools": _use(rendered, "tools", TOOL),
-        "calls": _use(rendered, "called", TOOL, rendered.get("tools")),
-        "results": _use(rendered, "result", RESULT),
-    }
-    new = tuple(end for end in ends if end not in known)
-    return Turns(tuple(ends), new, unstopped, _lost_header(rendered), uses)
+    return [end for end in ends if end not in known]
 
 
-_PARTS = {
-    "system": "system messages",
-    "tools": "tools",
-    "calls": "earlier calls of tools",
-    "results": "results of tools",
-}
-
-
-def warnings_of(turns: Turns) -> list[str]:
+def warnings_of(rendered: Rendered, added: Collection[str]) -> list[str]:
     """Warnings for the person who imports the model: parts that the template does not write, and the consequence."""
-    notes = []
-    for part, words in _PARTS.items():
-        if part in ("calls", "results") and turns.uses.get("tools") != "used":
+    notes, used = [], set[str]()
+    for probe, mark, words in _PARTS:
+        text, before = rendered[probe], (rendered["tools"] or "") if probe == "called" else ""
+        if probe in ("called", "result") and "tools" not in used:
             continue
-        if turns.uses.get(part) == "refused":
+        if text is None:
             notes.append(f"the chat template refuses {words}: so are requests and training rows with them")
-        elif turns.uses.get(part) == "ignored":
+        elif text.count(mark) <= before.count(mark):
             notes.append(f"the chat template leaves {words} out: the model never sees them")
-    if turns.header:
+        else:
+            used.add(probe)
+    if header := _lost_header(rendered):
         notes.append(
-            f"the chat template ignores add_generation_prompt: a prompt ends without {turns.header!r}, with which the "
+            f"the chat template ignores add_generation_prompt: a prompt ends without {header!r}, with which the "
             "model's turns begin, so that the model has to write it itself; mend the template and import again"
         )
-    if turns.unstopped:
+    tail = _after(rendered["answered"], ANSWER).strip()
+    if tail and not _group(tail, _longest_first(added)):
         notes.append(
-            f"the chat template ends a turn with {turns.unstopped!r}, which does not begin with a token of its own: no "
+            f"the chat template ends a turn with {tail[:_SHOWN]!r}, which does not begin with a token of its own: no "
             "engine stops there. Answers end with the end of text alone, or where a request's `stop` says; add the "
             "token to tokenizer and embedding, or choose a template whose end is one"
         )
     return notes
 
 
-def _use(rendered: Mapping[str, str | None], probe: str, mark: str, before: str | None = "") -> Use:
-    """Whether the probe's rendering has the mark once more than the rendering `before`."""
-    if probe not in rendered:
-        return "used"
-    text = rendered[probe]
-    if text is None:
-        return "refused"
-    return "used" if text.count(mark) > (before or "").count(mark) else "ignored"
+def _longest_first(tokens: Collection[str]) -> list[str]:
+    return sorted((token for token in tokens if token.strip()), key=len, reverse=True)
 
 
-def _ends_of_answers(rendered: Mapping[str, str | None], tokens: list[str], known: Collection[str]) -> list[str]:
+def _ends_of_answers(rendered: Rendered, tokens: list[str], known: Collection[str]) -> list[str]:
     for probe in ("answered", "again"):
         # After an answer in the middle a token may end only a part of the turn (gpt-oss), so the last one comes first.
         group = _group(_after(rendered.get(probe), ANSWER), tokens)
@@ -137,14 +115,14 @@ def _ends_of_answers(rendered: Mapping[str, str | None], tokens: list[str], know
     return []
 
 
-def _before_answer(rendered: Mapping[str, str | None]) -> str:
+def _before_answer(rendered: Rendered) -> str:
     """The text of the model's turn before its answer: it has no end of a turn."""
     before = (rendered.get("answered") or "").partition(ANSWER)[0].rpartition(QUESTION)[2]
     opened = (rendered.get("asked") or "").rpartition(QUESTION)[2]
     return before.removeprefix(os.path.commonprefix([before, opened]))
 
 
-def _ends_of_calls(rendered: Mapping[str, str | None], tokens: list[str], known: Collection[str]) -> list[str]:
+def _ends_of_calls(rendered: Rendered, tokens: list[str], known: Collection[str]) -> list[str]:
     text = rendered.get("called")
     if text is None or TOOL not in text:
         return []
@@ -178,7 +156,7 @@ def _group(tail: str, tokens: list[str]) -> list[str]:
     return group
 
 
-def _lost_header(rendered: Mapping[str, str | None]) -> str:
+def _lost_header(rendered: Rendered) -> str:
     asked, unasked, answered = (rendered.get(name) for name in ("asked", "unasked", "answered"))
     if not asked or asked != unasked or not answered or ANSWER not in answered:
         return ""

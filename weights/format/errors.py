@@ -62,16 +62,11 @@ class TierUnavailable(WeightsError): ...
 
 
 class IntegrityError(WeightsError):
-    """`path`, `file` and `tensor` say where; `reason` says what."""
+    """`path` and `file` say where; `reason` says what."""
 
-    def __init__(self, reason: str, *, path: object, file: str | None = None, tensor: str | None = None) -> None:
-        self.reason = reason
-        self.path = str(path)
-        self.file = file
-        self.tensor = tensor
+    def __init__(self, reason: str, *, path: object, file: str | None = None) -> None:
+        self.reason, self.path, self.file = reason, str(path), file
         where = self.path if file is None else f"{self.path}/{file}" if self.path != file else file
-        if tensor is not None:
-            where += f", tensor {tensor!r}"
         super().__init__(f"{where}: {reason}")
 
 

@@ -26,11 +26,6 @@ class Strided:
         """Elements in all runs together."""
         return self.run * self.count
 
-    @property
-    def stop(self) -> int:
-        """End of the last run (exclusive)."""
-        return self.start + (self.count - 1) * self.stride + self.run if self.count else self.start
-
 
 def narrow(shape: Sequence[int], dim: int, start: int, length: int) -> Strided:
     """Element runs of `tensor.narrow(dim, start, length)` for a contiguous tensor of `shape`.

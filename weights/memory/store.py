@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from weights.format.errors import IntegrityError, InvalidName, StoreError, StoreFull, VersionExists, VersionLeased
-from weights.format.files import write_file
 from weights.format.layout import Layout
 from weights.format.manifest import Chunks, Manifest, hashed
 from weights.format.names import (
@@ -33,6 +32,7 @@ from weights.format.names import (
     Name,
     check_file_name,
     encode_name,
+    write_file,
 )
 from weights.memory import segment
 from weights.memory.lease import Lease, Mapped, StoredVersion, take_lease
@@ -96,17 +96,15 @@ class Draft(Mapped):
         """Path of the version after the commit."""
         return self._store.root / self.name.key
 
-    def commit(self, *, meta: Mapping[str, Any], checksums: bool = True, pinned: bool = True) -> StoredVersion:
-        """Makes the version visible atomically and closes the draft.
+    def commit(self, *, meta: Mapping[str, Any], pinned: bool = True) -> StoredVersion:
+        """Makes the version visible atomically and closes the draft. A copy to a tier adds the checksums, which would
+        double the time of a commit.
 
-        `checksums=False` keeps the hot path at memcpy rate; a copy to a tier adds them. A `pinned` version is not
-        evicted until `lease.unpin`: eviction never takes a last copy.
-        Raises VersionExists (the draft stays open), IntegrityError if `meta` is not JSON.
+        A `pinned` version is not evicted until `lease.unpin`: eviction never takes a last copy. Raises VersionExists
+        (the draft stays open), IntegrityError if `meta` is not JSON.
         """
         self._check_open()
         manifest = Manifest.describe(self.layout, self.name, meta=meta, aux_files=self._aux_files)
-        if checksums:
-            manifest = manifest.with_checksums(self.checksums())
         stored = _publish(self._store.root, self.path, manifest, pinned=pinned)
         super().close()
         return stored
@@ -182,7 +180,7 @@ class WeightStore:
         StoreFull, VersionExists."""
         _free_path(self.root, manifest.name)
         checksums: dict[str, str] = {}
-        segments = {file: record.nbytes for file, record in manifest.files.items() if record.header}
+        segments = {file: record.nbytes for file, record in manifest.files.items() if file.endswith(TENSOR_SUFFIX)}
         with self._staged(segments, manifest.nbytes) as (path, lock), closing(lock):
             for file, record in manifest.files.items():
                 if file not in segments:
@@ -191,7 +189,7 @@ class WeightStore:
                     for chunk in hashed(chunks(file), record.checksum, checksums, path=source, file=file):
                         out.write(chunk)
             manifest = manifest.with_checksums(checksums, created_s=time.time())
-            manifest.check_layout(Layout.read(path), path=source)
+            Layout.read(path)  # raises IntegrityError
             return _publish(self.root, path, manifest, pinned=pinned)
 
     @contextmanager

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from weights.format.config import Location
 from weights.format.errors import ObjectDamaged, TierFull, TierUnavailable
-from weights.format.files import open_regular, replace_file, sync
+from weights.format.names import open_regular, replace_file, sync
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MAKE_ROOM = "free some, or keep fewer versions and snapshots"

@@ -27,8 +27,7 @@ from train.methods.method import Method
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape
-from weights.checkpoint.errors import CheckpointRefused
-from weights.checkpoint.folder import may_open
+from weights.checkpoint.folder import CheckpointRefused, may_open
 from weights.format.errors import VersionNotFound
 from weights.format.foreign_json import config_in
 

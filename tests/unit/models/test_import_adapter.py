@@ -13,7 +13,7 @@ from appliance.models.errors import AdapterRefused, HubDisallowed, SourceNotFoun
 from appliance.models.library import ModelLibrary
 from tests.unit.models import checkpoints
 from tests.unit.models.checkpoints import HIDDEN
-from weights.checkpoint.errors import CheckpointRefused, NotACheckpoint, PickleRefused
+from weights.checkpoint.folder import CheckpointRefused, NotACheckpoint, PickleRefused
 from weights.format.manifest import Manifest
 
 MODULE = "base_model.model.model.layers.0.mlp.up_proj"

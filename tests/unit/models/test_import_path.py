@@ -20,7 +20,7 @@ from appliance.models.errors import (
 )
 from appliance.models.library import ModelLibrary
 from tests.unit.models import checkpoints
-from weights.checkpoint.errors import (
+from weights.checkpoint.folder import (
     NotACheckpoint,
     PickleRefused,
     RemoteCodeRefused,

@@ -16,7 +16,7 @@ from tests.unit.scheduling.fakes import NO_ROUTING
 from tests.unit.scheduling.test_tier_flow import damage
 from tests.unit.weights.conftest import check, write
 from train.trainer.event_log import EventLog, read_events
-from weights.checkpoint.errors import OpeningRefused
+from weights.checkpoint.folder import OpeningRefused
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import Name
 from weights.memory.lease import StoredVersion

@@ -36,12 +36,12 @@ def publish(db, store, add_model):
     return lambda *versions: list(made(*versions))
 
 
-def snapshot(store, step, job="ftjob-1", checksums=False):
+def snapshot(store, step, job="ftjob-1"):
     with store.reserve(
         Layout.plan([TensorSpec("master.w", "F32", (400,))]), kind="snapshot", model=job, version=f"step-{step}"
     ) as draft:
         draft.view("master.w")[:] = bytes([step]) * 1600
-        return draft.commit(meta={"step": step}, checksums=checksums)
+        return draft.commit(meta={"step": step})
 
 
 def versions(tier):

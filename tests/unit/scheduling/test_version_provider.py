@@ -9,7 +9,7 @@ import pytest
 
 from appliance.controller.engines.versions import VersionProvider
 from tests.unit.weights.conftest import check, write
-from weights.checkpoint.errors import OpeningRefused
+from weights.checkpoint.folder import OpeningRefused
 from weights.format.names import Name
 from weights.memory.store import WeightStore
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weights.checkpoint.errors import CheckpointRefused, OpeningRefused
-from weights.checkpoint.folder import check_folder, may_open
+from weights.checkpoint.folder import CheckpointRefused, OpeningRefused, check_folder, may_open
 from weights.format.errors import VersionNotFound
 
 PLAIN = {

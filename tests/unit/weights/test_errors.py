@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from weights.checkpoint.errors import OpeningRefused
+from weights.checkpoint.folder import OpeningRefused
 from weights.format.errors import IntegrityError, StoreFull
 
 
@@ -14,7 +14,7 @@ from weights.format.errors import IntegrityError, StoreFull
     "error",
     [
         StoreFull("no room"),
-        IntegrityError("bad", path="/p", file="f", tensor="t"),
+        IntegrityError("bad", path="/p", file="f"),
         OpeningRefused("m", "config.json", "has 'auto_map'"),
     ],
 )

@@ -96,10 +96,10 @@ def test_a_flipped_bit_is_found_and_named(store, tensor):
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda raw: raw[:-1], lambda raw: raw + b"\0", lambda raw: raw.replace(b'"F16"', b'"I16"')],
-    ids=["cut", "grown", "another header"],
+    [lambda raw: raw[:-1], lambda raw: raw + b"\0"],
+    ids=["cut", "grown"],
 )
-def test_lease_of_a_damaged_file_is_refused_and_swept_by_name(store, damage):
+def test_lease_of_a_damaged_file_is_refused(store, damage):
     stored = write(store)
     path = stored.path / "model.safetensors"
     path.write_bytes(damage(path.read_bytes()))

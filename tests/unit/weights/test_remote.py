@@ -110,7 +110,7 @@ def test_objects_put_keeps_the_newest_bytes_until_delete(objects):
 def test_a_version_travels_through_either_kind_of_place(objects, store, tmp_path, monkeypatch, kind):
     monkeypatch.setattr("weights.format.manifest.CHUNK_BYTES", 5000)
     monkeypatch.setattr("weights.tiers.copies.CHUNK_BYTES", 5000)
-    stored = write(store, kind=kind, checksums=kind != "snapshot")
+    stored = write(store, kind=kind, sealed=kind != "snapshot")
     tier, done = RemoteTier(objects), []
     tier.put(stored.path, done.append)
     assert sum(done) == stored.nbytes

@@ -125,7 +125,7 @@ def test_killed_at_every_change_it_makes(root, change):
             for version in ("a", "b", "c", "d"):
                 with store.reserve(layout, kind="version", model="m", version=version) as draft:
                     fill(draft, version)
-                    stored = draft.commit(meta={}, checksums=version == "a", pinned=False)
+                    stored = draft.commit(meta={}, pinned=False)
                 if version == "c":
                     store.remove(stored)
             if round_number == 0:
@@ -170,7 +170,7 @@ def test_two_processes_never_overrun_the_budget(root):
                     if used_bytes > budget_bytes + 64_000:  # manifests are not reserved
                         over.touch()
                     draft.view("w")[:16] = content("w", str(number), 16)
-                    draft.commit(meta={}, checksums=False, pinned=False)
+                    draft.commit(meta={}, pinned=False)
             except StoreFull:
                 continue
 

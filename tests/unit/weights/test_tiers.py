@@ -39,7 +39,7 @@ def visible(folder):
 
 @pytest.mark.parametrize("sealed", [True, False])
 def test_put_copies_the_same_bytes_and_restore_returns_them(store, tier, sealed):
-    stored = write(store, checksums=sealed)
+    stored = write(store, sealed=sealed)
     done = []
     tier.put(stored.path, done.append)
     path = tier.path(V1)
@@ -124,7 +124,7 @@ def test_a_foreign_checkpoint_is_sealed_and_imported(store, tmp_path):
 
 
 def test_an_unsealed_directory_is_not_restored_unverified(store, tier):
-    stored = write(store, checksums=False)
+    stored = write(store, sealed=False)
     tier.path(V1).parent.mkdir(parents=True)
     shutil.copytree(stored.path, tier.path(V1))
     with pytest.raises(NotSealed):

@@ -3,7 +3,7 @@
 import pytest
 
 from appliance.models.template_trial import try_here
-from weights.checkpoint.turns import Turns, turns_of, warnings_of
+from weights.checkpoint.turns import new_ends, warnings_of
 from weights.format.tool_template import with_tools
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -50,57 +50,49 @@ TOKENS = (
 )
 
 
-def of(template: str, *known: str, added=TOKENS) -> Turns:
-    verdict = try_here(str(with_tools(template)), SPECIAL)
-    return turns_of(verdict["rendered"], added, known or ("</s>",))
+def rendered(template: str) -> dict[str, str | None]:
+    return try_here(str(with_tools(template)), SPECIAL)["rendered"]
 
 
 @pytest.mark.parametrize(
-    ("template", "known", "ends", "new"),
+    ("template", "known", "new"),
     [
-        (CHATML, ["</s>"], ("<|im_end|>",), ("<|im_end|>",)),
-        (CHATML, ["<|im_end|>"], ("<|im_end|>",), ()),
-        (GLM_CALLS, ["</s>"], ("<|user|>", "<|start|>"), ("<|user|>", "<|start|>")),
-        (LLAMA2, ["</s>"], ("</s>",), ()),
-        (GLM, ["</s>"], ("<|user|>",), ("<|user|>",)),
-        (HARMONY, ["<|return|>"], ("<|return|>",), ()),
-        (HARMONY, ["</s>"], ("<|return|>",), ("<|return|>",)),
-        (PHI, ["</s>"], ("<|end|>", "</s>"), ("<|end|>",)),
-        (COHERE, ["<|turn_end|>"], ("<|turn_end|>",), ()),
-        (CALLS, ["<|im_end|>"], ("<|im_end|>", "<|call_end|>"), ("<|call_end|>",)),
-        (CALLS.replace("<|call_end|>", ""), ["<|im_end|>"], ("<|im_end|>",), ()),
+        (CHATML, ["</s>"], ["<|im_end|>"]),
+        (CHATML, ["<|im_end|>"], []),
+        (GLM_CALLS, ["</s>"], ["<|user|>", "<|start|>"]),
+        (LLAMA2, ["</s>"], []),
+        (GLM, ["</s>"], ["<|user|>"]),
+        (HARMONY, ["<|return|>"], []),
+        (HARMONY, ["</s>"], ["<|return|>"]),
+        (PHI, ["</s>"], ["<|end|>"]),
+        (COHERE, ["<|turn_end|>"], []),
+        (CALLS, ["<|im_end|>"], ["<|call_end|>"]),
+        (CALLS.replace("<|call_end|>", ""), ["<|im_end|>"], []),
     ],
 )
-def test_told_finds_the_ends_of_turns(template, known, ends, new):
-    turns = of(template, *known)
-    assert (turns.ends, turns.new) == (ends, new)
-    assert not turns.header and not turns.unstopped
-
-
-def test_told_reports_an_end_that_is_no_token():
-    turns = of(CHATML, added=("</s>",))
-    assert turns.ends == () and turns.unstopped == "<|im_end|>" and len(warnings_of(turns)) == 1
+def test_new_ends_of_turns_are_found(template, known, new):
+    assert new_ends(rendered(template), TOKENS, known) == new
 
 
 @pytest.mark.parametrize(
-    ("template", "uses"),
+    ("template", "warnings"),
     [
-        (CHATML, {}),
-        (LLAMA2, {"system": "refused"}),
-        (CHATML.replace("for m in messages", "for m in messages if m.role != 'system'"), {"system": "ignored"}),
-        ("{# tool #}" + CHATML, {"tools": "ignored", "calls": "ignored"}),
+        (CHATML, []),
+        (LLAMA2, ["refuses system messages"]),
         (
-            "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + CHATML,
-            {"tools": "refused", "calls": "refused"},
+            CHATML.replace("for m in messages", "for m in messages if m.role != 'system'"),
+            ["leaves system messages out"],
         ),
+        ("{# tool #}" + CHATML, ["leaves tools out"]),
+        ("{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + CHATML, ["refuses tools"]),
+        (CHATML.removesuffix(PROMPT), ["ignores add_generation_prompt"]),
     ],
 )
-def test_told_reports_what_the_template_refuses_or_leaves_out(template, uses):
-    turns = of(template)
-    found = {part: use for part, use in turns.uses.items() if use != "used" and part in (uses or turns.uses)}
-    assert found == uses and bool(warnings_of(turns)) == bool(uses)
+def test_warnings_name_what_the_template_does_not_write(template, warnings):
+    found = warnings_of(rendered(template), TOKENS)
+    assert len(found) == len(warnings) and all(text in one for text, one in zip(warnings, found, strict=True))
 
 
-def test_told_reports_a_prompt_without_the_beginning_of_the_turn():
-    turns = of(CHATML.removesuffix(PROMPT))
-    assert turns.header == "<|im_start|>assistant" and len(warnings_of(turns)) == 1
+def test_an_end_that_is_no_token_is_warned_of():
+    assert new_ends(rendered(CHATML), ["</s>"], ["</s>"]) == []
+    assert len(warnings_of(rendered(CHATML), ["</s>"])) == 1

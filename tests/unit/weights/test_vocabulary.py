@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from weights.checkpoint.vocabulary import tokens_of
+from weights.checkpoint.folder import tokens_of
 
 BEGINS = "<｜tool▁calls▁begin｜>"
 WANTED = ("[TOOL_CALLS]", BEGINS)
