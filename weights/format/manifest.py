@@ -131,9 +131,8 @@ def aux_files_of(directory: Path) -> dict[str, bytes]:
     contents = {}
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
         name = entry.name
-        if name == MANIFEST_FILE or name.startswith(".") or not name.endswith(AUX_SUFFIXES):
-            continue
-        if entry.is_dir(follow_symlinks=False):
+        is_aux = name.endswith(AUX_SUFFIXES) and name != MANIFEST_FILE and not name.startswith(".")
+        if not is_aux or entry.is_dir(follow_symlinks=False):
             continue
         with open_regular(directory, name) as file:
             size = os.fstat(file.fileno()).st_size
@@ -145,16 +144,14 @@ def aux_files_of(directory: Path) -> dict[str, bytes]:
 
 def chunks_of(directory: Path, manifest: Manifest, name: str) -> Iterator[bytes]:
     """A file of the version in chunks of CHUNK_BYTES. Raises IntegrityError if it has another size than recorded."""
-    nbytes = manifest.files[name].nbytes
+    expected, nbytes = manifest.files[name].nbytes, 0
     with io.BufferedReader(open_regular(directory, name)) as file:  # buffered: its `read` is short at the end alone
-        if (size := os.fstat(file.fileno()).st_size) != nbytes:
-            raise IntegrityError(f"{size} bytes, expected {nbytes}", path=directory, file=name)
-        while nbytes > 0:  # reads instead of mapping, so that a shrinking file is an error and not a SIGBUS
-            chunk = file.read(min(CHUNK_BYTES, nbytes))
-            if not chunk:
-                raise IntegrityError("the file ended early", path=directory, file=name)
-            nbytes -= len(chunk)
+        # Reads instead of mapping, so that a shrinking file is an error and not a SIGBUS.
+        while nbytes <= expected and (chunk := file.read(CHUNK_BYTES)):
+            nbytes += len(chunk)
             yield chunk
+    if nbytes != expected:
+        raise IntegrityError(f"{nbytes} bytes, expected {expected}", path=directory, file=name)
 
 
 def hashed(

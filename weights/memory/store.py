@@ -20,17 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weights.format.errors import IntegrityError, InvalidName, StoreError, StoreFull, VersionExists, VersionLeased
+from weights.format.errors import IntegrityError, StoreError, StoreFull, VersionExists, VersionLeased
 from weights.format.layout import Layout
 from weights.format.manifest import Chunks, Manifest, hashed
 from weights.format.names import (
-    INDEX_SUFFIX,
     KINDS,
     MANIFEST_FILE,
     PINNED_FILE,
     TENSOR_SUFFIX,
     Name,
-    check_file_name,
     encode_name,
     write_file,
 )
@@ -79,17 +77,9 @@ class Draft(Mapped):
     writers of disjoint ranges need no coordination, but all must finish before `commit`.
     """
 
-    def __init__(
-        self,
-        store: WeightStore,
-        name: Name,
-        path: Path,
-        layout: Layout,
-        aux_files: Mapping[str, bytes],
-        lock: DirectoryLock,
-    ) -> None:
+    def __init__(self, store: WeightStore, manifest: Manifest, path: Path, layout: Layout, lock: DirectoryLock) -> None:
         super().__init__(path, layout, lock, "write")
-        self.name, self._store, self._aux_files = name, store, aux_files
+        self.name, self._store, self._manifest = manifest.name, store, manifest
 
     @property
     def target(self) -> Path:
@@ -104,7 +94,7 @@ class Draft(Mapped):
         (the draft stays open), IntegrityError if `meta` is not JSON.
         """
         self._check_open()
-        manifest = Manifest.describe(self.layout, self.name, meta=meta, aux_files=self._aux_files)
+        manifest = self._manifest.with_checksums({}, meta=dict(meta), created_s=time.time())
         stored = _publish(self._store.root, self.path, manifest, pinned=pinned)
         super().close()
         return stored
@@ -145,13 +135,7 @@ class WeightStore:
     # Writing
 
     def reserve(
-        self,
-        layout: Layout,
-        *,
-        kind: str,
-        model: str,
-        version: str,
-        aux_files: Mapping[str, bytes] | None = None,
+        self, layout: Layout, *, kind: str, model: str, version: str, aux_files: Mapping[str, bytes] | None = None
     ) -> Draft:
         """A draft with all its memory allocated, headers and `aux_files` written, tensors undefined.
 
@@ -159,20 +143,18 @@ class WeightStore:
         tensors' bytes are undefined (segments are re-used): write every byte before the commit. Raises StoreFull
         (nothing left behind), VersionExists, InvalidName.
         """
-        aux_files = {check_file_name(aux): data for aux, data in (aux_files or {}).items()}
-        if own := [aux for aux in aux_files if aux == MANIFEST_FILE or aux.endswith((TENSOR_SUFFIX, INDEX_SUFFIX))]:
-            raise InvalidName(f"{own[0]!r} is written by the store itself and cannot be an auxiliary file")
+        aux_files = dict(aux_files or {})
         _free_path(self.root, name := Name(kind, model, version))
         if (index := layout.index_file()) is not None:
             aux_files[index[0]] = index[1]
-        needed_bytes = layout.nbytes + sum(len(data) for data in aux_files.values())
-        with self._staged({file.name: file.nbytes for file in layout.files}, needed_bytes) as (path, lock):
+        manifest = Manifest.describe(layout, name, meta={}, aux_files=aux_files)
+        with self._staged({file.name: file.nbytes for file in layout.files}, manifest.nbytes) as (path, lock):
             for file in layout.files:
                 with open(path / file.name, "r+b") as out:
                     out.write(file.header)
             for aux, data in aux_files.items():
                 write_file(path / aux, data)
-            return Draft(self, name, path, layout, aux_files, lock)
+            return Draft(self, manifest, path, layout, lock)
 
     def receive(self, manifest: Manifest, chunks: Chunks, *, source: object, pinned: bool = False) -> StoredVersion:
         """The version of a manifest, created now, from the `chunks` of each of its files. Checks every byte whose
@@ -248,14 +230,11 @@ class WeightStore:
             return None  # removed while we read it
 
     def list(self, kind: str, model: str | None = None) -> list[StoredVersion]:
-        """All readable versions of `kind`, or those of one model, oldest first. Damaged ones are reported by `sweep`,
-        not here."""
+        """All readable versions of `kind`, or those of one model, oldest first."""
         versions = []
         for path in self._committed(kind, model):
-            try:
+            with suppress(IntegrityError):
                 versions.append(StoredVersion.read(path))
-            except IntegrityError:
-                continue
         return sorted(versions, key=lambda stored: stored.manifest.created_s)
 
     def lease(self, stored: StoredVersion) -> Lease:

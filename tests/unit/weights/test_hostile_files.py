@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.weights.conftest import write
 from weights.format.errors import IntegrityError, InvalidName
-from weights.format.layout import Layout, TensorSpec
+from weights.format.layout import Layout
 from weights.format.manifest import Manifest
 from weights.format.names import decode_name, encode_name
 from weights.tiers.copies import seal_dir, verify
@@ -145,11 +145,3 @@ def test_names_become_one_safe_segment(store, name):
     stored = write(store, model=name, version=name)
     assert stored.path.parent.parent == store.root / "versions"
     assert store.find("version", name, name) == stored
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "x.safetensors", "../x", ".x"])
-def test_unsafe_auxiliary_names(store, name):
-    layout = Layout.plan([TensorSpec("a", "F32", (1,))])
-    with pytest.raises(InvalidName):
-        store.reserve(layout, kind="version", model="m", version="1", aux_files={name: b""})
-    assert store.usage().used_bytes == 0

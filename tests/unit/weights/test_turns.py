@@ -81,7 +81,7 @@ def test_new_ends_of_turns_are_found(template, known, new):
         (LLAMA2, ["refuses system messages"]),
         (
             CHATML.replace("for m in messages", "for m in messages if m.role != 'system'"),
-            ["leaves system messages out"],
+            ["leaves system messages out", "leaves tools out"],
         ),
         ("{# tool #}" + CHATML, ["leaves tools out"]),
         ("{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + CHATML, ["refuses tools"]),
