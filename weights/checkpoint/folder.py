@@ -1,8 +1,4 @@
-"""The owner of "may this model's folder be opened": at an import, and wherever engines, ranks or tokenizers open it.
-
-A version may be older than a rule, so an import that was checked is not enough. All of it takes milliseconds: nothing
-is loaded, and vocabularies are not read. What takes seconds (trials of templates and tokenizers) is done at an import
-alone.
+"""What a folder of a model must not have, checked at its import: pickles, code, links and names of other files.
 
 CheckpointRefused       what is there cannot or must not be used (all of these name the file)
 ├── NotACheckpoint      config.json or weights are missing or make no sense
@@ -10,8 +6,7 @@ CheckpointRefused       what is there cannot or must not be used (all of these n
 ├── RemoteCodeRefused   `auto_map`: the checkpoint wants its own Python code run
 ├── UnsafeLink          a symbolic link, device or other special file, or a name of a file outside the checkpoint
 ├── UnsupportedModel    an architecture that is neither generating nor embedding text
-├── TokenizerRefused    a tokenizer that makes endlessly much of little, or does not end
-└── OpeningRefused      a model that came onto the box before there was a rule that its files break
+└── TokenizerRefused    a tokenizer that makes endlessly much of little, or does not end
 """
 
 from __future__ import annotations
@@ -19,12 +14,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from weights.format.errors import VersionNotFound, WeightsError
+from weights.format.errors import WeightsError
 from weights.format.foreign_json import loads
 
 CONFIG_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "config.json", "tokenizer_config.json", "special_tokens_map.json"
@@ -77,44 +71,15 @@ class UnsupportedModel(CheckpointRefused): ...
 class TokenizerRefused(CheckpointRefused): ...
 
 
-class OpeningRefused(CheckpointRefused):
-    def __init__(self, model: str, file: str, reason: str):
-        super().__init__(
-            file,
-            f"{reason}. So the files of {model} may not be opened; none was deleted: fix them and import "
-            f"again, or remove the model with `appliance model rm {model}`",
-        )
-
-
-def may_open(directory: str | Path, model: str) -> None:
-    """Returns if engines, ranks and tokenizers may open `directory`, a version or an adapter of `model`. Raises
-    OpeningRefused, whose words name the file and what to do; VersionNotFound."""
-    try:
-        check_folder(Path(directory))
-    except FileNotFoundError as error:
-        raise VersionNotFound(f"{directory} is gone: {error}") from error
-    except CheckpointRefused as error:
-        raise OpeningRefused(model, error.file, error.reason) from error
-
-
 def check_folder(directory: Path) -> None:
-    """As `may_open`, in the words of an import. Raises CheckpointRefused, FileNotFoundError."""
+    """Raises CheckpointRefused, FileNotFoundError. It takes milliseconds: nothing is loaded, and vocabularies are not
+    read."""
     with os.scandir(directory) as entries:
         for entry in entries:
-            try:
-                mode = entry.stat(follow_symlinks=False).st_mode
-            except FileNotFoundError:
-                continue  # a mark of the store's, which it has just taken away
-            if not stat.S_ISREG(mode):
+            if not entry.is_file(follow_symlinks=False):
                 raise UnsafeLink(entry.name, "not a regular file; a model's folder has no links and no folders within")
             if entry.name.endswith(PICKLES):
                 raise PickleRefused(entry.name, "a pickle, which can run any code when it is loaded")
-    check_settings(directory)
-
-
-def check_settings(directory: Path) -> None:
-    """Checks the contents of the settings files in `directory`, whatever else is in it: none asks for code or names a
-    file elsewhere on this machine. Raises CheckpointRefused."""
     for path in sorted(directory.glob("*.json")):
         if path.name in _NO_SETTINGS or path.name.endswith(".index.json"):
             continue

@@ -421,16 +421,3 @@ async def test_grader_of_another_owner_is_shown_to_admins_alone(control: Control
     listed = (await control.http.get("/v1/fine_tuning/jobs")).json()["data"]
     for job in (*listed, (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}")).json()):
         assert ("grader" in job["method"]["reinforcement"]) == sees
-
-
-async def test_a_job_on_a_model_that_may_not_be_opened_fails_before_its_data_is_read(control: Control, tmp_path):
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "tokenizer.json").write_text("{}")
-    (tmp_path / "first-key").write_text("secret")
-    (tmp_path / "old" / "tokenizer_config.json").write_text(json.dumps({"vocab": str(tmp_path / "first-key")}))
-    models.update_version(control.db, "starter", "v1", disk_path=str(tmp_path / "old"))
-    job = await control.sdk.fine_tuning.jobs.retrieve(await control.job())
-    assert (job.status, job.error.code, job.error.param) == ("failed", "model_refused", "model")
-    asked = {"job": {"model": "starter", "training_file": await control.upload()}}
-    planned = await control.http.post("/admin/v1/plan", json=asked, headers=ADMIN)
-    assert (planned.status_code, planned.json()["error"]["code"]) == (400, "model_refused")

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from weights.checkpoint.folder import OpeningRefused
+from weights.checkpoint.folder import NotACheckpoint
 from weights.format.errors import IntegrityError, StoreFull
 
 
@@ -15,7 +15,7 @@ from weights.format.errors import IntegrityError, StoreFull
     [
         StoreFull("no room"),
         IntegrityError("bad", path="/p", file="f"),
-        OpeningRefused("m", "config.json", "has 'auto_map'"),
+        NotACheckpoint("config.json", "has 'auto_map'"),
     ],
 )
 def test_errors_survive_pickling(error):
