@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from weights.format.errors import WeightsError
-from weights.format.foreign_json import loads
+from weights.format.foreign_json import is_deeper
 
 CONFIG_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "config.json", "tokenizer_config.json", "special_tokens_map.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -28,6 +28,7 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_p
 _SETTINGS = (CONFIG_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS, *PROCESSOR_FILES, "modules.json")
 _CODE = (b"auto_map", b"custom_generate", b"\\u")
 MAX_CONFIG_BYTES = 16 << 20
+MAX_VALUES, MAX_DEPTH = 1 << 18, 64  # parsing many small values takes twenty times their bytes
 MAX_TOKENIZER_BYTES = 256 << 20
 # Formats that run code on load.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -116,13 +117,16 @@ def read_tokenizer_config(directory: Path) -> dict[str, Any]:
 
 def read_json(path: Path, name: str, *, kind: type = dict) -> Any:
     """The JSON object in `path`, or another value of a `kind`. Raises NotACheckpoint naming `name`."""
-    size = path.stat().st_size
-    if size > MAX_CONFIG_BYTES:
-        raise NotACheckpoint(name, f"{size} bytes; at most {MAX_CONFIG_BYTES} are read")
+    raw = path.read_bytes() if (size := path.stat().st_size) <= MAX_CONFIG_BYTES else b""
+    values = sum(map(raw.count, (b",", b"[", b"{")))
+    if not raw or values > MAX_VALUES:
+        raise NotACheckpoint(name, f"{size} bytes, {values} values; at most {MAX_CONFIG_BYTES}, {MAX_VALUES} are read")
     try:
-        body = loads(path.read_bytes())
-    except ValueError as error:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
         raise NotACheckpoint(name, f"not JSON: {str(error)[:120]}") from error
+    if is_deeper(body, MAX_DEPTH):
+        raise NotACheckpoint(name, f"nested in more than {MAX_DEPTH} levels")
     if not isinstance(body, kind):
         raise NotACheckpoint(name, f"holds a JSON {type(body).__name__}, expected an object")
     return body

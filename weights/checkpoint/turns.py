@@ -26,13 +26,8 @@ _GAUGE = {
 }
 
 
-def _called(count: int) -> dict[str, Any]:
-    calls = [
-        {"id": f"call0000{n}", "type": "function", "function": {"name": TOOL, "arguments": {"line": n}}}
-        for n in range(count)
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
-
+_CALL = {"id": "call00000", "type": "function", "function": {"name": TOOL, "arguments": {"line": 0}}}
+_CALLED = (*_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]})
 
 PROBES: Mapping[str, dict[str, Any]] = {
     "asked": {"messages": _ASKED},
@@ -41,10 +36,9 @@ PROBES: Mapping[str, dict[str, Any]] = {
     "again": {"messages": (*_ANSWERED, {"role": "user", "content": SECOND})},
     "system": {"messages": ({"role": "system", "content": SYSTEM}, *_ASKED)},
     "tools": {"messages": _ASKED, "tools": [_GAUGE]},
-    "called": {"messages": (*_ASKED, _called(1)), "tools": [_GAUGE], "add_generation_prompt": False},
-    "called_twice": {"messages": (*_ASKED, _called(2)), "tools": [_GAUGE], "add_generation_prompt": False},
+    "called": {"messages": _CALLED, "tools": [_GAUGE], "add_generation_prompt": False},
     "result": {
-        "messages": (*_ASKED, _called(1), {"role": "tool", "content": RESULT, "tool_call_id": "call00000"}),
+        "messages": (*_CALLED, {"role": "tool", "content": RESULT, "tool_call_id": "call00000"}),
         "tools": [_GAUGE],
     },
 }
@@ -61,16 +55,19 @@ _PARTS = (
 
 
 def new_ends(rendered: Rendered, added: Collection[str], known: Collection[str]) -> list[str]:
-    """The tokens that end a turn of the model in these renderings, and that no file names as an end.
+    """The token that ends an answer in these renderings, if no file names it as an end.
 
     Args:
         added: Tokens that the tokenizer reads whole.
         known: Tokens that end an answer anyway.
     """
     tokens = _longest_first(added)
-    ends = _ends_of_answers(rendered, tokens, known)
-    ends += [end for end in _ends_of_calls(rendered, tokens, [*known, *ends]) if end not in ends]
-    return [end for end in ends if end not in known]
+    for probe in ("answered", "again"):
+        # After an answer in the middle a token may end only a part of the turn (gpt-oss), so the last one comes first.
+        if group := _group(_after(rendered.get(probe), ANSWER), tokens):
+            end = next((token for token in group if token in known), group[0])
+            return [end] if end not in known and end not in _before_answer(rendered) else []
+    return []
 
 
 def warnings_of(rendered: Rendered, added: Collection[str]) -> list[str]:
@@ -105,42 +102,11 @@ def _longest_first(tokens: Collection[str]) -> list[str]:
     return sorted((token for token in tokens if token.strip()), key=len, reverse=True)
 
 
-def _ends_of_answers(rendered: Rendered, tokens: list[str], known: Collection[str]) -> list[str]:
-    for probe in ("answered", "again"):
-        # After an answer in the middle a token may end only a part of the turn (gpt-oss), so the last one comes first.
-        group = _group(_after(rendered.get(probe), ANSWER), tokens)
-        if group:
-            end = next((token for token in group if token in known), group[0])
-            return [end] if end in known or end not in _before_answer(rendered) else []
-    return []
-
-
 def _before_answer(rendered: Rendered) -> str:
     """The text of the model's turn before its answer: it has no end of a turn."""
     before = (rendered.get("answered") or "").partition(ANSWER)[0].rpartition(QUESTION)[2]
     opened = (rendered.get("asked") or "").rpartition(QUESTION)[2]
     return before.removeprefix(os.path.commonprefix([before, opened]))
-
-
-def _ends_of_calls(rendered: Rendered, tokens: list[str], known: Collection[str]) -> list[str]:
-    text = rendered.get("called")
-    if text is None or TOOL not in text:
-        return []
-    group: list[str] = []
-    rest = text.rstrip()
-    if not _group(_after(rendered.get("answered"), ANSWER), tokens):  # GLM's turns end where the next one begins
-        result = rendered.get("result") or ""
-        return _group(result.removeprefix(rest), tokens)[:1] if result.startswith(rest) else []
-    while (token := next((token for token in tokens if rest.endswith(token)), None)) is not None:
-        group.append(token)
-        rest = rest.removesuffix(token)
-    if not group:
-        return []
-    if stops := [token for token in group if token in known]:
-        return stops[:1]
-    twice = rendered.get("called_twice") or text
-    # A token that comes once for each call ends a call, and not the turn.
-    return [group[0]] if twice.count(group[0]) == text.count(group[0]) else []
 
 
 def _after(text: str | None, mark: str) -> str:

@@ -208,6 +208,9 @@ class Layout:
     def __iter__(self) -> Iterator[Placed]:
         return iter(self._by_name.values())
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
     def find(self, name: str) -> Placed:
         """Where tensor `name` lies. Raises InvalidLayout."""
         try:

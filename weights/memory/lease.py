@@ -91,29 +91,22 @@ class Lease(Mapped):
     """The right to read a version: while it or any of its views exists, the bytes stay unchanged. Views are read-only
     and shared. Use `take_lease` or `WeightStore.lease`."""
 
-    def __init__(self, path: Path, layout: Layout, manifest: Manifest, lock: DirectoryLock) -> None:
-        super().__init__(path, layout, lock, "read")
-        self.manifest = manifest
-
     release = Mapped.close
 
 
 def take_lease(stored: StoredVersion) -> Lease:
     """Takes a lease on `stored` after validating its headers.
 
-    Raises VersionNotFound if it was removed or replaced meanwhile, and IntegrityError before anything is mapped.
+    Raises VersionNotFound if it was removed meanwhile, and IntegrityError before anything is mapped.
     """
     lock = _locked(stored)
     try:
-        manifest = Manifest.read(stored.path)
-        if (manifest.name, manifest.created_s) != (stored.manifest.name, stored.manifest.created_s):
-            raise VersionNotFound(f"{stored.path} holds another version now than the one asked for; find it again")
         layout = Layout.read(stored.path)
         os.utime(lock.fd)  # the directory's mtime is "last used", the order of eviction
     except BaseException:
         lock.close()
         raise
-    return Lease(stored.path, layout, manifest, lock)
+    return Lease(stored.path, layout, lock, "read")
 
 
 def unpin(stored: StoredVersion) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.unit.weights.conftest import AUX, SPECS, check, content, fill, write
-from weights.format.errors import StoreError, StoreFull, VersionLeased, VersionNotFound
+from weights.format.errors import StoreError, StoreFull, VersionLeased
 from weights.format.layout import Layout, TensorSpec
 from weights.format.torch_views import as_tensor
 from weights.memory import locks
@@ -102,15 +102,6 @@ def test_views_keep_the_lease_after_its_release(store):
         store.remove(stored)
     del array
     store.remove(stored)
-
-
-def test_a_replaced_version_is_not_mistaken_for_the_old(store):
-    old = write(store)
-    store.remove(old)
-    new = write(store)
-    with pytest.raises(VersionNotFound, match="another version"):
-        store.lease(old)
-    check(store, new)
 
 
 # Budget and eviction

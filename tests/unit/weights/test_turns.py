@@ -19,9 +19,6 @@ GLM = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-GLM_CALLS = GLM.replace(
-    "m.content }}", "m.content }}{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name }}</call>{% endfor %}"
-).replace("'<|' + m.role", "'<|' + (m.role if m.role != 'tool' else 'start')")
 # The last answer ends otherwise than one in the middle, and thoughts end as that does.
 HARMONY = (
     "{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -38,12 +35,6 @@ COHERE = (
     "{% for m in messages %}{{ '<|turn|>' + m.role + '<|start|>' + m.content + '<|response_end|><|turn_end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>assistant<|start|>' }}{% endif %}"
 )
-CALLS = (
-    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ '<call>' + (c.function | tojson) + '</call>' }}{% endfor %}"
-    "{{ '<|call_end|>' if m.tool_calls else '<|im_end|>\n' }}{% endfor %}" + PROMPT
-)
 TOKENS = (
     *("</s>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|end|>", "<|return|>", "<|start|>"),
     *("<|response_end|>", "<|turn_end|>", "<|turn|>", "<call>", "</call>", "<|call_end|>"),
@@ -59,15 +50,12 @@ def rendered(template: str) -> dict[str, str | None]:
     [
         (CHATML, ["</s>"], ["<|im_end|>"]),
         (CHATML, ["<|im_end|>"], []),
-        (GLM_CALLS, ["</s>"], ["<|user|>", "<|start|>"]),
         (LLAMA2, ["</s>"], []),
         (GLM, ["</s>"], ["<|user|>"]),
         (HARMONY, ["<|return|>"], []),
         (HARMONY, ["</s>"], ["<|return|>"]),
         (PHI, ["</s>"], ["<|end|>"]),
         (COHERE, ["<|turn_end|>"], []),
-        (CALLS, ["<|im_end|>"], ["<|call_end|>"]),
-        (CALLS.replace("<|call_end|>", ""), ["<|im_end|>"], []),
     ],
 )
 def test_new_ends_of_turns_are_found(template, known, new):
