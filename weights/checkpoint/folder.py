@@ -126,7 +126,7 @@ def read_json(path: Path, name: str, *, kind: type = dict) -> Any:
     except (ValueError, RecursionError) as error:
         raise NotACheckpoint(name, f"not JSON: {str(error)[:120]}") from error
     if is_deeper(body, MAX_DEPTH):
-        raise NotACheckpoint(name, f"nested in more than {MAX_DEPTH} levels")
+        raise NotACheckpoint(name, f"nested too deeply, in more than {MAX_DEPTH} levels")
     if not isinstance(body, kind):
         raise NotACheckpoint(name, f"holds a JSON {type(body).__name__}, expected an object")
     return body

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weights.checkpoint.folder import CheckpointRefused, check_folder
+from weights.checkpoint.folder import CheckpointRefused, check_folder, tokens_of
 
 PLAIN = {
     "config.json": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
@@ -57,3 +57,28 @@ def test_nothing_stands_in_it_but_plain_files(folder, tmp_path, kind):
         (folder / "1_Pooling").mkdir()
     with pytest.raises(CheckpointRefused, match="not a regular file"):
         check_folder(folder)
+
+
+BEGINS = "<｜tool▁calls▁begin｜>"
+WANTED = ("[TOOL_CALLS]", BEGINS)
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize(
+    ("name", "body", "found"),
+    [
+        ("tokenizer.json", {"added_tokens": [{"id": 3, "content": BEGINS}]}, {BEGINS}),
+        ("tokenizer.json", {"model": {"vocab": [[BEGINS, -1.5]]}}, {BEGINS}),
+        ("vocab.json", {BEGINS: 5}, {BEGINS}),
+        ("tokenizer_config.json", {"chat_template": "{{ '[TOOL_CALLS]' }}", "vocab": {"[TOOL_CALLS]s": 1}}, set()),
+        ("tekken.json", {}, {"[TOOL_CALLS]"}),
+    ],
+)
+def test_tokens_of_finds_a_token_wherever_files_have_it(tmp_path, name, body, found, ascii_only):
+    (tmp_path / name).write_text(json.dumps(body, ensure_ascii=ascii_only))
+    assert tokens_of(tmp_path, WANTED) == found
+
+
+def test_tokens_of_reads_pieces(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x10" + BEGINS.encode() + b"\x00")
+    assert tokens_of(tmp_path, WANTED) == {BEGINS}

@@ -10,6 +10,7 @@ import struct
 import pytest
 
 from tests.unit.weights.conftest import write
+from weights.checkpoint.folder import NotACheckpoint
 from weights.format.errors import IntegrityError, InvalidName
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
@@ -30,18 +31,12 @@ def json_file(body: object, data: bytes = b"\0" * 8) -> bytes:
 
 
 HOSTILE = {
-    "empty": b"",
     "length beyond the file": raw_file(b"{}", length=1000),
     "pickle": pickle.dumps({"w": [0.0] * 100}),
-    "an array": raw_file(b"[]"),
     "100k deep": raw_file(b'{"a":' + b"[" * 100_000),
     "two million lists": raw_file(b'{"a":[' + b"[]," * 2_100_000 + b"[]]}"),
     "5000-digit integer": raw_file(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}'),
-    "negative shape": json_file({"a": entry(shape=[-2])}),
     "shape that wraps to 8 bytes": json_file({"a": entry(shape=[2**61, 2**3, 2])}),
-    "foreign dtype": json_file({"a": entry(dtype="float32")}),
-    "offsets swapped": json_file({"a": entry(offsets=[8, 0])}),
-    "offsets disagree with the shape": json_file({"a": entry(shape=[1])}),
     "overlap": json_file({"a": entry(), "b": entry(offsets=[4, 12])}, b"\0" * 12),
     "hole": json_file({"a": entry(), "b": entry(offsets=[12, 20])}, b"\0" * 20),
     "trailing bytes": json_file({"a": entry()}, b"\0" * 9),
@@ -96,19 +91,6 @@ def test_a_flipped_bit_is_found_and_named(store, tensor):
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda raw: raw[:-1], lambda raw: raw + b"\0"],
-    ids=["cut", "grown"],
-)
-def test_lease_of_a_damaged_file_is_refused(store, damage):
-    stored = write(store)
-    path = stored.path / "model.safetensors"
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(IntegrityError):
-        store.lease(stored)
-
-
-@pytest.mark.parametrize(
-    "damage",
     [
         lambda raw: raw[: len(raw) // 2],
         lambda raw: raw.replace(b'"step":3', b'"step":4'),
@@ -145,3 +127,9 @@ def test_names_become_one_safe_segment(store, name):
     stored = write(store, model=name, version=name)
     assert stored.path.parent.parent == store.root / "versions"
     assert store.find("version", name, name) == stored
+
+
+@pytest.mark.parametrize("error", [IntegrityError("bad", path="/p", file="f"), NotACheckpoint("config.json", "is bad")])
+def test_errors_survive_pickling(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)

@@ -241,14 +241,6 @@ def test_int8_moments_come_back_within_their_error(store, home, tier, monkeypatc
         moments.decode(b"short", [(0, 396, moments.FIRST)], 0, 396)
 
 
-def test_s3_lists_only_below_its_prefix(server, bucket):
-    place = S3Objects(Location(**bucket))
-    place._client.create_bucket(Bucket="weights")
-    place.put("objects/0", b"")
-    place._client.put_object(Bucket="weights", Key="box-10/objects/x", Body=b"")
-    assert [key for key in place.list("objects/")] == ["objects/0"]
-
-
 def test_s3_errors_do_not_show_credentials(server, bucket, caplog):
     caplog.set_level(logging.DEBUG)
     nowhere = S3Objects(Location(**{**bucket, "endpoint": "http://127.0.0.1:9"}), timeout_s=0.2)

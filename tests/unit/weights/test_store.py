@@ -15,7 +15,6 @@ from weights.format.errors import StoreError, StoreFull, VersionLeased
 from weights.format.layout import Layout, TensorSpec
 from weights.format.torch_views import as_tensor
 from weights.memory import locks
-from weights.memory.lease import unpin
 from weights.memory.locks import DirectoryLock
 from weights.memory.store import WeightStore
 
@@ -139,30 +138,7 @@ def test_a_lock_counts_only_where_the_path_still_leads(tmp_path, monkeypatch):
     held.close()
 
 
-def test_pins_survive_a_restart(root):
-    put(WeightStore(root, budget_bytes=None), "a", pinned=True)
-    store = WeightStore(root, budget_bytes=MIB + MIB // 2)
-    assert store.find("version", "m", "a").pinned
-    with pytest.raises(StoreFull):
-        put(store, "b")
-    unpin(store.find("version", "m", "a"))
-    unpin(store.find("version", "m", "a"))
-    put(store, "b")
-    assert names(store) == {"b"}
-
-
 # Pool
-
-
-@pytest.mark.parametrize("first, second", [(2 * MIB, MIB), (MIB, 2 * MIB)])
-def test_a_segment_of_another_size_is_cut_or_grown(store, first, second):
-    store.remove(put(store, "a", first))
-    stored = put(store, "b", second)
-    assert os.stat(stored.path / "model.safetensors").st_size == second
-    assert os.stat(stored.path / "model.safetensors").st_blocks * 512 >= second
-    assert store.usage().pool_bytes == 0
-    with store.lease(stored) as lease:
-        assert bytes(lease.view("w")) == content("w", "b", second - 128)
 
 
 def test_an_idle_mapping_does_not_keep_destroyed_memory(store):

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from tests.unit.weights.conftest import AUX, check, write
 from weights.format.errors import IntegrityError, NotSealed
 from weights.format.layout import Layout
-from weights.format.manifest import Manifest
 from weights.format.names import Name
 from weights.tiers.copies import DirectoryTier, seal_dir, take_in, verify
 
@@ -72,20 +71,6 @@ def test_damage_in_shared_memory_does_not_reach_the_disk(store, tier, tmp_path, 
     with pytest.raises(IntegrityError):
         tier.put(stored.path)
     assert visible(tmp_path / "models") == []
-
-
-def test_manifests_leave_out_a_model_removed_meanwhile(store, tier, tmp_path, monkeypatch):
-    for model in ("a", "b"):
-        tier.put(write(store, model=model).path)
-    read = Manifest.read.__func__
-
-    def removing(cls, folder):
-        manifest = read(cls, folder)
-        shutil.rmtree(folder.parent.with_name("b" if folder.parent.name == "a" else "a"))
-        return manifest
-
-    monkeypatch.setattr(Manifest, "read", classmethod(removing))
-    assert len(tier.manifests()) == 1
 
 
 def test_a_killed_copy_is_collected(store, tier, tmp_path):

@@ -64,10 +64,3 @@ def test_calls_and_their_results_are_written(arguments):
 def test_templates_that_know_tools_are_left_alone():
     known = CHATML + "{{ tools }}"
     assert with_tools(known) == known and with_tools(None) is None and with_tools("") == ""
-
-
-def test_calls_are_captured_and_not_added_up():
-    calls = [{"function": {"name": "f", "arguments": "{}"}}] * 2048
-    text = rendered(with_tools(CHATML), [ASKED, {"role": "assistant", "content": "So:", "tool_calls": calls}])
-    one = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    assert "So:\n" + "\n".join([one] * 2048) + "<|im_end|>" in text
