@@ -26,7 +26,7 @@ from weights.checkpoint.folder import (
     read_json,
     read_tokenizer_config,
 )
-from weights.checkpoint.turns import new_ends, warnings_of
+from weights.checkpoint.turns import new_end, warnings_of
 from weights.format.layout import Layout, Placed, rename_tensors
 
 PLAIN_CLASS = "PreTrainedTokenizerFast"
@@ -60,19 +60,19 @@ def put_right(directory: Path, facts: Facts, tried: Tried, found: Mapping[str, A
     config = read_json(directory / CONFIG_FILE, CONFIG_FILE)
     file = directory / generation.FILE
     given = read_json(file, generation.FILE) if file.is_file() else None
-    ends: dict[str, int] = {}
+    end, ends = "", list[int]()
     if tried.rendered:
         added, known = _tokens(tokenizer, generation.eos_ids(given, config))
-        ends = {token: added[token] for token in new_ends(tried.rendered, added, known)}
+        if end := new_end(tried.rendered, added, known):
+            ends = [added[end]]
         notes += warnings_of(tried.rendered, added)
     settled, more = generation.settle(
-        given, config, rows=tensors["rows"], ends=ends.values(), unreadable=tokenizer["generation"]
+        given, config, rows=tensors["rows"], ends=ends, unreadable=tokenizer["generation"]
     )
     if settled is not None:
         file.write_text(json.dumps(settled, indent=2))
-    if ends:
-        names = " and ".join(ends)
-        more.append(f"its chat template ends the model's turns with {names}: engines end an answer there too")
+    if end:
+        more.append(f"its chat template ends the model's turns with {end}: engines end an answer there too")
     return replace(facts, warnings=(*notes, *more))
 
 

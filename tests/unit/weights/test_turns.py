@@ -3,7 +3,7 @@
 import pytest
 
 from appliance.models.template_trial import try_here
-from weights.checkpoint.turns import new_ends, warnings_of
+from weights.checkpoint.turns import new_end, warnings_of
 from weights.format.tool_template import with_tools
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -37,7 +37,7 @@ COHERE = (
 )
 TOKENS = (
     *("</s>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|end|>", "<|return|>", "<|start|>"),
-    *("<|response_end|>", "<|turn_end|>", "<|turn|>", "<call>", "</call>", "<|call_end|>"),
+    *("<|response_end|>", "<|turn_end|>", "<|turn|>"),
 )
 
 
@@ -48,18 +48,18 @@ def rendered(template: str) -> dict[str, str | None]:
 @pytest.mark.parametrize(
     ("template", "known", "new"),
     [
-        (CHATML, ["</s>"], ["<|im_end|>"]),
-        (CHATML, ["<|im_end|>"], []),
-        (LLAMA2, ["</s>"], []),
-        (GLM, ["</s>"], ["<|user|>"]),
-        (HARMONY, ["<|return|>"], []),
-        (HARMONY, ["</s>"], ["<|return|>"]),
-        (PHI, ["</s>"], ["<|end|>"]),
-        (COHERE, ["<|turn_end|>"], []),
+        (CHATML, {"</s>"}, "<|im_end|>"),
+        (CHATML, {"<|im_end|>"}, ""),
+        (LLAMA2, {"</s>"}, ""),
+        (GLM, {"</s>"}, "<|user|>"),
+        (HARMONY, {"<|return|>"}, ""),
+        (HARMONY, {"</s>"}, "<|return|>"),
+        (PHI, {"</s>"}, "<|end|>"),
+        (COHERE, {"<|turn_end|>"}, ""),
     ],
 )
-def test_new_ends_of_turns_are_found(template, known, new):
-    assert new_ends(rendered(template), TOKENS, known) == new
+def test_new_end_of_turns_are_found(template, known, new):
+    assert new_end(rendered(template), TOKENS, known) == new
 
 
 @pytest.mark.parametrize(
@@ -82,5 +82,5 @@ def test_warnings_name_what_the_template_does_not_write(template, warnings):
 
 
 def test_an_end_that_is_no_token_is_warned_of():
-    assert new_ends(rendered(CHATML), ["</s>"], ["</s>"]) == []
+    assert new_end(rendered(CHATML), ["</s>"], {"</s>"}) == ""
     assert len(warnings_of(rendered(CHATML), ["</s>"])) == 1
