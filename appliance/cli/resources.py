@@ -313,13 +313,6 @@ ROWS = (
             ("cancel", "Cancel jobs for good. Exit code 5 if one of them has ended already."),
         )
     ),
-    Row("job profile", "POST /admin/v1/jobs/{id}/profile",
-        """Measure where the time of a job's next steps goes: compute, communication, input, idle.
-
-        `job logs` shows the shares and the trace file (for ui.perfetto.dev), `job logs -o json` the longest operators
-        too. The job continues, somewhat slower during these steps.""",
-        "profiling {steps} steps of {id}; `appliance job logs {id}` shows the result",
-        (JOB, opt("--steps N", "Steps of the first rank, within a minute.", type=number(int, 1, 50), default=3))),
     Row("batch list", "GET /v1/batches", "List batches, the newest first.",
         "id status >answered=request_counts.completed >failed=request_counts.failed >total=request_counts.total "
         "created=created_at ?waits_for=waiting_for", empty="no batches; `appliance batch create FILE` starts one"),

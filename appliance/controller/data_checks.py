@@ -23,8 +23,7 @@ from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs import settings
 from appliance.store.objects import files
 from appliance.store.rows import TaskRow
-from runtime.processes.ended import run_command
-from train.data_checks.process import BadOption, CheckFailed, answer_of, command_of
+from train.data_checks.process import BadOption, CheckFailed, report_apart
 from train.methods.methods import METHODS
 
 AT_ONCE = 1
@@ -68,15 +67,13 @@ class DataWork:
     async def run(self, owner: str, file_id: str, options: dict[str, Any]) -> dict[str, Any]:
         """The report on a file; ends its process when it is cancelled. Raises BadOption, CheckFailed.
 
-        options: the "check" of a request of train.data_checks.process."""
+        options: of `train.data_checks.process.report_on`."""
         async with self._turns.setdefault(owner, asyncio.Lock()):
             return await self._process(file_id, options)
 
     async def _process(self, file_id: str, options: dict[str, Any]) -> dict[str, Any]:
-        request = {"file": str(self._context.files_dir / file_id), "name": file_id, "check": options}
-        status, out, err = await run_command(*command_of(request))
         try:
-            return answer_of(status, out, err)
+            return await report_apart(self._context.files_dir / file_id, file_id, **options)
         except CheckFailed as error:  # its messages name no path of the box
             raise CheckFailed(str(error).replace(f"{self._context.files_dir}/", "")) from error
 

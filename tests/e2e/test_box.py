@@ -19,7 +19,7 @@ import openai
 import pytest
 import transformers
 
-from appliance.demo.load_generator import Load
+from appliance.demo import Load
 from tests.e2e.box_support import gsm8k, wait_for, whole_box
 from tests.e2e.engine_support import save_clear_model
 from tests.tools.monitored import LATER, monitored_series

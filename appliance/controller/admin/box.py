@@ -26,8 +26,8 @@ from appliance.store.database import Database, Part
 from appliance.store.objects import jobs
 from appliance.store.records import audit, keys
 from appliance.store.rows import HANDOVERS, AuditRow, HandoverRow, columns
-from runtime.log_files import LogFile, end_of, logs_in
-from scheduler.handover.ports import StepRecord
+from runtime.logs import LogFile, end_of, logs_in
+from scheduler.handover.effects import StepRecord
 
 _LOG_BYTES = 256 * 1024
 

@@ -1,4 +1,4 @@
-"""/admin/v1/operations: imports of models, and the route that begins one.
+"""/admin/v1/operations: long work on models, and the routes that begin it: import a model.
 
 Each is a task with a row of its own, which has its progress and its result. After a restart it starts over from what is
 on disk. Names contain ":" and may contain "/": clients send them percent-encoded in one segment or plain, hence
@@ -16,8 +16,7 @@ from pydantic import StringConstraints
 
 from appliance.controller.access.model_access import caller_of
 from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name, made_by_jobs
-from appliance.controller.context.audit import record
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.http.resource import RECENT, list_object
 from appliance.controller.http.strict_body import StrictBody

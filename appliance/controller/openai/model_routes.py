@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,8 +15,7 @@ from starlette.background import BackgroundTask
 
 from appliance.controller.access.model_access import caller_may_use, unknown_model, usable_model
 from appliance.controller.access.naming import OwnerName, Resolved, resolve
-from appliance.controller.context.audit import record
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.http.routers import Status, audited, make_router, needs
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import (
@@ -181,3 +181,6 @@ def _refuse_unless_own(model: ModelRow, caller: Principal, verb: str) -> None:
     if caller.viewer not in (None, model.owner):
         why = f"{shown(model.id)} is another's model, shared with you; its owner or an operator can {verb} it."
         raise ApiError(403, why, "model", "insufficient_permissions")
+
+
+_RANGE = re.compile(r"bytes=(\d+)-(\d*)")
