@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -181,6 +180,3 @@ def _refuse_unless_own(model: ModelRow, caller: Principal, verb: str) -> None:
     if caller.viewer not in (None, model.owner):
         why = f"{shown(model.id)} is another's model, shared with you; its owner or an operator can {verb} it."
         raise ApiError(403, why, "model", "insufficient_permissions")
-
-
-_RANGE = re.compile(r"bytes=(\d+)-(\d*)")
