@@ -11,7 +11,6 @@ WeightsError
 ├── TierFull                 a tier's disk is full, or would fall below its required free space; nothing was committed
 ├── TierUnavailable          a tier cannot be reached, refuses access, or is not the one this box wrote to
 └── IntegrityError           bytes differ from what their metadata says, or are no plain file; carries path and file
-    ├── NotSealed            no checksums were recorded, so nothing can be verified
     └── ObjectDamaged        an object at a remote place is missing; `path` names it
 """
 
@@ -68,9 +67,6 @@ class IntegrityError(WeightsError):
         self.reason, self.path, self.file = reason, str(path), file
         where = self.path if file is None else f"{self.path}/{file}" if self.path != file else file
         super().__init__(f"{where}: {reason}")
-
-
-class NotSealed(IntegrityError): ...
 
 
 class ObjectDamaged(IntegrityError): ...

@@ -62,11 +62,6 @@ class Manifest(msgspec.Struct, frozen=True):
         return Name(self.kind, self.model, self.version)
 
     @property
-    def sealed(self) -> bool:
-        """Whether every file has its checksum."""
-        return all(record.checksum is not None for record in self.files.values())
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all files but the manifest itself."""
         return sum(record.nbytes for record in self.files.values())

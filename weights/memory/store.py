@@ -47,13 +47,6 @@ class Held:
     nbytes: int
     pinned: bool
 
-    @property
-    def leased(self) -> bool:
-        lock = DirectoryLock.try_exclusive(self.path)
-        if lock is not None:
-            lock.close()
-        return lock is None
-
 
 @dataclass(frozen=True)
 class Usage:
@@ -349,7 +342,12 @@ class WeightStore:
             raise self.full(needed_bytes)
 
     def _evictable_bytes(self) -> int:
-        return sum(held.nbytes for held in self._all_committed() if not held.pinned and not held.leased)
+        evictable = 0
+        for held in self._all_committed():
+            if not held.pinned and (lock := DirectoryLock.try_exclusive(held.path)) is not None:
+                lock.close()
+                evictable += held.nbytes
+        return evictable
 
     def _evict(self, lacking_bytes: float) -> None:
         """Removes unleased, unpinned versions, least recently used first, until `lacking_bytes` are free or none is

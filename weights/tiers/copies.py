@@ -24,7 +24,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from weights.format.errors import IntegrityError, NotSealed, ObjectDamaged, TierFull, TierUnavailable, VersionNotFound
+from weights.format.errors import IntegrityError, ObjectDamaged, TierFull, TierUnavailable, VersionNotFound
 from weights.format.layout import Layout
 from weights.format.manifest import (
     CHUNK_BYTES,
@@ -68,7 +68,7 @@ class Tier(ABC):
 
     @abstractmethod
     def _open(self, name: Name) -> tuple[str, Manifest, Chunks]:
-        """Where `name` is, for messages, its sealed manifest and the chunks of its files. Raises VersionNotFound,
+        """Where `name` is, for messages, its manifest and the chunks of its files. Raises VersionNotFound,
         IntegrityError."""
 
     @abstractmethod
@@ -94,7 +94,7 @@ class Tier(ABC):
 
     def restore(self, store: WeightStore, name: Name) -> StoredVersion:
         """Restores `name` into `store`, evictable, and checks every byte before it becomes visible. Raises
-        VersionNotFound, IntegrityError, NotSealed, StoreFull, VersionExists."""
+        VersionNotFound, IntegrityError, StoreFull, VersionExists."""
         where, manifest, chunks = self._open(name)
         return store.receive(manifest, chunks, source=where)
 
@@ -145,7 +145,7 @@ class DirectoryTier(Tier):
     def _open(self, name: Name) -> tuple[str, Manifest, Chunks]:
         if not (path := self.path(name)).is_dir():
             raise VersionNotFound(f"{name} is not on disk")
-        manifest = _sealed(path)
+        manifest = Manifest.read(path)
         return str(path), manifest, partial(chunks_of, path, manifest)
 
     def _write(self, manifest: Manifest, layout: Layout, chunks: Chunks, checksums: Mapping[str, str]) -> None:
@@ -269,8 +269,8 @@ def _part_key(name: Name, file: str, number: int) -> str:
 
 def verify(directory: Path) -> Manifest:
     """Reads every byte of a version directory and compares it with the manifest, which is returned. Raises
-    IntegrityError naming the file; NotSealed without checksums."""
-    manifest = _sealed(directory)
+    IntegrityError naming the file."""
+    manifest = Manifest.read(directory)
     return read_whole(manifest, partial(chunks_of, directory, manifest), source=directory)
 
 
@@ -308,10 +308,3 @@ def _write_out(path: Path, chunks: Iterable[bytes]) -> None:
         out.flush()
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _sealed(directory: Path) -> Manifest:
-    manifest = Manifest.read(directory)
-    if not manifest.sealed:
-        raise NotSealed("checksums were never recorded", path=directory, file=MANIFEST_FILE)
-    return manifest

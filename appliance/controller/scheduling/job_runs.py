@@ -26,7 +26,7 @@ from appliance.tiers.tiers import Tiers, name_of
 from scheduler.loop.inbox import Inbox
 from train.plan.spec import TrainSpec
 from train.trainer.event_log import read_events
-from weights.format.errors import IntegrityError, NotSealed, VersionLeased, VersionNotFound, WeightsError
+from weights.format.errors import IntegrityError, VersionLeased, VersionNotFound, WeightsError
 from weights.format.names import policy_of
 from weights.memory.store import Lease, StoredVersion, WeightStore
 from weights.tiers.copies import verify
@@ -107,8 +107,6 @@ class JobRuns:
             return True
         try:
             verify(path)
-        except NotSealed:
-            log.warning("%s has no checksums to verify it against", path)
         except IntegrityError as error:
             log.error("not used as a base for training: %s", error)
             return False

