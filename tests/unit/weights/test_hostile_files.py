@@ -11,11 +11,11 @@ import pytest
 
 from tests.unit.weights.conftest import write
 from weights.checkpoint.folder import NotACheckpoint
-from weights.format.errors import IntegrityError, InvalidName
+from weights.format.errors import IntegrityError
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
 from weights.format.names import decode_name, encode_name
-from weights.tiers.copies import seal_dir, verify
+from weights.tiers.copies import seal_dir
 
 
 def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
@@ -74,21 +74,6 @@ def test_symlinks_devices_and_pipes_are_refused(tmp_path):
         seal_dir(real, kind="version", model="m", version="1")
 
 
-@pytest.mark.parametrize("tensor", ["model.embed_tokens.weight", "counter"])
-def test_a_flipped_bit_is_found_and_named(store, tensor):
-    stored = write(store)
-    verify(stored.path)
-    placed = Layout.read(stored.path).find(tensor)
-    with open(stored.path / placed.file, "r+b") as file:
-        file.seek(placed.end - 1)
-        byte = file.read(1)[0]
-        file.seek(placed.end - 1)
-        file.write(bytes([byte ^ 1]))
-    with pytest.raises(IntegrityError) as caught:
-        verify(stored.path)
-    assert caught.value.file == placed.file
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -109,14 +94,6 @@ def test_damaged_manifests(store, damage):
         store.find("version", "starter", "1")
     assert store.list("version") == []
     assert stored.path.exists()
-
-
-@pytest.mark.parametrize("name", ["", "a\0b", "x" * 300])
-def test_unusable_names(store, name):
-    with pytest.raises(InvalidName):
-        encode_name(name)
-    with pytest.raises(InvalidName):
-        store.find("version", name, "1")
 
 
 @pytest.mark.parametrize("name", ["ft:starter:acme/x:1", "..", ".hidden", "%2E", "modèle 1"])

@@ -53,15 +53,6 @@ def test_put_copies_the_same_bytes_and_restore_returns_them(store, tier, sealed)
     check(store, restored)
 
 
-def test_put_replaces_a_damaged_copy(store, tier):
-    stored = write(store)
-    tier.put(stored.path)
-    os.truncate(tier.path(V1) / "manifest.json", 100)
-    assert tier.manifests() == {}
-    tier.put(stored.path)
-    assert verify(tier.path(V1)).version == "1" and list(tier.manifests()) == [V1]
-
-
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
 def test_damage_in_shared_memory_does_not_reach_the_disk(store, tier, tmp_path, file):
     stored = write(store)

@@ -45,9 +45,6 @@ def test_tools_stand_in_the_system_message():
     assert json.dumps(TOOL) in text and text.count("<|im_start|>") == 3
     own = rendered(with_tools(CHATML), [{"role": "system", "content": "Be brief."}, ASKED], tools=[TOOL])
     assert own.startswith("<|im_start|>system\nBe brief.\n\nYou may call") and own.count("<|im_start|>") == 2
-
-
-def test_a_template_without_system_messages_shows_them_to_the_user():
     text = rendered(with_tools(NO_SYSTEM), [ASKED], tools=[TOOL])
     assert text.startswith("user: You may call") and text.endswith("</tool_call>\n\nWeather in Paris?\n")
 
