@@ -194,7 +194,7 @@ class Tiers:
             "where": str(self.store.root),
             **_counts(held),
             "bytes": usage.used_bytes,
-            "limit_bytes": usage.budget_bytes,
+            "limit_bytes": self.store.budget_bytes,
             **dict.fromkeys(("backlog", "backlog_bytes", "damaged"), 0),
             **dict.fromkeys(("busy", "last_error", "last_error_s")),
         }

@@ -16,6 +16,7 @@ WeightsError
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 
@@ -24,13 +25,7 @@ class WeightsError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default calls the constructor with only the message, which fails for keyword-only arguments.
-        return _rebuilt, (type(self), self.args, dict(self.__dict__))
-
-
-def _rebuilt(kind: type[WeightsError], args: tuple[Any, ...], state: dict[str, Any]) -> WeightsError:
-    error = kind.__new__(kind, *args)
-    error.__dict__.update(state)
-    return error
+        return copyreg.__newobj__, (type(self), *self.args), dict(self.__dict__)  # type: ignore[attr-defined]
 
 
 class InvalidLayout(WeightsError, ValueError): ...

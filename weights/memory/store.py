@@ -55,7 +55,6 @@ class Usage:
     committed_bytes: int
     draft_bytes: int
     pool_bytes: int
-    budget_bytes: int | None
 
     @property
     def used_bytes(self) -> int:
@@ -273,12 +272,9 @@ class WeightStore:
 
     def usage(self) -> Usage:
         """What the store holds now, in bytes of file sizes (what is reserved counts as held)."""
-        return Usage(
-            committed_bytes=sum(held.nbytes for held in self._all_committed()),
-            draft_bytes=sum(held.nbytes for held in _held_at(directories(self.staging))),
-            pool_bytes=self.pool.nbytes,
-            budget_bytes=self.budget_bytes,
-        )
+        committed_bytes = sum(held.nbytes for held in self._all_committed())
+        draft_bytes = sum(held.nbytes for held in _held_at(directories(self.staging)))
+        return Usage(committed_bytes, draft_bytes, self.pool.nbytes)
 
     def evict(self, nbytes: int) -> int:
         """Frees at least `nbytes` bytes if possible: the pool first, then unleased, unpinned versions, least recently
@@ -292,8 +288,9 @@ class WeightStore:
             return before.used_bytes - self.usage().used_bytes
 
     def idle_bytes(self) -> int:
-        """Bytes that `evict` can free now."""
+        """Bytes that `evict` can free now. Drafts of dead or aborted writers, which have no other use, go at once."""
         with self.mutex():
+            self._sweep_drafts()
             return self.pool.nbytes + self._evictable_bytes()
 
     def room_bytes(self) -> int:
