@@ -1,4 +1,4 @@
-"""What a folder of a model must not have, checked at its import: pickles, code, links and names of other files.
+"""Checks a model's folder at its import: it has no pickles, no code, no links and no names of other files.
 
 CheckpointRefused       what is there cannot or must not be used (all of these name the file)
 ├── NotACheckpoint      config.json or weights are missing or make no sense
@@ -151,7 +151,7 @@ def _is_elsewhere(directory: Path, name: str) -> bool:
 
 
 def tokens_of(directory: Path, wanted: Iterable[str]) -> frozenset[str]:
-    """Those of the `wanted` tokens that the tokenizer in `directory` has.
+    """The `wanted` tokens that the tokenizer in `directory` has.
 
     Its files are searched, not parsed, which would take seconds: a token is a string of its own in a JSON file, and
     plain bytes in `tokenizer.model`.

@@ -45,7 +45,7 @@ from weights.tiers.objects import Objects, tier_errors
 STAGING = ".staging"
 OWNER_KEY = "owner"
 MOMENTS = "moments_in_8_bits"
-"""Of a manifest's meta: where the files of a snapshot have them (weights.tiers.moments.Range)."""
+"""Key of a manifest's meta: the ranges of moments in each file of a snapshot (weights.tiers.moments.Range)."""
 log = logging.getLogger(__name__)
 
 

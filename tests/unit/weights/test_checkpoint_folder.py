@@ -1,4 +1,4 @@
-"""What an import refuses in a model's folder."""
+"""Files that an import refuses, and the tokens it finds."""
 
 from __future__ import annotations
 

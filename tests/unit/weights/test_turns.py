@@ -58,7 +58,7 @@ def rendered(template: str) -> dict[str, str | None]:
         (COHERE, {"<|turn_end|>"}, ""),
     ],
 )
-def test_new_end_of_turns_are_found(template, known, new):
+def test_new_end_is_the_token_after_an_answer(template, known, new):
     assert new_end(rendered(template), TOKENS, known) == new
 
 
