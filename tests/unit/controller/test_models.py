@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from weights.tiers.archive import Archive
+from weights.tiers.directory import seal_dir
 
 from appliance.controller.access.naming import is_model_name, resolve
 from appliance.controller.interfaces.errors import ApiError
@@ -21,8 +23,6 @@ from appliance.store.objects import jobs, models
 from appliance.store.rows import JobJudgeRow, JobRow, VersionRow
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from weights.format.manifest import Manifest
-from weights.tiers.archive import Archive
-from weights.tiers.directory import seal_dir
 
 TUNED = "ft:starter:local:maths:AbCd1234"
 CHECKPOINT = f"{TUNED}:ckpt-step-10"
@@ -68,7 +68,7 @@ async def test_unknown_names_are_not_found(control: Control, name: str):
 
 
 async def test_download_of_a_version_in_no_tier_is_a_conflict(control: Control):
-    answer = await control.http.get("/v1/models/starter/archive")
+    answer = await control.http.get("/v1/models/starter/files")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "model_not_ready")
 
 
