@@ -16,7 +16,7 @@ import orjson
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from weights.format import legacy_functions as legacy
+from serve.core import legacy_functions as legacy
 
 Object = dict[str, Any]
 

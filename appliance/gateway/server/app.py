@@ -28,7 +28,7 @@ from appliance.gateway.server.exchange import Exchange, Headers
 from appliance.gateway.server.inference import Inference
 from appliance.gateway.server.state import State, metrics_text
 from appliance.ui.site import TO_THE_PAGE, site
-from runtime.moments import minute
+from runtime.logs import minute
 from weights.format.names import policy_of
 
 log = logging.getLogger("appliance.gateway")
