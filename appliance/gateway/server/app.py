@@ -85,6 +85,7 @@ class App:
                 exchange.status = exchange.status or 499
                 state.metrics.events["client_disconnected"] += 1
             state.finished(exchange, time.monotonic())
+            exchange.checked = None  # which may be large, and an idle connection keeps its last exchange
 
     # -- who asks, and whether they may
 

@@ -59,12 +59,11 @@ class Exchange:
     the page that it came by, empty for a key. received_s: when its head came, of inference its body; sent_s: when an
     engine got it last. trace: its W3C traceparent, empty without one; span: OpenTelemetry's, if traces are exported.
 
-    model: the one it names, once known to exist, without a version. checked: once it counts as open, for an
-    engine. choice: the replica that has it; ticket: its place in the queue while it is held. routed_model: name in
-    the table by which it was placed, the model's or its canary's. replica, model_version: where it is or was last; the
-    version as the engine names it, once it answers. extra: headers of its answer that name the parts of it
-    that no engine gets, or tell a browser who may read it.
-    tokens: its cost as the engine reported it.
+    model: the one it names, once known to exist, without a version. checked: while it counts as open, for an engine.
+    choice: the replica that has it; ticket: its place in the queue while it is held. routed_model: name in the table by
+    which it was placed, the model's or its canary's. replica, model_version: where it is or was last; the version as
+    the engine names it, once it answers. extra: headers of its answer that name the parts of it that no engine gets, or
+    tell a browser who may read it. tokens: its cost as the engine reported it.
 
     head_sent: the status is out. sse: as a stream of events, which an error can join; stream_events: events relayed.
     body_complete: all of the request's body was read. ended: why it was ended from outside. broke_off: an error
@@ -281,6 +280,7 @@ class Connection(HttpToolsProtocol):
         self.pipeline.clear()
         if self.running is not None:
             self.running.task.cancel()
+            self.running = self.cycle = None  # type: ignore[assignment] - no cycle of references is left
 
     def eof_received(self) -> None:
         """A client that closes its half counts as gone: an engine would compute for one that may not read."""
