@@ -52,7 +52,6 @@ class App:
     async def __call__(self, exchange: Exchange) -> None:
         state = self._state
         state.exchanges.add(exchange)
-        error: HttpError | None = None
         try:
             try:
                 exchange.received_s = time.monotonic()
@@ -67,16 +66,15 @@ class App:
                     self._admit(exchange)
                     await self._serve(exchange)
             except asyncio.CancelledError:
-                if (error := exchange.ended) is None:
+                if exchange.ended is None:
                     raise
                 exchange.task.uncancel()
-            except HttpError as refusal:
-                error = refusal
+                await exchange.fail(exchange.ended)
+            except HttpError as error:
+                await exchange.fail(error)
             except Exception as failure:  # noqa: BLE001 - logged, and the client gets a 500
                 log.error("a request was not answered", exc_info=failure, extra=exchange.ids)
-                error = HttpError(500, "The gateway failed.", code="internal_error")
-            if error is not None:
-                await exchange.fail(error)
+                await exchange.fail(HttpError(500, "The gateway failed.", code="internal_error"))
         except asyncio.CancelledError:
             pass  # the client is gone
         finally:
