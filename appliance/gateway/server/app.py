@@ -20,7 +20,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import ADMIN, FRONT_DOOR, KEYLESS, LOGIN_BODY_BYTES, Kind, resolve
+from appliance.gateway.core.routes import ADMIN, FRONT_DOOR, KEYLESS, Kind, resolve
 from appliance.gateway.core.table import THE_BOX, Caller
 from appliance.gateway.requests.request_check import check_object, parsed_body
 from appliance.gateway.server.controller import Controller
@@ -141,10 +141,8 @@ class App:
             inference = await self._inference(exchange)  # apart: what only checking needs is gone while it waits
             if inference is not None:
                 await inference.answer()
-        elif kind is Kind.CONTROL:
+        elif kind in (Kind.CONTROL, Kind.LOGIN):
             await self._controller.relay(exchange)
-        elif kind is Kind.LOGIN:
-            await self._controller.relay(exchange, await self._body(exchange, LOGIN_BODY_BYTES))
         elif kind is Kind.METRICS:
             theirs = await self._controller.metrics(exchange)
             own = await metrics_text(state, bool(theirs))
@@ -154,26 +152,20 @@ class App:
             await exchange.whole(303 if file is TO_THE_PAGE else 200, file.content_type, file.body, file.headers)
         else:
             ready = state.generation >= 0 and not state.stopping
-            failing = {*state.background.names(), *state.box_troubles} | (
-                {"controller"} if state.controller_away else set()
-            )
+            away = ["controller"] if state.controller_away else []
+            failing = {*state.background.names(), *state.box_troubles, *away}
             body = {"status": "ok" if ready else "starting", "degraded": sorted(failing)}
             await exchange.whole(200 if ready else 503, _JSON, orjson.dumps(body))
-
-    async def _body(self, exchange: Exchange, limit: int) -> bytes:
-        """All of it, counted as in memory. Raises HttpError 413, 408, 429 and 503."""
-        kept: list[bytes] = []
-        while data := await exchange.read(limit):
-            self._state.take_body(exchange, len(data))
-            kept.append(data)
-        exchange.received_s = time.monotonic()
-        return b"".join(kept)
 
     async def _inference(self, exchange: Exchange) -> Inference | None:
         """Check a request, in order of cost: the key's limits, the body's content, the model, the work that is asked
         for. None: the controller has answered it."""
         state, route = self._state, exchange.route
-        body = await self._body(exchange, state.limits.inference_body_bytes)
+        pieces: list[bytes] = []
+        while piece := await exchange.read(state.limits.inference_body_bytes):
+            state.take_body(exchange, len(piece))  # refuses what is too much for the memory
+            pieces.append(piece)
+        body, exchange.received_s = b"".join(pieces), time.monotonic()
         caller, private = exchange.caller, exchange.connection.private
         state.spending.admit(caller, exchange.use)
         data = parsed_body(body, state.limits.json_depth)
