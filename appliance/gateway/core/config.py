@@ -28,6 +28,7 @@ class Limits:
     inference_body_bytes: Count = 8 * MIB
     control_body_bytes: Count = 8 * MIB
     upload_body_bytes: Count = 512 * MIB
+    login_body_bytes: Count = 16 * 1024
     buffered_body_bytes: Count = 256 * MIB
     """All inference bodies in memory, held ones included: bounds the cost of many slow or held clients."""
     owner_body_bytes: Count = 96 * MIB

@@ -162,7 +162,7 @@ class App:
         for. None: the controller has answered it."""
         state, route = self._state, exchange.route
         pieces: list[bytes] = []
-        while piece := await exchange.read(state.limits.inference_body_bytes):
+        while piece := await exchange.read():
             state.take_body(exchange, len(piece))  # refuses what is too much for the memory
             pieces.append(piece)
         body, exchange.received_s = b"".join(pieces), time.monotonic()
@@ -272,7 +272,7 @@ def cors_headers(exchange: Exchange, origins: Collection[str]) -> list[tuple[byt
 
 def check_head(exchange: Exchange, limits: Limits) -> None:
     """Raises HttpError 400, 413 or 415 for a body that can be refused unread."""
-    headers, length, limit = exchange.headers, exchange.content_length, exchange.route.body_bytes(limits)
+    headers, length, limit = exchange.headers, exchange.content_length, getattr(limits, exchange.route.body, 0)
     if (length or exchange.chunked) and exchange.method not in (b"POST", b"PUT", b"PATCH"):
         # A body has no meaning there, so servers differ about it: one that does not read it parses it as the next head.
         method = exchange.method.decode()

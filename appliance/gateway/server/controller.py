@@ -76,7 +76,7 @@ class Controller:
         headers += identity(exchange.request_id, state.token, exchange)
         data: bytes | AsyncIterator[bytes] | None = body
         if body is None and (exchange.chunked or exchange.content_length):
-            data = exchange.pieces(exchange.route.body_bytes(state.limits))
+            data = exchange.pieces()
             if exchange.content_length is not None:
                 headers.append(("content-length", str(exchange.content_length)))
         async with self._ask(exchange.method, exchange.target, headers, data, wait_s) as response:

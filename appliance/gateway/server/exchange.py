@@ -126,7 +126,7 @@ class Exchange:
 
     # -- the body
 
-    async def read(self, limit: int) -> bytes:
+    async def read(self) -> bytes:
         """The next piece of the body, empty at its end. Raises HttpError 413 and 408."""
         if self.body_complete:
             return b""
@@ -148,14 +148,14 @@ class Exchange:
         if self.more_body and connection.refusal is not None:
             raise connection.refusal
         self.body_bytes += len(data)
-        if self.body_bytes > limit:
+        if self.body_bytes > (limit := getattr(connection.state.limits, self.route.body)):
             raise errors.body_too_large(limit)
         if self.body_complete and not connection.pipeline:
             connection.flow.resume_reading()  # else a client that leaves is not seen
         return data
 
-    async def pieces(self, limit: int) -> AsyncIterator[bytes]:
-        while data := await self.read(limit):
+    async def pieces(self) -> AsyncIterator[bytes]:
+        while data := await self.read():
             yield data
 
     # -- the answer
