@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -42,3 +44,20 @@ async def test_download_resumes_at_a_range(control: Control, folder: Path):
 async def test_download_of_another_file_is_not_found(control: Control, folder: Path, file: str):
     (folder.parent / "secret").write_text("x")
     assert (await control.http.get(f"/v1/models/starter/files/{file}")).status_code == 404
+
+
+async def test_archive_is_a_tar_file_of_all_files_and_resumes_at_a_range(control: Control, folder: Path):
+    whole = await control.http.get("/v1/models/starter/archive")
+    assert int(whole.headers["content-length"]) == len(whole.content)
+    with tarfile.open(fileobj=io.BytesIO(whole.content)) as tar:
+        assert tar.getnames() == ["manifest.json", "config.json", "model.safetensors"]
+        assert all(tar.extractfile(name).read() == (folder / name).read_bytes() for name in tar.getnames())
+    for asked, if_range, status, sent in (
+        ("bytes=100-", None, 206, slice(100, None)),
+        ("bytes=5000-7000", whole.headers["etag"], 206, slice(5000, 7001)),
+        ("bytes=100-", '"another"', 200, slice(0, None)),
+        (f"bytes={len(whole.content)}-", None, 416, None),
+    ):
+        headers = {"range": asked} | ({"if-range": if_range} if if_range else {})
+        answer = await control.http.get("/v1/models/starter/archive", headers=headers)
+        assert answer.status_code == status and (sent is None or answer.content == whole.content[sent])
