@@ -74,7 +74,7 @@ from runtime.network import private_socket
 from runtime.processes import garbage
 from runtime.processes.kernel import DiesAs, die_with_parent, dies_as
 from scheduler.core.errors import EffectFailed
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from scheduler.devices.discovery import discover_devices
 from scheduler.handover.effects import Box
 from scheduler.loop.inbox import Inbox

@@ -19,8 +19,7 @@ from appliance.store.database import Database
 from appliance.store.records import audit
 from appliance.store.rows import AuditRow, JobRow
 from scheduler.core.errors import EffectFailed
-from scheduler.core.inventory import node_of
-from scheduler.core.workload import AWAKE
+from scheduler.core.workload import AWAKE, node_of
 from scheduler.devices.discovery import HOME_NODE
 from scheduler.devices.host_reading import MemoryReading, ask_store, read_memory
 from train.methods.methods import method_of

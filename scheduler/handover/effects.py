@@ -25,8 +25,7 @@ from typing import Any, Literal, Protocol
 
 from scheduler.core.errors import Blame
 from scheduler.core.failures import Failure
-from scheduler.core.inventory import Device, Holder
-from scheduler.core.workload import Build, ReplicaView, Workload
+from scheduler.core.workload import Build, Device, Holder, ReplicaView, Workload
 
 Detail = Mapping[str, Any] | None
 Outcome = Literal["succeeded", "failed", "cancelled"]

@@ -15,8 +15,7 @@ from typing import Any, Literal, Protocol
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
-from scheduler.core.inventory import Holder
-from scheduler.core.workload import Policy, ReplicaState, Workload
+from scheduler.core.workload import Holder, Policy, ReplicaState, Workload
 from scheduler.handover.effects import Box, Detail, Effects, GroupView, Journal, StepRecord, StepState
 from scheduler.handover.moves import SERVING, Move
 

@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from scheduler.core.inventory import Holder
-from scheduler.core.workload import Allocation, ReplicaView
+from scheduler.core.workload import Allocation, Holder, ReplicaView
 from scheduler.handover.effects import Box
 
 How = Literal["sleep", "stop", "suspend", "end", "wake", "start", "train", "swap", "open"]

@@ -23,16 +23,15 @@ from typing import Any
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed, Stopped
 from scheduler.core.failures import Failure, first_line, goes_back_to
-from scheduler.core.inventory import Holder, node_of
-from scheduler.core.workload import Allocation, Build, PlanInput, Policy, Workload
+from scheduler.core.workload import Allocation, Build, Holder, PlanInput, Policy, Workload, node_of
 from scheduler.handover import moves as moves_
 from scheduler.handover.effects import Box, Detail, Effects, Journal, StateStore
 from scheduler.handover.handover import MoveState, Runner
 from scheduler.handover.moves import Move
-from scheduler.loop import explain, mode_schedule, view
-from scheduler.loop.cluster_state import ClusterState
+from scheduler.loop import cluster_state as view
+from scheduler.loop import explain, mode_schedule
+from scheduler.loop.cluster_state import ClusterState, Transition
 from scheduler.loop.inbox import Inbox
-from scheduler.loop.view import Transition
 from scheduler.plan.plan import plan
 
 log = logging.getLogger(__name__)
@@ -480,10 +479,10 @@ class SchedulerLoop(ClusterState):
         workload = self._workload
         return PlanInput(
             policy=policy or self._in_force.policy,
-            devices=tuple(view.device(d, workload.cordoned) for d in box.devices.values()),
-            jobs=tuple(view.job(j, box, moving, self.failures, self._pauses_s) for j in workload.jobs),
-            deployments=tuple(view.deployment(d, self.failures) for d in workload.deployments),
-            replicas=tuple(view.replicas(box, moving, self._clock())),
+            devices=tuple(view.device_view(d, workload.cordoned) for d in box.devices.values()),
+            jobs=tuple(view.job_view(j, box, moving, self.failures, self._pauses_s) for j in workload.jobs),
+            deployments=tuple(view.deployment_view(d, self.failures) for d in workload.deployments),
+            replicas=tuple(view.replica_views(box, moving, self._clock())),
             busy_devices=frozenset(busy),
             hysteresis=self._allocation.hysteresis,
             handover_id=self._journal.last_id() + 1,

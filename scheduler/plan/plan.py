@@ -14,7 +14,6 @@ from math import inf
 
 from runtime.devices.kinds import kind_of
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.inventory import node_of
 from scheduler.core.workload import (
     Allocation,
     DeploymentView,
@@ -23,6 +22,7 @@ from scheduler.core.workload import (
     PlanInput,
     ReplicaState,
     ReplicaView,
+    node_of,
 )
 from scheduler.plan import autoscaler, queue
 from scheduler.plan.free_devices import FreeDevices

@@ -111,7 +111,7 @@ class Replicas:
 
     async def start_replica(self, plan: ReplicaView) -> Detail:
         node_config = self._nodes.config_of(plan.devices)
-        async with self._version_on_node(plan.model, plan.version, node_config) as (path, copied_bytes):
+        async with self._version_on_node(plan.model, plan.version, node_config) as path:
             spec = self._replica_spec(plan, node_config, path)
             await self._nodes.wait_warm(node_config, "serve")
             engine = self._find_engine(plan.id)
@@ -127,7 +127,7 @@ class Replicas:
         # Versions on other nodes are not read here.
         home = node_config.name == self._nodes.home.name
         read = await asyncio.to_thread(stored_bytes, Path(spec.version_path)) if home else None
-        return {**detail, "bytes": read, "copied_bytes": copied_bytes}
+        return {**detail, "bytes": read}
 
     async def stop_replica(self, replica_id: str) -> Detail:
         self._routing.close(replica_id)
@@ -198,7 +198,7 @@ class Replicas:
         engine = self._engines.get(replica_id)
         if engine is None or engine.node_config is None:
             raise EffectFailed("there is no such engine")
-        async with self._version_on_node(model, version, engine.node_config) as (path, copied_bytes):
+        async with self._version_on_node(model, version, engine.node_config) as path:
             if method == "swap":
                 # Adapters fit only the weights they were trained on; the engine first finishes its adapter requests.
                 withheld = self._routing.withhold_adapters(replica_id)
@@ -206,7 +206,7 @@ class Replicas:
             with errors_as_failures():
                 detail = await engine.supervisor.call(method, model, version, str(path))
         self._watch(replica_id, engine)
-        return {**detail, "copied_bytes": copied_bytes}
+        return dict(detail)
 
     wake_replica = partialmethod(_load, "wake")
 
@@ -255,10 +255,8 @@ class Replicas:
         )
 
     @contextlib.asynccontextmanager
-    async def _version_on_node(
-        self, model: str, version: str, node_config: NodeConfig
-    ) -> AsyncIterator[tuple[Path, int]]:
-        """The version's directory on the engine's node, held there until the engine has it, and the bytes copied."""
+    async def _version_on_node(self, model: str, version: str, node_config: NodeConfig) -> AsyncIterator[Path]:
+        """The version's directory on the engine's node, held there until the engine has it."""
         try:
             at_home = await self._versions.in_memory(model, version)
         except (LookupError, OSError) as error:

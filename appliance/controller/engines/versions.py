@@ -17,7 +17,7 @@ from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.tiers.tiers import Tiers, name_of
 from runtime.devices.kinds import kind_of
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from serve.core.adapter_source import AdapterServer
 from weights.checkpoint.folder import may_open
 from weights.format.errors import WeightsError

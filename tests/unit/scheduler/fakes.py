@@ -16,8 +16,7 @@ from typing import Any
 from benchmarks.simulator import virtual_time
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Failure
-from scheduler.core.inventory import Device
-from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Policy, ReplicaView, Workload
+from scheduler.core.workload import Build, Demand, DeploymentView, Device, JobView, Policy, ReplicaView, Workload
 from scheduler.handover.effects import Box, GroupEnded, GroupView
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from scheduler.plan.free_devices import FreeDevices
 from tests.unit.scheduler.fakes import box_of
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.inventory import Device
-from scheduler.core.workload import Demand, DeploymentView, Hysteresis, JobView, PlanInput, Policy, ReplicaView
+from scheduler.core.workload import Demand, DeploymentView, Device, Hysteresis, JobView, PlanInput, Policy, ReplicaView
 from scheduler.plan.plan import Round
 
 CONFIG = SchedulerConfig()

@@ -13,8 +13,7 @@ from benchmarks.simulator import virtual_time
 from benchmarks.simulator.journal import MemoryJournal
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
-from scheduler.core.inventory import Holder
-from scheduler.core.workload import Allocation, Build, DeploymentView, JobView, Policy, ReplicaView
+from scheduler.core.workload import Allocation, Build, DeploymentView, Holder, JobView, Policy, ReplicaView
 from scheduler.handover.effects import Box, GroupEnded, GroupView
 from scheduler.handover.moves import moves
 from scheduler.loop.cluster_state import ClusterState

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.core.inventory import Holder
-from scheduler.core.workload import Policy
+from scheduler.core.workload import Holder, Policy
 from scheduler.loop.loop import LONG_START_S
 from tests.unit.scheduler.fakes import FakeStore, in_virtual_time
 from tests.unit.scheduler.test_loop import JOB, MODEL, Rig
