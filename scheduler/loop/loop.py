@@ -28,9 +28,17 @@ from scheduler.handover import moves as moves_
 from scheduler.handover.effects import Box, Detail, Effects, Journal, StateStore
 from scheduler.handover.handover import MoveState, Runner
 from scheduler.handover.moves import Move
-from scheduler.loop import cluster_state as view
 from scheduler.loop import explain, mode_schedule
-from scheduler.loop.cluster_state import ClusterState, Transition
+from scheduler.loop.cluster_state import (
+    ClusterState,
+    Transition,
+    as_if_not_begun,
+    deployment_view,
+    device_view,
+    is_doubtful_drain,
+    job_view,
+    replica_views,
+)
 from scheduler.loop.inbox import Inbox
 from scheduler.plan.plan import plan
 
@@ -367,11 +375,11 @@ class SchedulerLoop(ClusterState):
                 patience_s = LONG_START_S * 2 ** min(self._gave_way[step.move.holder.id], 2)
                 if now_s - step.since_s >= min(patience_s, self._config.start_group_timeout_s):
                     doubtful.append((runner, step))
-            elif step.verb == "drain_replica" and view.is_doubtful_drain(runner, step, policy, self._workload):
+            elif step.verb == "drain_replica" and is_doubtful_drain(runner, step, policy, self._workload):
                 doubtful.append((runner, step))
         if not doubtful:
             return
-        box, moving = view.as_if_not_begun(self.box, self._transitions, doubtful)
+        box, moving = as_if_not_begun(self.box, self._transitions, doubtful)
         wanted = plan(self._plan_input(box=box, moving=moving), now_s, self._config)
         stays = {(replica.id, replica.devices) for replica in wanted.open_replicas}
         for runner, step in doubtful:
@@ -479,10 +487,10 @@ class SchedulerLoop(ClusterState):
         workload = self._workload
         return PlanInput(
             policy=policy or self._in_force.policy,
-            devices=tuple(view.device_view(d, workload.cordoned) for d in box.devices.values()),
-            jobs=tuple(view.job_view(j, box, moving, self.failures, self._pauses_s) for j in workload.jobs),
-            deployments=tuple(view.deployment_view(d, self.failures) for d in workload.deployments),
-            replicas=tuple(view.replica_views(box, moving, self._clock())),
+            devices=tuple(device_view(d, workload.cordoned) for d in box.devices.values()),
+            jobs=tuple(job_view(j, box, moving, self.failures, self._pauses_s) for j in workload.jobs),
+            deployments=tuple(deployment_view(d, self.failures) for d in workload.deployments),
+            replicas=tuple(replica_views(box, moving, self._clock())),
             busy_devices=frozenset(busy),
             hysteresis=self._allocation.hysteresis,
             handover_id=self._journal.last_id() + 1,
