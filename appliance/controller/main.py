@@ -77,7 +77,7 @@ from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Device
 from scheduler.devices.discovery import discover_devices
 from scheduler.handover.effects import Box
-from scheduler.loop.inbox import Inbox
+from scheduler.loop.cluster_state import Inbox
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.ray.effects import RayEffects
 from scheduler.ray.nodes import NAMESPACE, Nodes

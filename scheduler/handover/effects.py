@@ -179,9 +179,6 @@ class Journal(Protocol):
     def unfinished(self) -> list[int]:
         """Hand-overs without an end, oldest first: after a start, those that a crash interrupted."""
 
-    def steps_since(self, handover_id: int) -> list[StepRecord]:
-        """The steps of hand-overs with a higher number, oldest first."""
-
 
 class StateStore(Protocol):
     """The store of jobs, deployments and policy. Calls are short and durable when they return."""

@@ -1,23 +1,58 @@
-"""Keeps the scheduler's knowledge of the box: the last observation, failures, and how the planner sees both.
+"""Keeps the scheduler's knowledge of the box: requests, the last observation, failures, and how the planner sees them.
 
 The state of a holder that a hand-over is moving comes from its moves: no observation changes it until they have ended.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
-from scheduler.core.failures import Failures
+from scheduler.core.failures import Cause, Failures
 from scheduler.core.workload import CORDONED, DeploymentView, Device, Holder, JobView, Policy, ReplicaView, Workload
 from scheduler.handover.effects import Box, Effects, GroupEnded, GroupView, StateStore
-from scheduler.handover.handover import Runner, RunningStep
-from scheduler.handover.moves import Move
+from scheduler.handover.handover import Move, Runner, RunningStep
 
 log = logging.getLogger(__name__)
+
+
+class Inbox:
+    """Requests and hints for the loop between its rounds. Built before the loop, for parts that only report to it; all
+    of it runs on the loop's asyncio loop. generation: number of the newest nudge."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self.changed = asyncio.Event()
+        self._requests: list[tuple[int, str, str]] = []  # generation, by, request
+        self._resolved: list[Cause] = []
+
+    def nudge(self, by: str = "", request: str = "") -> int:
+        """Report a change in the store or in the demand: plan soon. Returns the generation for `wait_settled`.
+
+        by: the person who requested it, "" for the box itself. request: "" if nothing was requested."""
+        self.generation += 1
+        if request:
+            self._requests.append((self.generation, by or "box", request))
+        self.changed.set()
+        return self.generation
+
+    def retry(self, cause: Cause) -> None:
+        """Retry jobs and models at once that are in backoff because of this cause, which is gone."""
+        self._resolved.append(cause)
+        self.nudge()
+
+    def take_resolved(self) -> list[Cause]:
+        resolved, self._resolved = self._resolved, []
+        return resolved
+
+    def newest_request(self, settled: int) -> tuple[str, str] | None:
+        """The last request after this generation and who made it first; earlier ones are forgotten."""
+        self._requests = [request for request in self._requests if request[0] > settled]
+        return self._requests[-1][1:] if self._requests else None
 
 
 @dataclass(slots=True)

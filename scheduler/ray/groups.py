@@ -298,13 +298,9 @@ class _RunningGroup:
 
 def is_whole(statuses: Collection[Mapping[str, Any]]) -> bool:
     """Whether these ranks (see RankHost.status) are all ranks of one world, each alive or done."""
-    sizes = {status["world_size"] for status in statuses}
-    ranks = sorted(status["rank"] for status in statuses)
-    return (
-        len(sizes) == 1
-        and ranks == list(range(sizes.pop()))
-        and all(status["alive"] or status["done"] for status in statuses)
-    )
+    world = sorted((status["world_size"], status["rank"]) for status in statuses)
+    complete = world == [(len(world), rank) for rank in range(len(world))]
+    return complete and all(status["alive"] or status["done"] for status in statuses)
 
 
 class _Host:

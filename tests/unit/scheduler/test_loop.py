@@ -15,7 +15,7 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.workload import Allocation, Build, DeploymentView, Holder, JobView, Policy, ReplicaView
 from scheduler.handover.effects import Box, GroupEnded, GroupView
-from scheduler.handover.moves import moves
+from scheduler.handover.handover import moves
 from scheduler.loop.cluster_state import ClusterState
 from scheduler.loop.loop import SchedulerLoop
 from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of, in_virtual_time

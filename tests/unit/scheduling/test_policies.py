@@ -9,7 +9,7 @@ import pytest
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.scheduling.job_runs import JobRuns
 from appliance.store.objects import jobs
-from scheduler.loop.inbox import Inbox
+from scheduler.loop.cluster_state import Inbox
 from tests.unit.scheduling.fakes import NO_ROUTING
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import policy_name
