@@ -15,8 +15,7 @@ from appliance.controller.bus.demand_learning import DemandLearning
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_in_force, mode_windows, policy_of, read_mode
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.interfaces.records import TRAINING_FAILED
-from appliance.controller.jobs.events import JobEvents, add_message
+from appliance.controller.jobs.events import TRAINING_FAILED, JobEvents, add_message
 from appliance.controller.jobs.wanted import pause_reason
 from appliance.controller.models import capacity
 from appliance.gateway.core.table import OPEN
