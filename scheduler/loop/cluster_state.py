@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Cause, Failures
-from scheduler.core.workload import CORDONED, DeploymentView, Device, Holder, JobView, Policy, ReplicaView, Workload
+from scheduler.core.workload import Holder, JobView, Policy, ReplicaView, Workload
 from scheduler.handover.effects import Box, Effects, GroupEnded, GroupView, StateStore
 from scheduler.handover.handover import Move, Runner, RunningStep
 
@@ -177,11 +177,6 @@ class ClusterState:
 # --- as the planner sees it: every moving holder at its target. Pure functions.
 
 
-def device_view(device: Device, cordoned: frozenset[str]) -> Device:
-    drains = not cordoned.isdisjoint((device.id, device.uuid)) and device.health == "ok"
-    return replace(device, health="draining", health_reason=CORDONED) if drains else device
-
-
 def job_view(
     job: JobView, box: Box, all_moving: Mapping[Holder, Transition], failures: Failures, pauses_s: Mapping[str, float]
 ) -> JobView:
@@ -207,13 +202,6 @@ def job_view(
         busy=busy,
         pause_s=pauses_s.get(job.id),
     )
-
-
-def deployment_view(deployment: DeploymentView, failures: Failures) -> DeploymentView:
-    failure = failures.model(deployment.model, deployment.version)
-    if failure is None:
-        return deployment
-    return replace(deployment, failed=failure.reason, not_before_s=failure.not_before_s)
 
 
 def replica_views(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) -> list[ReplicaView]:

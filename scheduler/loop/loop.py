@@ -23,7 +23,7 @@ from typing import Any
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed, Stopped
 from scheduler.core.failures import Failure, first_line, goes_back_to
-from scheduler.core.workload import Allocation, Build, Holder, PlanInput, Policy, Workload, node_of
+from scheduler.core.workload import CORDONED, Allocation, Build, Holder, PlanInput, Policy, Workload, node_of
 from scheduler.handover import handover
 from scheduler.handover.effects import Box, Detail, Effects, Journal, StateStore
 from scheduler.handover.handover import Move, MoveState, Runner
@@ -239,7 +239,9 @@ class SchedulerLoop(cluster_state.ClusterState):
             self.failures.retry(cause)
         self._take_policy_in_force(now_s)
         self.clear_failures_of_stable_replicas()
-        self._record_served_builds()
+        for d in self._workload.deployments:  # for the next start of the controller
+            if d.served not in (None, d.build) and self._serves(d.model, d.build):
+                self._store.model_served(d.model, d.build)
         self._cancel_steps(now_s)
         self.failures.keep(self._workload)
         self._report_troubles()
@@ -247,7 +249,8 @@ class SchedulerLoop(cluster_state.ClusterState):
             for job_id in known.keys() - {job.id for job in self._workload.jobs}:
                 del known[job_id]
         plan_input = self._plan_input()
-        if self._devices_appeared(plan_input):
+        before, self._usable = self._usable, frozenset(d.id for d in plan_input.devices if d.usable)
+        if before and not self._usable <= before:
             self.failures.retry("device")
             plan_input = self._plan_input()
         began_s = time.perf_counter()
@@ -296,12 +299,6 @@ class SchedulerLoop(cluster_state.ClusterState):
             self._start_failed(model, build, EffectFailed(why, "input", of_settings=True))
         return bool(reasons)
 
-    def _record_served_builds(self) -> None:
-        """Record what the open engines were started with, for the next start of the controller."""
-        for d in self._workload.deployments:
-            if d.served not in (None, d.build) and self._serves(d.model, d.build):
-                self._store.model_served(d.model, d.build)
-
     def _serves(self, model: str, build: Build) -> bool:
         """Whether an open engine of the model was started with this."""
         return any(("open", model, build) == (r.state, r.model, r.build) for r in self.box.replicas.values())
@@ -332,11 +329,6 @@ class SchedulerLoop(cluster_state.ClusterState):
                 j for j in self.box.groups if self.failures.moves[f"free job {j}"] >= self._config.suspend_attempts
             },
         )
-
-    def _devices_appeared(self, plan_input: PlanInput) -> bool:
-        """Whether usable devices appeared since the previous round."""
-        before, self._usable = self._usable, frozenset(d.id for d in plan_input.devices if d.usable)
-        return bool(before) and not self._usable <= before
 
     def _take_policy_in_force(self, now_s: float) -> None:
         """Update the current policy; re-evaluate it when the store's settings change or a window fires."""
@@ -475,9 +467,19 @@ class SchedulerLoop(cluster_state.ClusterState):
         workload = self._workload
         return PlanInput(
             policy=policy or self._in_force.policy,
-            devices=tuple(cluster_state.device_view(d, workload.cordoned) for d in box.devices.values()),
+            devices=tuple(
+                replace(d, health="draining", health_reason=CORDONED)
+                if d.health == "ok" and not workload.cordoned.isdisjoint((d.id, d.uuid))
+                else d
+                for d in box.devices.values()
+            ),
             jobs=tuple(cluster_state.job_view(j, box, moving, self.failures, self._pauses_s) for j in workload.jobs),
-            deployments=tuple(cluster_state.deployment_view(d, self.failures) for d in workload.deployments),
+            deployments=tuple(
+                replace(d, failed=failure.reason, not_before_s=failure.not_before_s)
+                if (failure := self.trouble(d.model, d.version)) is not None
+                else d
+                for d in workload.deployments
+            ),
             replicas=tuple(cluster_state.replica_views(box, moving, self._clock())),
             busy_devices=frozenset(busy),
             hysteresis=self._allocation.hysteresis,

@@ -230,7 +230,7 @@ class RayEffects(Groups):
             with errors_as_failures():
                 detail = await engine.supervisor.call(method, model, version, str(path))
         self._watch(replica_id, engine)
-        return dict(detail)
+        return detail
 
     wake_replica = partialmethod(_load, "wake")
 

@@ -32,7 +32,7 @@ from runtime.processes.warm_parents import NodeAgent, WarmSpec
 from scheduler.core.workload import Device
 from scheduler.devices.discovery import HOME_NODE
 from scheduler.devices.health import DeviceReadings
-from scheduler.devices.host_reading import MemoryReading, ask_store, read_memory
+from scheduler.devices.host_reading import MemoryReading, read_memory
 from scheduler.ray.actors import find_actor
 from serve.core.adapter_source import AdapterServer, AdapterUnavailable, brought_in
 from weights.format.errors import IntegrityError, StoreError, StoreFull, VersionNotFound, WeightsError
@@ -246,7 +246,8 @@ class Node(NodeAgent):
                     await asyncio.to_thread(store.remove, stored)
 
     async def of_store(self, method: str, *arguments: Any) -> Any:
-        return await ask_store(self._store, method, *arguments)
+        """What this node's store answers: `idle_bytes`, or `evict` of so many bytes."""
+        return await asyncio.to_thread(getattr(self._store, method), *arguments)
 
     async def _found_or_copied(
         self, store: WeightStore, source: Any, name: Name, remote: Path, *, pinned: bool
