@@ -298,13 +298,9 @@ class _RunningGroup:
 
 def is_whole(statuses: Collection[Mapping[str, Any]]) -> bool:
     """Whether these ranks (see RankHost.status) are all ranks of one world, each alive or done."""
-    sizes = {status["world_size"] for status in statuses}
-    ranks = sorted(status["rank"] for status in statuses)
-    return (
-        len(sizes) == 1
-        and ranks == list(range(sizes.pop()))
-        and all(status["alive"] or status["done"] for status in statuses)
-    )
+    world = sorted((status["world_size"], status["rank"]) for status in statuses)
+    complete = world == [(len(world), rank) for rank in range(len(world))]
+    return complete and all(status["alive"] or status["done"] for status in statuses)
 
 
 class _Host:
@@ -331,7 +327,7 @@ async def outfit(
     job_id = spec.job_id
 
     async def bring(path: str, what: str) -> str:
-        return str((await nodes.bring(node_config, Path(path), f"job {job_id} {what}"))[0])
+        return str(await nodes.bring(node_config, Path(path), f"job {job_id} {what}"))
 
     folder = await nodes.bring_job(node_config.name, Path(spec.run_dir))
     there = replace(
@@ -414,14 +410,14 @@ class ResultTransfer:
     async def _bring(self, event: dict[str, Any]) -> Path | None:
         remote, ids = Path(event["path"]), {"job_id": self._job_id, "node": self._node}
         try:
-            path, copied_bytes = await self._nodes.bring_home(self._node, name_at(remote), remote)
+            path = await self._nodes.bring_home(self._node, name_at(remote), remote)
         except EffectFailed as error:
             # A newer snapshot will follow, or the job continues from an older one. A result has no second chance.
             log.error("%s of step %s not copied home: %s", event["event"], event.get("step"), error.reason, extra=ids)
             if event["event"] == "published":
                 self._missing = f"its version {event['version']} was not copied home: {error.reason}"
             return None
-        log.info("%s of step %s copied home, %d bytes", event["event"], event.get("step"), copied_bytes, extra=ids)
+        log.info("%s of step %s copied home", event["event"], event.get("step"), extra=ids)
         return path
 
 

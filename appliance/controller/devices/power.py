@@ -17,7 +17,7 @@ from appliance.store.objects import jobs
 from appliance.store.records import usage
 from appliance.store.rows import JobRow
 from runtime.devices.kind import PowerControl, PowerRefused, Reading
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 
 log = logging.getLogger(__name__)
 

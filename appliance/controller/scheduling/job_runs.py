@@ -23,7 +23,7 @@ from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.rows import JobRow, VersionRow
 from appliance.tiers.tiers import Tiers, name_of
-from scheduler.loop.inbox import Inbox
+from scheduler.loop.cluster_state import Inbox
 from train.plan.spec import TrainSpec
 from train.trainer.event_log import read_events
 from weights.format.errors import IntegrityError, VersionLeased, VersionNotFound, WeightsError

@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from scheduler.core.errors import EffectFailed
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from scheduler.ray import actors, groups
 from scheduler.ray.groups import RANK, Groups, is_whole
 

@@ -12,7 +12,7 @@ from appliance.controller.scheduling.job_runs import JobRuns
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
 from appliance.store.rows import JobJudgeRow, VersionRow
-from scheduler.loop.inbox import Inbox
+from scheduler.loop.cluster_state import Inbox
 from tests.unit.scheduling.fakes import NO_ROUTING
 from tests.unit.scheduling.test_tier_flow import damage
 from tests.unit.weights.conftest import check, write
