@@ -13,6 +13,7 @@ import asyncio
 import json
 import logging
 import os
+import secrets
 import shutil
 import signal
 import sqlite3
@@ -227,7 +228,8 @@ class Box:
             raise BoxError(str(error)) from error
         for words in foreign_use(self._devices):
             self._say(words)
-        self._paths.renew_gateway_token()
+        self._paths.gateway_token.unlink(missing_ok=True)
+        write_secret(self._paths.gateway_token, secrets.token_hex(32))
         try:
             has_first_key = make_first_key(self._paths)
         except (OSError, StoreError, sqlite3.Error) as error:

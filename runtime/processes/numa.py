@@ -32,17 +32,14 @@ def cpus_beside(
 def bind(numa_nodes: Sequence[int | None], root: Path | None = None) -> frozenset[int] | None:
     """Bind this process, and every thread and process that it starts from now on, to the processors of these nodes.
     Returns the processors, None if nothing was bound. Call it before starting threads."""
-    cpus = cpus_beside(numa_nodes, _cpus_of(root or NODES), os.sched_getaffinity(0))
+    cpus_of = {
+        int(folder.name.removeprefix("node")): parse_list((folder / "cpulist").read_text())
+        for folder in (root or NODES).glob("node[0-9]*")
+    }
+    cpus = cpus_beside(numa_nodes, cpus_of, os.sched_getaffinity(0))
     if cpus is not None:
         os.sched_setaffinity(0, cpus)
     return cpus
-
-
-def _cpus_of(root: Path) -> dict[int, frozenset[int]]:
-    return {
-        int(folder.name.removeprefix("node")): parse_list((folder / "cpulist").read_text())
-        for folder in root.glob("node[0-9]*")
-    }
 
 
 def parse_list(text: str) -> frozenset[int]:
