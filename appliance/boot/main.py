@@ -29,7 +29,7 @@ import httpx
 
 import appliance
 from appliance.boot import ray_head
-from appliance.boot.supervised_process import LOOK_EVERY_S, Probe, Supervised, clear_leftovers, locked, own_files_only
+from appliance.boot.supervised_process import LOOK_EVERY_S, Probe, Supervised, clear_leftovers, locked
 from appliance.cli.command import Session
 from appliance.cli.commands.box import show_ready
 from appliance.cli.locate import BoxFile
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     config = load_resolved(options.config)
     paths = BoxPaths.of(Path(config.box.data_dir))
-    own_files_only()
+    os.umask(0o077)  # whatever is made here is the owner's alone; some libraries make files open to all
     configure_logging("main")
     state = BoxState(paths.state_file)
     try:

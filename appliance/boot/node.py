@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from appliance.boot import ray_head
-from appliance.boot.supervised_process import clear_leftovers, locked, own_files_only
+from appliance.boot.supervised_process import clear_leftovers, locked
 from appliance.config import BoxConfig, load_resolved
 from appliance.invitation import Invitation, InvitationError
 from appliance.paths import BoxPaths, UnsafeFolder
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     config = load_resolved(options.config)
     paths = BoxPaths.of(Path(config.box.data_dir))
-    own_files_only()
+    os.umask(0o077)  # whatever is made here is the owner's alone; some libraries make files open to all
     configure_logging("node")
     try:
         invitation = Invitation.read(options.invitation)
