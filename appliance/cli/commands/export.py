@@ -17,9 +17,9 @@ from typing import Any
 
 from appliance.cli import output
 from appliance.cli.command import Session, command, finish
-from appliance.cli.commands.chat import PATH as CHAT_PATH
-from appliance.cli.commands.chat import TIMEOUT_S as ANSWER_TIMEOUT_S
-from appliance.cli.commands.chat import endpoint
+from appliance.cli.commands.models import PATH as CHAT_PATH
+from appliance.cli.commands.models import TIMEOUT_S as ANSWER_TIMEOUT_S
+from appliance.cli.commands.models import endpoint
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.locate import look_for_all, python
 from appliance.cli.options import number, opt, text_file

@@ -15,6 +15,7 @@ from starlette.background import BackgroundTask
 from appliance.controller.access.model_access import caller_may_use, unknown_model, usable_model
 from appliance.controller.access.naming import OwnerName, Resolved, resolve
 from appliance.controller.context.context import ControllerContext, record
+from appliance.controller.context.scheduler import ModelStates
 from appliance.controller.http.routers import Status, audited, make_router, needs
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import (
@@ -27,7 +28,6 @@ from appliance.controller.interfaces.errors import (
     shown,
 )
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
-from appliance.controller.interfaces.records import ModelStates
 from appliance.controller.jobs.wanted import pause_jobs_without_model
 from appliance.controller.models.removal import doomed, remove
 from appliance.store.database import Database

@@ -118,13 +118,6 @@ async def test_job_with_a_bad_field_is_refused_by_its_name(control: Control, fie
     assert jobs.page(control.db, viewer=None, after=None, limit=10).data == []
 
 
-async def test_job_with_large_hyperparameters_is_refused(control: Control, monkeypatch: pytest.MonkeyPatch):
-    """Each round of the scheduler reads those of all jobs."""
-    monkeypatch.setattr("appliance.controller.openai.new_job.MOST_BYTES", 1000)
-    with pytest.raises(openai.BadRequestError):
-        await control.job(hyperparameters={"lora_targets": "a" * 1000})
-
-
 @pytest.mark.parametrize("fields", [{"task": "embed"}, {"info": {"quantization": "gptq"}}])
 async def test_job_on_an_embedding_or_quantised_model_is_refused(control: Control, fields: dict[str, Any]):
     insert_model(control.db, "other", **fields)
@@ -368,19 +361,6 @@ async def test_a_call_of_a_tool_is_graded_and_an_answer_without_one_is_no_error(
     call = '<tool_call>{"name": "f", "arguments": {"city": "4"}}</tool_call>'
     told = await graded(control.context, job_id, call, "4", item={"answer": "4"}, tools=True)
     assert told == {"rewards": [1.0, 0.0], "errors": ["", ""]}
-
-
-async def test_a_reward_out_of_bounds_is_none_and_an_error(control: Control):
-    grader = {"type": "multi", "name": "far", "calculate_output": "exp(700 * same) - 1", "graders": {"same": GRADER}}
-    body = {
-        "model": "starter",
-        "training_file": await control.upload(prompts()),
-        "method": {"type": "reinforcement", "reinforcement": {"grader": grader}},
-    }
-    job_id = (await control.http.post("/v1/fine_tuning/jobs", json=body)).raise_for_status().json()["id"]
-    await control.settle()
-    told = await graded(control.context, job_id, "4", "5", item={"answer": "4"})
-    assert told["rewards"] == [None, 0.0] and [bool(error) for error in told["errors"]] == [True, False]
 
 
 @pytest.mark.parametrize(("scopes", "sees"), [("read", False), ("admin", True)])

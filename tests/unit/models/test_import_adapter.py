@@ -35,11 +35,6 @@ def write(directory: Path, tensors: dict[str, np.ndarray] | None = None, **confi
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> ModelLibrary:
-    return ModelLibrary(tmp_path / "models")
-
-
-@pytest.fixture
 def take(library: ModelLibrary, tmp_path: Path):
     base = library.import_model(checkpoints.write(tmp_path / "source"))
 

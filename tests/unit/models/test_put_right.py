@@ -5,22 +5,11 @@ import json
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from appliance.models.library import ModelLibrary
 from tests.unit.models import checkpoints
 from weights.checkpoint.folder import NotACheckpoint, TokenizerRefused
 from weights.tiers.copies import verify
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-
-
-@pytest.fixture
-def library(tmp_path):
-    return ModelLibrary(tmp_path / "models")
-
-
-@pytest.fixture
-def source(tmp_path):
-    return checkpoints.write(tmp_path / "source")
 
 
 def stored(taken, file):
