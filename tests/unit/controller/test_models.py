@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import re
-import tarfile
 from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from weights.tiers.archive import Archive
-from weights.tiers.directory import seal_dir
 
 from appliance.controller.access.naming import is_model_name, resolve
-from appliance.controller.interfaces.errors import ApiError
-from appliance.controller.openai import model_routes
 from appliance.store.objects import jobs, models
 from appliance.store.rows import JobJudgeRow, JobRow, VersionRow
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
-from weights.format.manifest import Manifest
+from weights.tiers.copies import seal_dir
 
 TUNED = "ft:starter:local:maths:AbCd1234"
 CHECKPOINT = f"{TUNED}:ckpt-step-10"
@@ -141,58 +132,34 @@ def test_is_model_name_takes_printable_names_without_path_tricks():
     assert [is_model_name(name) for name in (*good, *bad)] == [True] * len(good) + [False] * len(bad)
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> tuple[Path, Archive]:
-    folder = tmp_path_factory.mktemp("archive") / "v1"
+@pytest.fixture
+def folder(control: Control, tmp_path: Path) -> Path:
+    """The files of a version of `starter` on disk."""
+    folder = tmp_path / "stored"
     folder.mkdir()
     save_file({"w": np.arange(3000, dtype=np.float32)}, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
-    seal_dir(folder, kind="version", model="m", version="v1")
-    return folder, Archive.of(folder)
+    seal_dir(folder, kind="version", model="starter", version="v1")
+    (version,) = models.list_versions(control.db, "starter")
+    models.update_version(control.db, "starter", version.version, disk_path=str(folder))
+    return folder
 
 
-def test_archive_is_a_tar_file_with_the_manifest_first(made):
-    folder, whole = made
-    content = b"".join(whole.chunks(0, whole.nbytes))
-    assert len(content) == whole.nbytes
-    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-        names = tar.getnames()
-        assert names[0] == "manifest.json" and set(names[1:]) == set(Manifest.read(folder).files)
-        for name in names:
-            assert tar.extractfile(name).read() == (folder / name).read_bytes()
+async def test_files_of_a_version_are_listed_and_downloaded(control: Control, folder: Path):
+    listed = (await control.http.get("/v1/models/starter/files")).json()
+    assert [file["name"] for file in listed["data"]] == ["config.json", "model.safetensors"]
+    for file in listed["data"]:
+        answer = await control.http.get(f"/v1/models/{listed['id']}/files/{file['name']}")
+        assert answer.content == (folder / file["name"]).read_bytes() and len(answer.content) == file["bytes"]
 
 
-@given(start=st.integers(0, 20_000), length=st.integers(1, 20_000))
-def test_archive_chunks_are_a_slice_of_the_whole(made, start, length):
-    _, whole = made
-    content = b"".join(whole.chunks(0, whole.nbytes))
-    end = min(whole.nbytes, start + length)
-    assert b"".join(whole.chunks(start, end)) == content[start:end]
+async def test_download_resumes_at_a_range(control: Control, folder: Path):
+    path = "/v1/models/starter/files/model.safetensors"
+    answer = await control.http.get(path, headers={"Range": "bytes=100-199"})
+    assert (answer.status_code, answer.content) == (206, (folder / "model.safetensors").read_bytes()[100:200])
 
 
-@pytest.mark.parametrize(
-    "asked, if_range, status, sent",
-    [
-        (None, None, 200, slice(0, None)),
-        ("bytes=100-", None, 206, slice(100, None)),
-        ("bytes=100-199", "same", 206, slice(100, 200)),
-        ("bytes=100-", '"another"', 200, slice(0, None)),
-        ("lines=1-2", None, 200, slice(0, None)),
-    ],
-)
-async def test_answer_sends_the_range_of_the_same_archive(made, asked, if_range, status, sent):
-    _, whole = made
-    given_tag = f'"{whole.tag}"' if if_range == "same" else if_range
-    response = model_routes._download(whole, "ft:a/b", asked, given_tag)
-    body = b"".join([bytes(part) async for part in response.body_iterator])
-    assert response.status_code == status
-    assert body == b"".join(whole.chunks(0, whole.nbytes))[sent]
-    assert int(response.headers["content-length"]) == len(body)
-    assert re.search(r'filename="ft-a-b.tar"', response.headers["content-disposition"])
-
-
-def test_answer_beyond_the_end_is_refused(made):
-    _, whole = made
-    with pytest.raises(ApiError) as refused:
-        model_routes._download(whole, "m", f"bytes={whole.nbytes}-", None)
-    assert (refused.value.status_code, refused.value.code) == (416, "range_not_satisfiable")
+@pytest.mark.parametrize("file", ["manifest.json", "..%2Fsecret", "none"])
+async def test_download_of_another_file_is_not_found(control: Control, folder: Path, file: str):
+    (folder.parent / "secret").write_text("x")
+    assert (await control.http.get(f"/v1/models/starter/files/{file}")).status_code == 404
