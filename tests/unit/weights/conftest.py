@@ -54,6 +54,13 @@ def check(store: WeightStore, stored) -> None:
             assert bytes(lease.view(placed.spec.name)) == content(placed.spec.name, stored.version, placed.nbytes)
 
 
+def flip(path: Path) -> None:
+    """Changes a bit in the middle of the file."""
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 0x10
+    path.write_bytes(raw)
+
+
 def deadly(limit: int, calls: Iterator[int], real, *arguments, **named):
     """Calls `real`, but kills the process at the call of this number."""
     if next(calls) == limit:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from moto.server import ThreadedMotoServer
 
-from tests.unit.weights.conftest import check, deadly, write
+from tests.unit.weights.conftest import check, deadly, flip, write
 from weights.format.config import Location
 from weights.format.errors import IntegrityError, TierUnavailable, VersionNotFound
 from weights.format.layout import Layout, TensorSpec
@@ -83,12 +83,6 @@ def read_all(tier, name):
     """Compares every byte at the place with its checksum, as a restore does."""
     where, manifest, chunks = tier._open(name)
     read_whole(manifest, chunks, source=where)
-
-
-def flip(path):
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 0x10
-    path.write_bytes(raw)
 
 
 def test_objects_put_keeps_the_newest_bytes_until_delete(objects):
