@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter
-from fastapi.responses import FileResponse
+from fastapi import APIRouter, Header
+from fastapi.responses import FileResponse, StreamingResponse
 from pydantic import Field
 from starlette.background import BackgroundTask
 
@@ -29,6 +29,7 @@ from appliance.controller.interfaces.errors import (
 )
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
 from appliance.controller.jobs.wanted import pause_jobs_without_model
+from appliance.controller.models import archive
 from appliance.controller.models.removal import doomed, remove
 from appliance.store.database import Database
 from appliance.store.objects import models
@@ -80,6 +81,19 @@ def routes(context: ControllerContext) -> APIRouter:
             raise NotFound(f"{shown(name)} has no file {shown(file)}.", "file", "file_not_found")
         done = BackgroundTask(lease.release) if lease is not None else None
         return FileResponse(folder / file, media_type="application/octet-stream", filename=file, background=done)
+
+    @router.get("/{name:path}/archive")
+    @needs(FINE_TUNING)
+    def archived(
+        name: str,
+        caller: Caller,
+        asked: Annotated[str | None, Header(alias="range")] = None,
+        if_range: Annotated[str | None, Header()] = None,
+    ) -> StreamingResponse:
+        """All files of a version in one tar file; `Range` resumes a download that broke off."""
+        _, folder, lease = opened(name, caller)
+        done = BackgroundTask(lease.release) if lease is not None else None
+        return archive.answer(folder, name, asked, if_range, done)
 
     def opened(name: str, caller: Principal) -> tuple[VersionRow, Path, Lease | None]:
         """The version, its folder, and the lease that keeps a folder in shared memory."""
