@@ -11,7 +11,7 @@ from appliance.controller.interfaces.principal import ADMIN, INFERENCE, Principa
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import jobs, models
-from appliance.store.records import keys, model_settings
+from appliance.store.records import keys
 from appliance.store.rows import JobRow, ModelRow, VersionRow
 
 
@@ -113,7 +113,7 @@ def _why_no_chat(db: Database, name: str) -> str:
     if adapter := version.meta.get("adapter"):  # its base's engine answers
         model = adapter["base"]
         version = models.find_version(db, model, adapter["base_version"]) or version
-    if version.meta.get("chat_template", True) or model in model_settings.with_chat_template(db):
+    if version.meta.get("chat_template", True) or model in models.settings_with_chat_template(db):
         return ""
     return (
         f"The model `{name}` has no chat template, so it knows no conversations: ask it with /v1/completions, or give "

@@ -9,20 +9,18 @@ import time
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import orjson
 from fastapi import APIRouter, Query, Request
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import power
 from appliance.controller.files import storage
-from appliance.controller.http.resource import MOST, list_object, listed, metadata_of, object_of, part
+from appliance.controller.http.resource import MOST, list_object, metadata_of, object_of, part
 from appliance.controller.http.routers import make_router, needs
 from appliance.controller.interfaces.errors import InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
 from appliance.controller.jobs.validation import VALIDATIONS, lines_of
 from appliance.controller.jobs.wanted import JOBS, ask
 from appliance.controller.openai.new_job import JobCreate, check_judges, insert_job, training_of
-from appliance.store import database
 from appliance.store.database import Database, Part
 from appliance.store.objects import jobs
 from appliance.store.rows import VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow
@@ -50,14 +48,7 @@ def routes(context: ControllerContext) -> APIRouter:
     def list_jobs(request: Request, caller: Caller, part: Annotated[Part, part(20)]) -> dict[str, Any]:
         viewer = None if caller.may(READ) else caller.viewer
         page = jobs.page(db, viewer=viewer, **_metadata_filter(request), **part)
-        objects, left = list[dict[str, Any]](), database.PAGE_BYTES
-        for row in page.data:
-            judge = _judge(db, row, caller)  # may have 2 MiB
-            left -= len(orjson.dumps(judge.judge)) if judge is not None else 0
-            if left < 0 and objects:
-                return listed(objects, has_more=True)
-            objects.append(job_object(row, context.config.organization, judge))
-        return listed(objects, page.has_more)
+        return list_object(page, lambda row: _view(context, row, caller))
 
     @router.get("/{job_id}")
     @_reads

@@ -23,7 +23,7 @@ from appliance.memory.box_memory import BoxMemory
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.objects.models import callable_adapters
-from appliance.store.records import audit, deployments, model_settings, usage
+from appliance.store.records import audit, deployments, usage
 from appliance.store.rows import AuditRow, DeploymentRow, JobRow
 from scheduler.core.failures import Failure
 from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Workload
@@ -89,7 +89,7 @@ class SqliteStateStore:
         ids = {row.id for row in unfinished}
         self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
         mode = read_mode(self._db)
-        self._settings, self._demand = model_settings.digests(self._db), self._wishes.demands(free_devices)
+        self._settings, self._demand = models.settings_digests(self._db), self._wishes.demands(free_devices)
         return Workload(
             policy=policy_of(mode, self._serving_floor),
             policy_since_s=mode.since_s,
@@ -161,7 +161,7 @@ class SqliteStateStore:
 
     def settings_failed(self, model: str, failed: Build, served: Build, reason: str) -> bool:
         with self._db.transaction():
-            rows = model_settings.history(self._db, model)
+            rows = models.settings_history(self._db, model)
             if (rows[0].digest if rows else "") != failed.settings:
                 return True
             before = next((row for row in rows if row.digest == served.settings), None)
@@ -169,7 +169,7 @@ class SqliteStateStore:
                 return False
             number, said = (before.number, before.settings) if before is not None else (0, {})
             note = f"no engine starts with settings {rows[0].number}, so those before, {number}, serve again: {reason}"
-            model_settings.add(self._db, model, said, served.settings, "box", time.time(), note)
+            models.add_settings(self._db, model, said, served.settings, "box", time.time(), note)
             detail = {"failed": rows[0].number, "back_to": number, "reason": reason}
             audit.insert(self._db, AuditRow("model.settings", model, detail=detail))
         self._routing.models_changed()  # the gateways' table holds the context
