@@ -11,7 +11,7 @@ from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.memory.box_memory import BoxMemory
 from appliance.store.database import Database
 from appliance.store.objects import models
-from appliance.store.records.journal import SqliteJournal
+from appliance.store.records.box import SqliteJournal
 from runtime.devices.kinds import host_memory_bytes
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed

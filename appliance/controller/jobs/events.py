@@ -47,18 +47,11 @@ _COLUMNS = {
 """OpenAI's columns of a result file, where they are others than "train_" and "valid_" before the name."""
 TRAINING_FAILED = "training_failed"
 """The code of a job that failed once it ran."""
-EQUAL_STEPS = 8
-"""Steps in a row without a difference in rewards, after which an event says so."""
 _NOTHING_TRAINED = (
     "Nothing was trained: in all {} steps all answers to a prompt got the same reward. Give a grader that tells better "
     "answers from worse ones (a score in place of right or wrong), easier or harder prompts, or more answers for each "
     "prompt (compute_multiplier)."
 )
-
-
-def _equal_rewards(one: JobMetricRow) -> bool:
-    """Whether the answers to each prompt of the step got one reward, so that the step trained nothing."""
-    return (one.measured or {}).get("equal_rewards") == 1.0
 
 
 def add_message(
@@ -195,7 +188,8 @@ class JobEvents:
             if not row.result_files:  # after a restart of the controller between the two
                 self.conclude(job_id)
             if done := [one for one in jobs.all_metrics(db, job_id) if 0 < one.step <= versions[-1].step]:
-                if all(map(_equal_rewards, done)):
+                # Where the answers to each prompt of a step got one reward, the step trained nothing.
+                if all((one.measured or {}).get("equal_rewards") == 1.0 for one in done):
                     fail(db, job_id, "nothing_trained", _NOTHING_TRAINED.format(len(done)))
                     return
             result = versions[-1]
@@ -262,19 +256,6 @@ class JobEvents:
         reward = event.get("train_mean_reward")
         shown = _shown("training loss", event.get("loss")) if reward is None else _shown("mean reward", reward)
         add_message(db, row.id, f"Step {step}/{total}: {shown}", data=data, kind="metrics")
-        if METHODS[row.method].judged_by == "grader":
-            self._warn_of_equal_rewards(row)
-
-    def _warn_of_equal_rewards(self, row: JobRow) -> None:
-        """Warn once of each row of steps that trained nothing, because a job may go on like that for days."""
-        steps = jobs.last_metrics(self._db, row.id, EQUAL_STEPS + 1)
-        equal = [_equal_rewards(one) for one in steps]
-        if len(equal) >= EQUAL_STEPS and all(equal[-EQUAL_STEPS:]) and (len(equal) == EQUAL_STEPS or not equal[0]):
-            text = (
-                f"The last {EQUAL_STEPS} steps trained nothing: all answers to a prompt got the same reward. Look at "
-                "the grader and at how hard the prompts are; the job fails if all its steps are like that."
-            )
-            add_message(self._db, row.id, text, level="warn")
 
     def _eta_s(self, job_id: str, step: int, total: int | None) -> float | None:
         """From the median time of the last steps, so that one suspension does not distort it."""
