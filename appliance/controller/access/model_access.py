@@ -6,7 +6,7 @@ The gateways apply the same rule to the table (`gateway.table.Principal`): a req
 from __future__ import annotations
 
 from appliance.controller.access.naming import Resolved, model_of, resolve
-from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidden, NotFound, shown
+from appliance.controller.interfaces.errors import BadRequest, Forbidden, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, INFERENCE, Principal
 from appliance.store.database import Database
 from appliance.store.ids import new_id
@@ -92,15 +92,6 @@ def check_asked(db: Database, caller: Principal, name: str, *, chats: bool, para
         raise unknown_model(name, param)
     if chats and (why := _why_no_chat(db, name)):
         raise BadRequest(f"{why}.", param, "model_not_supported")
-
-
-def why_not_asked(db: Database, key_id: str | None, name: str) -> str:
-    """Why this key may not ask the model, for work that outlives its request; "" if it may."""
-    try:
-        check_may_ask(db, caller_of(db, key_id), name, chats=False)
-    except ApiError as error:
-        return error.message
-    return ""
 
 
 def _why_no_chat(db: Database, name: str) -> str:

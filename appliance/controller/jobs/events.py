@@ -159,20 +159,20 @@ class JobEvents:
 
     def _compare(self, row: JobRow) -> None:
         """Put what the job took beside its estimate."""
-        steps = list(jobs.all_metrics(self._db, row.id))
+        steps, estimate = list(jobs.all_metrics(self._db, row.id)), row.estimate or {}
         speeds = [one.tokens_per_s / one.devices for one in steps if one.tokens_per_s and one.devices]
-        if row.estimate is None or not speeds:
+        if "devices" not in estimate or not speeds:
             return
         taken = max((one.memory_bytes or 0 for one in steps), default=0)
-        measured = {"device_bytes": taken or None, "tokens_per_s": median(speeds) * row.estimate["devices"]}
-        jobs.update(self._db, row.id, estimate=row.estimate | {"measured": measured})
+        measured = {"device_bytes": taken or None, "tokens_per_s": median(speeds) * estimate["devices"]}
+        jobs.update(self._db, row.id, estimate=estimate | {"measured": measured})
         text = " and ".join(
-            f"{shown(measured[name])} (estimated {shown(row.estimate[name])})"
+            f"{shown(measured[name])} (estimated {shown(estimate[name])})"
             for name, shown in (("tokens_per_s", "{:,.0f} tokens/s".format), ("device_bytes", gb))
-            if measured[name] and row.estimate[name]
+            if measured[name] and estimate[name]
         )
         if text:
-            add_message(self._db, row.id, f"On {row.estimate['devices']} devices it took {text}.")
+            add_message(self._db, row.id, f"On {estimate['devices']} devices it took {text}.")
 
     def succeeded(self, job_id: str) -> None:
         """The newest published version becomes the model."""
@@ -220,10 +220,6 @@ class JobEvents:
         replaced = f" in place of {before}" if before not in (None, version) else ""
         return f"New version of {name}: {version}, which answers{replaced}"
 
-    def failed(self, job_id: str, code: str, message: str) -> None:
-        if not jobs.get(self._db, job_id).finished:
-            fail(self._db, job_id, code, message)
-
     def cancelled(self, job_id: str) -> None:
         """The group of a job that was being cancelled is gone."""
         with self._db.transaction():
@@ -241,16 +237,10 @@ class JobEvents:
         of_step = {name: event.get(name) for name in _OF_STEP}
         jobs.upsert_metric(db, JobMetricRow(row.id, step, created_s, measured=measured, **of_step))
         total = event.get("total_steps") or row.total_steps
-        changes: dict[str, Any] = {
-            "step": step,
-            "total_steps": total,
-            "loss": event.get("loss"),
-            "tokens_per_s": event.get("tokens_per_s"),
-            "eta_s": self._eta_s(row.id, step, total),
-        }
-        if before is None:
-            changes["trained_tokens"] = (row.trained_tokens or 0) + int(event.get("tokens") or 0)
-        jobs.update(db, row.id, **changes)
+        tokens = (row.trained_tokens or 0) + (int(event.get("tokens") or 0) if before is None else 0)
+        told = {"loss": event.get("loss"), "tokens_per_s": event.get("tokens_per_s")}
+        eta_s = self._eta_s(row.id, step, total)
+        jobs.update(db, row.id, step=step, total_steps=total, eta_s=eta_s, trained_tokens=tokens, **told)
         data = {key: value for key, value in event.items() if key not in ("event", "job", *_OF_TRAINING)}
         data |= {f"train_{key}": event[key] for key in _OF_TRAINING if key in event}
         reward = event.get("train_mean_reward")
@@ -287,19 +277,16 @@ class JobEvents:
             meta["of_epoch"] = True  # until it is the job's result
         if event.get("adapter"):
             meta["adapter"] = event["adapter"]
+        of_job: dict[str, Any] = {"checkpoint": checkpoint_name(row, step), "metrics": self._measured_at(row.id, step)}
+        of_job |= {
+            "shm_path": str(event["path"]),
+            "meta": meta,
+            "id": new_id("ftckpt_"),
+            "job_id": row.id,
+            "step": step,
+        }
         new = VersionRow(
-            row.output_model,
-            version,
-            f"job {row.id}",
-            int(event["bytes"]),
-            time.time(),
-            shm_path=str(event["path"]),
-            meta=meta,
-            id=new_id("ftckpt_"),
-            checkpoint=checkpoint_name(row, step),
-            job_id=row.id,
-            step=step,
-            metrics=self._measured_at(row.id, step),
+            row.output_model, version, f"job {row.id}", int(event["bytes"]), time.time(), meta=meta, **of_job
         )
         # Also epochs before the last, and those of a job that does not reach its end.
         held_back = publish != "epoch" or not answers_at_once(db, row, new)
@@ -313,20 +300,12 @@ class JobEvents:
         if models.find(db, row.output_model) is not None:
             return
         base = resolve(db, row.model)  # deleted while the job trains: its values are unknown
-        known = columns(base.model, "arch params max_model_len info") if base else {"arch": "unknown", "params": 0}
-        model = ModelRow(
-            id=row.output_model,
-            kind="fine-tuned",
-            base=row.model,
-            bytes=size_bytes,
-            owned_by=f"org-{self._organization}",
-            source=f"job {row.id}",
-            created_s=time.time(),
-            job_id=row.id,
-            owner=row.owner,
-            **known,
-        )
-        models.insert(db, model)
+        known: dict[str, Any] = {"arch": "unknown", "params": 0}
+        if base is not None:
+            known = columns(base.model, "arch params max_model_len info")
+        known |= {"owner": row.owner, "owned_by": f"org-{self._organization}", "source": f"job {row.id}"}
+        known |= {"base": row.model, "job_id": row.id, "bytes": size_bytes, "created_s": time.time()}
+        models.insert(db, ModelRow(row.output_model, "fine-tuned", **known))
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
         """An event tells of the first: small models on a CPU write one at nearly every step."""

@@ -15,7 +15,7 @@ from appliance.controller.bus.demand_learning import DemandLearning
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_in_force, mode_windows, policy_of, read_mode
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.jobs.events import TRAINING_FAILED, JobEvents, add_message
+from appliance.controller.jobs.events import TRAINING_FAILED, JobEvents, add_message, fail
 from appliance.controller.jobs.wanted import pause_reason
 from appliance.controller.models import capacity
 from appliance.gateway.core.table import OPEN
@@ -148,7 +148,7 @@ class SqliteStateStore:
                 self._events.succeeded(job_id)
                 self._routing.models_changed()  # its model must be callable as soon as the job is reported as done
             case "failed":
-                self._events.failed(job_id, TRAINING_FAILED, error)
+                fail(self._db, job_id, TRAINING_FAILED, error)
             case "cancelled":
                 self._events.cancelled(job_id)
 

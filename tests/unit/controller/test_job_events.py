@@ -9,7 +9,7 @@ import io
 import openai
 import pytest
 
-from appliance.controller.jobs.events import JobEvents
+from appliance.controller.jobs.events import JobEvents, fail
 from appliance.store.objects import jobs, models
 from appliance.store.records import deployments
 from tests.unit.controller.conftest import ADMIN, Control
@@ -150,7 +150,7 @@ async def test_checkpoints_are_listed_however_the_job_ends_and_none_answers_for_
     if end == "succeeded":
         events.succeeded(job_id)
     else:
-        events.failed(job_id, "training_failed", "no")
+        fail(control.db, job_id, "training_failed", "no")
     found = (await control.sdk.fine_tuning.jobs.checkpoints.list(job_id)).data
     assert [one.step_number for one in found] == [4, 2]
     assert [one.metrics.train_loss for one in found] == [2.6, 2.8]
