@@ -191,9 +191,9 @@ class SimulatedModelOps:
 class SimulatedTiers:
     """A disk that has every version, but no bytes of any."""
 
-    def status(self) -> Callable[[], list[dict[str, Any]]]:
+    def status(self) -> list[dict[str, Any]]:
         nothing: dict[str, Any] = {"busy": None, "damaged": 0, "last_error": None, "last_error_s": None}
-        told: list[dict[str, Any]] = [
+        return [
             {
                 "name": "disk",
                 "where": "/data",
@@ -206,7 +206,6 @@ class SimulatedTiers:
                 **nothing,
             }
         ]
-        return lambda: told
 
     def tiers_of_version(self, model: str, version: str) -> list[str]:
         return ["disk"]

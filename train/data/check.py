@@ -1,5 +1,5 @@
 """Check an uploaded data file before any device is taken, and rewrite it for the run. No torch; bounded memory: a
-hostile file costs no more than a good one (train.data.lines)."""
+hostile file costs no more than a good one (train.data.records)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from typing import Any
 import orjson
 
 from train.data.formats import TEXT, Example, convert, shape_of
-from train.data.lines import MAX_EXAMPLE_BYTES, Line, examples, parse
-from train.data.records import BadFile, BadRecord, Record
+from train.data.records import MAX_EXAMPLE_BYTES, BadFile, BadRecord, Line, Record, examples, parse
 
 MAX_LISTED_ERRORS = 100
 # The check stops after this many bad examples, which bounds its time even for a billion of them.

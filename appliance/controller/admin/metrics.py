@@ -123,7 +123,7 @@ class ControllerCollector(Collector):
 
     def __init__(self, context: ControllerContext, now: SchedulerStatus, engines: Engines):
         self._db, self._data, self._now, self._engines = context.db, context.files_dir, now, engines
-        self._tiers, self._last_backup = context.tiers.status(), context.last_backup()
+        self._tiers, self._last_backup = context.tiers.status, context.last_backup()
         self._readings = context.health.newest()
         troubles = [*context.background.degraded(), *context.main_troubles()]
         # A tracker's or a tier's name behind the colon is for operators.

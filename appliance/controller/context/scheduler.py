@@ -68,7 +68,7 @@ class Scheduler:
                 for one in now["replicas"]
             ],
             "memory": {
-                "budget_bytes": usage.budget_bytes,
+                "budget_bytes": self._weights.budget_bytes,
                 "used_bytes": usage.used_bytes,
                 "room_bytes": self._weights.room_bytes(),
                 "host_bytes": host_memory_bytes(),

@@ -277,17 +277,11 @@ class JobEvents:
             meta["of_epoch"] = True  # until it is the job's result
         if event.get("adapter"):
             meta["adapter"] = event["adapter"]
-        of_job: dict[str, Any] = {"checkpoint": checkpoint_name(row, step), "metrics": self._measured_at(row.id, step)}
-        of_job |= {
-            "shm_path": str(event["path"]),
-            "meta": meta,
-            "id": new_id("ftckpt_"),
-            "job_id": row.id,
-            "step": step,
-        }
-        new = VersionRow(
-            row.output_model, version, f"job {row.id}", int(event["bytes"]), time.time(), meta=meta, **of_job
-        )
+        of_job: dict[str, Any] = {"id": new_id("ftckpt_"), "checkpoint": checkpoint_name(row, step)}
+        of_job |= {"job_id": row.id, "step": step, "metrics": self._measured_at(row.id, step)}
+        stored: dict[str, Any] = {"bytes": int(event["bytes"]), "shm_path": str(event["path"]), "meta": meta}
+        source, now_s = f"job {row.id}", time.time()
+        new = VersionRow(row.output_model, version, source, created_s=now_s, **stored, **of_job)
         # Also epochs before the last, and those of a job that does not reach its end.
         held_back = publish != "epoch" or not answers_at_once(db, row, new)
         models.insert_version(db, replace(new, held_back=int(held_back)))

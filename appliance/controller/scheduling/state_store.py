@@ -211,7 +211,7 @@ class SqliteStateStore:
                 views[canary.name] = self._on_demand(canary.name, canary.model, canary.version, like, **own)
         for name, model, version in models.checkpoint_names(self._db):
             if name not in adapters:
-                views[name] = self._on_demand(name, model, version, beside=model)
+                views[name] = self._on_demand(name, model, version)
         for name, policy in self._routing.policies.items():
             if policy.version:  # it gives way as soon as its samples are there
                 views[name] = self._on_demand(name, policy.base, policy.version, idle_limit_s=POLICY_IDLE_S)
@@ -240,9 +240,7 @@ class SqliteStateStore:
             self._remaining_device_s[row.id] = row.eta_s * len(row.devices)
         return JobView(
             id=row.id,
-            min_devices=sizes[0],
-            max_devices=sizes[-1],
-            allowed_sizes=sizes,
+            sizes=sizes,
             remaining_device_s=self._remaining_device_s.get(row.id),
             nodes=self._memory.job_nodes(row),
             priority=row.priority,

@@ -17,7 +17,6 @@ from tests.unit.scheduling.fakes import NO_ROUTING
 from tests.unit.scheduling.test_tier_flow import damage
 from tests.unit.weights.conftest import check, write
 from train.trainer.event_log import EventLog, read_events
-from weights.checkpoint.errors import OpeningRefused
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import Name, policy_name
 from weights.memory.lease import StoredVersion
@@ -211,20 +210,6 @@ def test_a_job_on_an_adapter_trains_its_base_with_the_adapter_merged_in(
     models.delete_version(db, "starter", "v1")
     with pytest.raises(LookupError, match="which ft:a is an adapter of"):
         runs.spec("ftjob-1", "cpu")
-
-
-async def test_ranks_are_not_started_on_what_may_not_be_opened(runs, flow, store, add_model, add_job, monkeypatch):
-    add_model()
-    add_job(phase="queued")
-    write(store, "v1")
-    await runs.prepare("ftjob-1")
-
-    def refuse(directory, model):
-        raise OpeningRefused(model, "config.json", "has 'auto_map'")
-
-    monkeypatch.setattr("appliance.controller.scheduling.job_runs.may_open", refuse)
-    with pytest.raises(LookupError, match="config.json: has 'auto_map'.*appliance model rm starter"):
-        await runs.prepare("ftjob-1")
 
 
 LAYOUT = Layout.plan([TensorSpec("a", "F32", (2,))], stem="adapter_model")

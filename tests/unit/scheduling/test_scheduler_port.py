@@ -37,7 +37,7 @@ def scheduler_of(db):
         "db": db,
         "bus": SimpleNamespace(inflight=lambda _: 0),
         "nodes": SimpleNamespace(),
-        "weights": SimpleNamespace(usage=lambda: SimpleNamespace(budget_bytes=1, used_bytes=0), room_bytes=lambda: 1),
+        "weights": SimpleNamespace(budget_bytes=1, usage=lambda: SimpleNamespace(used_bytes=0), room_bytes=lambda: 1),
         "memory": SimpleNamespace(nodes=dict, status=lambda: host, notes=lambda: ["memory is short: 1 GB available"]),
     }
     return lambda **parts: Scheduler(**nothing | parts, serving_floor=0, config=SchedulerConfig())

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from pathlib import Path
 
 import pytest
 
 from appliance.controller.engines.versions import AdapterSource, VersionProvider
 from serve.core.adapter_source import AdapterUnavailable, brought_in
 from tests.unit.weights.conftest import check, write
-from weights.checkpoint.errors import OpeningRefused
 from weights.format.errors import VersionLeased
 from weights.format.names import Name
 from weights.memory.store import WeightStore
@@ -56,17 +54,6 @@ async def test_it_is_held_until_all_engines_that_it_was_brought_in_for_have_it(p
     assert store.find("version", "starter", "v1") is None
     provider.taken("other", "v1")
     assert not provider._leases, "nothing stays of the versions that a job makes in each step"
-
-
-async def test_what_may_not_be_opened_reaches_no_engine(provider, store: WeightStore, monkeypatch):
-    def refuse(folder: Path, model: str) -> None:
-        raise OpeningRefused(model, "config.json", "has 'auto_map'")
-
-    monkeypatch.setattr("appliance.controller.engines.versions.may_open", refuse)
-    with pytest.raises(LookupError, match=r"config.json: has 'auto_map'.*appliance model rm starter"):
-        await provider.in_memory("starter", "v1")
-    assert store.find("version", "starter", "v1") is not None and store.evict(1 << 40) > 0
-    assert not provider.holds(Name("version", "starter", "v1"))
 
 
 TUNED = Name("adapter", "ft:x", "step-2")
