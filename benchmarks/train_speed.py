@@ -45,7 +45,7 @@ def ours(
     from train.control.progress import ControlSignals, Progress
     from train.plan.spec import TrainSpec
     from train.trainer.engine import init_world, meeting_url
-    from train.trainer.prepare import prepare
+    from train.trainer.worker import prepare
 
     init_world("cpu", meeting_url(folder / f"meeting-{os.getpid()}"))
     spec = TrainSpec(

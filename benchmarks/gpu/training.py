@@ -52,11 +52,11 @@ def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/
         out = best_s(partial(kind.synchronize, device), lambda: copies.write(draft, [("snapshot", whole, state)]))
         back = best_s(partial(kind.synchronize, device), lambda: copies.read(draft, [("snapshot", whole, into)]))
         draft.abort()
-    remedy = "raise THREADS of train.state.staging, look at numa_bind"
+    remedy = "raise THREADS of train.state.copies, look at numa_bind"
     return [
         Check("snapshot out over limit", max(link_out, host_s) / out, "x", least=0.6, remedy=remedy),
         Check("snapshot in over limit", max(link_in, host_s) / back, "x", least=0.6, remedy=remedy),
-        Check("snapshot is right", torch.equal(state, into), least=1, remedy="train.state.staging; do not train"),
+        Check("snapshot is right", torch.equal(state, into), least=1, remedy="train.state.copies; do not train"),
     ]
 
 

@@ -430,7 +430,7 @@ async def test_a_world_that_ended_unwatched_is_still_taken_over(shop):
 )
 async def test_left_step_is_done_again_bitwise(shop, fields):
     # Steps of many micro-batches: the suspension comes inside one, which is left after a micro-batch.
-    fields |= {"batch_size": 16, "examples": 96, "step_patience_s": 0.0}
+    fields |= {"batch_size": 16, "examples": 96}
     unbroken = await shop.run(shop.spec("unbroken", **fields), 2)
     spec, losses, snapshot, left = shop.spec("left", **fields), {}, None, 0
     while left == 0:  # a suspension that comes with a step's last micro-batch finds nothing to leave

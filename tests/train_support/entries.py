@@ -20,7 +20,7 @@ from train.state import copies, fragments
 from train.state.copies import Piece
 from train.state.publish import publish
 from train.trainer.engine import init_world
-from train.trainer.prepare import prepare
+from train.trainer.worker import prepare
 from weights.format.torch_views import as_tensor
 
 

@@ -18,7 +18,6 @@ from train.plan.recipe import SCHEDULES
 from train.plan.speed import Load
 
 Own = Callable[["Given", dict[str, Any]], None]
-_MOST_PATIENCE_S = 60.0
 """How long others may wait for the end of a step: a job that keeps its devices is what its key may have or not."""
 LORA_FROM_PARAMETERS = 1_000_000_000
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_publish")
@@ -153,7 +152,6 @@ def resolve(
     # Not fp8, which needs the largest element of a tensor before its first byte is written: no rank sees a whole one.
     fields["serve_dtype"] = given.choice("serve_dtype", ("bf16", "fp32"), auto="bf16")
     fields["snapshot_every_s"] = given.maybe_number("snapshot_every_s", 0, 86400)
-    fields["step_patience_s"] = given.number("step_patience_s", 0, _MOST_PATIENCE_S, auto=0.1)
     if own is not None:
         own(given, fields)
     given.refuse_unread()

@@ -74,7 +74,6 @@ class TrainSpec:
 
     # None: as often as it is cheap (train.state.cadence); 0: only to leave the devices.
     snapshot_every_s: float | None = None
-    step_patience_s: float = 0.1  # a step with more than this to go is left when devices are wanted
     shm_budget_bytes: int | None = None  # of the whole weight store; None: what tmpfs has
     serve_dtype: Literal["bf16", "fp32"] = "bf16"  # of published weights
     eval_interval: int = 0  # steps between two validations; 0: one after each epoch

@@ -7,9 +7,10 @@ the way: the rank that owns a range of a base weight adds the same range of scal
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,23 +18,69 @@ from typing import Any
 import torch
 from deepspeed import comm, zero
 
+from train.control.progress import Events, Progress
 from train.model import adapter
 from train.model.adapter import ADAPTER
 from train.model.model import DTYPES, checkpoint_name
 from train.plan.spec import TrainSpec
-from train.state import copies, fragments
-from train.state.copies import Piece
+from train.state import fragments
+from train.state.copies import Piece, Written, is_full, write_together
 from train.state.fragments import Fragment
 from train.state.stored_names import StoredNames, stored_names
-from train.state.writing import Written, write_together
+from weights.format.errors import StoreFull
 from weights.format.layout import Layout, TensorSpec
-from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE
+from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE, version_name
 from weights.format.slices import Strided
 from weights.format.source import AUX_SUFFIXES
 from weights.format.torch_views import dtype_code
 from weights.memory.store import WeightStore
 
 FINGERPRINT_PROMPT = (3, 7, 11, 13)
+
+
+class Publisher:
+    """One rank's part in the run's versions."""
+
+    def __init__(self, spec: TrainSpec, store: WeightStore, engine: Any, emit: Events, progress: Progress):
+        self._spec, self._store, self._engine, self._emit, self._progress = spec, store, engine, emit, progress
+        self._sealing: list[threading.Thread] = []
+
+    def publish(self, step: int, epoch: float) -> None:
+        """Collective: a version of the model as it is after this step. Raises StoreFull, on every rank."""
+        spec = self._spec
+        self._progress.enter("publishing")
+        version = f"{spec.version_prefix}{version_name(step)}"
+        meta = {"job": spec.job_id, "base": spec.base_model, "base_version": spec.base_version, "step": step}
+        meta |= {"epoch": epoch, "method": spec.method}
+        adapter_of = None
+        if spec.published_kind == "adapter":
+            adapter_of = {"base": spec.base_model, "base_version": spec.base_version, "rank": spec.lora_rank}
+        else:
+            meta["fingerprint"] = fingerprint(self._engine)
+        written = publish(self._engine, spec, self._store, version=version, meta=meta)
+        self._emit("published", version=version, adapter=adapter_of, step=step, epoch=epoch, **asdict(written))
+        if comm.get_rank() == 0:
+            stored = self._store.find(spec.published_kind, spec.output_model, version)
+            self._sealing.append(threading.Thread(target=self._store.seal, args=(stored,), name="seal"))
+            self._sealing[-1].start()
+
+    def publish_if_room(self, step: int, epoch: float) -> bool:
+        """As `publish`, and whether it did; where memory is full, training goes on without: the last step has a version
+        of its own."""
+        try:
+            self.publish(step, epoch)
+        except (StoreFull, OSError) as error:
+            if not is_full(error):
+                raise
+            text = f"the version of step {step}, epoch {epoch:.3g}, is not published: {error}"
+            self._emit("message", level="warn", text=text)
+            return False
+        return True
+
+    def wait(self) -> None:
+        """Return when all versions have their checksums."""
+        for thread in self._sealing:
+            thread.join()
 
 
 def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, meta: dict[str, Any]) -> Written:
@@ -50,7 +97,7 @@ def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, m
         files = aux_files(engine, spec)
         return store.reserve(layout, kind=kind, model=spec.output_model, version=version, aux_files=files)
 
-    return write_together(store, layout, reserve, lambda draft: copies.write(draft, _pieces(engine, spec)), meta)
+    return write_together(store, layout, reserve, _pieces(engine, spec), meta)
 
 
 @torch.no_grad()

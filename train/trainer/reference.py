@@ -29,8 +29,8 @@ from train.data.token_set import TokenSet
 from train.methods.method import Method
 from train.plan.errors import SnapshotMismatch, TrainingDiverged
 from train.plan.spec import TrainSpec
-from train.state import fragments, snapshot
-from weights.memory.store import WeightStore
+from train.state import fragments
+from train.state.snapshot import Snapshots
 
 _SAVE_EVERY_S = 10.0
 _PREFIX = "reference."  # of the names in a snapshot
@@ -45,10 +45,12 @@ class Reference:
         spec: TrainSpec,
         engine: Any,
         sets: Mapping[str, TokenSet | None],
+        snapshots: Snapshots,
         emit: Events,
         progress: Progress,
     ):
         self._method, self._engine, self._emit, self._progress = method, engine, emit, progress
+        self._snapshots = snapshots
         self._grid = fragments.grid(engine)
         needed = sets if method.needs_reference else {}
         self._values = {
@@ -86,12 +88,12 @@ class Reference:
         """The values by name, for the run's snapshots."""
         return {f"{_PREFIX}{name}": torch.from_numpy(values.values) for name, values in self._values.items()}
 
-    def take_from(self, store: WeightStore, path: str | Path) -> None:
+    def take_from(self, path: str) -> None:
         """Read missing values out of a snapshot of the run. Raises SnapshotMismatch if it lacks them."""
         for name, values in self._values.items():
             if values.complete:
                 continue
-            stored = snapshot.read_kept(store, path, f"{_PREFIX}{name}")
+            stored = self._snapshots.read_kept(path, f"{_PREFIX}{name}")
             if stored is None or stored.shape != values.values.shape:
                 raise SnapshotMismatch(
                     f"the snapshot {path} has {None if stored is None else tuple(stored.shape)} as reference of the "

@@ -8,6 +8,7 @@ function of the seed and its number: one that was left is done again, and only t
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,32 +16,77 @@ import torch
 
 from train.control.progress import ControlSignals, Events, Progress
 from train.control.rank_messages import any_rank, broadcast_json
-from train.data.packing import StepPlan
+from train.data.packing import Row, StepPlan, part_of
 from train.data.token_set import TokenSet
+from train.methods.method import Method
 from train.methods.methods import method_of
+from train.model.tensor_parallel import Grid
 from train.plan.recipe import learning_rate
 from train.plan.spec import TrainSpec
 from train.rollouts.rollouts import Rollouts
-from train.state import fragments, snapshot
-from train.trainer.checkpointer import Checkpointer, Publisher
-from train.trainer.event_log import EventLog
-from train.trainer.feed import DataFeed
+from train.state import fragments
+from train.state.publish import Publisher
+from train.state.snapshot import Snapshots, Validations
 from train.trainer.metrics import Metrics
 from train.trainer.reference import Reference
-from train.trainer.validations import Validations
 from weights.format.errors import StoreFull
 from weights.memory.store import WeightStore
 
 KEPT_S = 60.0
 """How long the first step of a world goes on at least, so that a job makes progress however often its devices are
 taken."""
-_VALIDATES_ON_S = 5.0  # a shorter validation is not left; a suspension waits for its end
+_VALIDATES_ON_S = 5.0  # a validation goes on for so long at least; a suspension waits for that
+
+
+class DataFeed:
+    """Feeds the steps of a rank with rows of the data. Rollouts (train.rollouts.rollouts) have the same methods, for
+    answers that engines sample from the model in training.
+
+    All methods but `ready` are about the step of its last call.
+    """
+
+    def __init__(self, method: Method, plan: StepPlan, tokens: TokenSet, grid: Grid, sequence_parallel: int = 1):
+        """sequence_parallel: neighbouring ranks that share each row, a part of its tokens each."""
+        self._method, self._plan, self._tokens, self._grid = method, plan, tokens, grid
+        self._parts = sequence_parallel
+        self._step = -1
+
+    def ready(self, step: int) -> bool:
+        """Collective: fetch what this step learns from. False if the devices were wanted before it was there."""
+        self._step = step
+        return True
+
+    def rows(self) -> list[tuple[int, Row]]:
+        """(number within the step, row) of this rank's micro-batches."""
+        group, part = divmod(self._grid.data_rank, self._parts)
+        micro_batches = self._plan.micro_batches(self._step, group, self._grid.data_size // self._parts)
+        return [(number, part_of(self._row(number, micro), part, self._parts)) for number, micro in micro_batches]
+
+    def _row(self, number: int, packs: np.ndarray) -> Row:
+        learnt = packs[: max(0, self._plan.counted(self._step) - number * len(packs))]
+        return self._tokens.row(learnt) if len(learnt) else replace(self._tokens.row(packs), weight=0.0)
+
+    def denominator(self) -> int:
+        """What the loss of the step is divided by, the same on every rank."""
+        return self._method.denominator(self._tokens, self._plan.learnt_in_step(self._step))
+
+    def tokens(self) -> int:
+        """How many tokens the step learns from, with those before them, over all ranks."""
+        return self._tokens.tokens_in(self._plan.learnt_in_step(self._step))
+
+    def step_metrics(self) -> dict[str, Any]:
+        """Further data of the step's event, the same on every rank."""
+        return {}
+
+    def seconds(self) -> dict[str, float]:
+        """How many seconds `ready` took, by part."""
+        return {}
 
 
 class Run:
     """Runs one rank's part of a job, from an engine in memory to an outcome.
 
-    Build it with `train.trainer.prepare`, then `run`. Events are those of the contract in `train.control.group`.
+    Build it with `train.trainer.worker.prepare`, then `run`. Events are those of the contract in `train.control.group`.
     """
 
     def __init__(
@@ -58,12 +104,14 @@ class Run:
         self.train, self.valid = train, valid
         self.signals, self.progress = signals, progress
         self.method, self.grid = method_of(spec.method), fragments.grid(engine)
-        self.emit = EventLog(spec.run_dir, emit) if self.grid.rank == 0 else lambda event, **data: None
+        self.emit = emit if self.grid.rank == 0 else lambda event, **data: None
         self.step = self.first_step = 0
         self.boundary_s = 0.0  # time.monotonic() when the ranks last agreed between two steps
         self._resumed_from: str | None = None
-        self._began_s, self._took_s = 0.0, 0.0  # time.monotonic() of the step under way, seconds of the last
-        self.reference = Reference(self.method, spec, engine, {"train": train, "valid": valid}, self.emit, progress)
+        self.validations = Validations()
+        self.snapshots = Snapshots(spec, store, engine, train.digest, self.validations, self.emit, progress)
+        sets = {"train": train, "valid": valid}
+        self.reference = Reference(self.method, spec, engine, sets, self.snapshots, self.emit, progress)
         shuffled = spec.data_order == "shuffled"
         self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed, shuffled)
         self.feed: DataFeed | Rollouts = DataFeed(self.method, self.plan, train, self.grid, spec.sequence_parallel)
@@ -73,25 +121,24 @@ class Run:
                 spec, self.method, engine, store, self.grid, self.plan, (train, valid), emit, signals, progress
             )
             self.feed = self.rollouts
-        self.checkpointer = Checkpointer(spec, store, engine, train.digest, self.emit, progress)
         self.publisher = Publisher(spec, store, engine, self.emit, progress)
         self.metrics = Metrics(spec, self.method, engine, self.grid, self.emit)
-        self.validations = Validations()
 
     def resume_from(self, path: str) -> None:
         """Collective: take the state of a snapshot. Raises SnapshotMismatch."""
         self.progress.enter("resuming")
-        store = snapshot.store_of(path, self.store, self.spec)
-        self.step = self.first_step = snapshot.read_snapshot(self.engine, self.spec, store, path, self.train.digest)
-        self.reference.take_from(store, path)
+        self.step = self.first_step = self.snapshots.read(path)
+        self.reference.take_from(path)
         self._resumed_from = path
 
     def run(self) -> dict[str, Any]:
         """Train to the end or until a signal; return the outcome for the final event. Call `close` afterwards."""
-        if (outcome := self._learn_reference()) is not None:
-            return outcome
-        if self.spec.follows_validations:
-            self.validations.read(self.spec.run_dir, self.step)
+        while not self.reference.complete:
+            if self._agreed()[0]:
+                self.reference.save()
+                return self._suspended()
+            self.reference.learn_some()
+        self.snapshots.kept = self.reference.kept()
         if self.step == 0:
             self._validate()
             self._warn_of_fewer_validations()
@@ -103,7 +150,7 @@ class Run:
             if suspend:
                 return self._suspended()
             if due:
-                self.checkpointer.save(self.step)
+                self.snapshots.save(self.step)
             if self.feed.ready(self.step) and self.train_step():
                 if self._validates():
                     self._validate()
@@ -127,14 +174,15 @@ class Run:
         for group in engine.optimizer.optimizer.param_groups:
             group["lr"] = rate
         self.metrics.begin_step()
-        self._began_s = time.monotonic()
+        began_s = time.monotonic()
         scale = 1.0 / self.feed.denominator()  # of the global step: gradients and losses of micro-batches add up
         loss = torch.zeros((), dtype=torch.float32, device=engine.device)
-        rows = self.feed.rows()
-        for number, row in rows:
+        for number, row in self.feed.rows():
             self.progress.enter("step", step)
-            if self._leaves(self._left_of_step_s(), spec.step_patience_s):
-                return self._abort_step()
+            if self._leaves(began_s, KEPT_S if step == self.first_step else 0.0):
+                text = f"step {step + 1} was left after {time.monotonic() - began_s:.1f} s because its devices are "
+                self.emit("message", level="info", text=f"{text}wanted; it will be done again")
+                return False
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
             batch = self.method.batch(row, scale * row.weight, engine.device)
@@ -148,9 +196,15 @@ class Run:
         self.step += 1
         epoch = min(spec.n_epochs, self._epoch())
         self.metrics.end_step(
-            self.step, loss, self.feed, total_steps=self.plan.total_steps, epoch=epoch, learning_rate=rate
+            self.step,
+            loss,
+            self.feed.tokens(),
+            self.feed.seconds(),
+            self.feed.step_metrics(),
+            total_steps=self.plan.total_steps,
+            epoch=epoch,
+            learning_rate=rate,
         )
-        self._took_s = time.monotonic() - self._began_s
         return True
 
     def close(self) -> None:
@@ -161,7 +215,7 @@ class Run:
 
     def _agreed(self) -> list[bool]:
         """Collective: whether the devices are wanted, and whether a snapshot is due."""
-        due = self.grid.rank == 0 and self.step > self.first_step and self.checkpointer.due()
+        due = self.grid.rank == 0 and self.step > self.first_step and self.snapshots.due()
         self.boundary_s = time.monotonic()
         return any_rank(self.signals.suspend, due)
 
@@ -169,7 +223,7 @@ class Run:
         """Collective: the outcome of a run that leaves its devices."""
         path, nbytes, seconds = self._resumed_from, 0, 0.0
         if self.step > self.first_step:  # else the state is what the run began with
-            written = self.checkpointer.suspend(self.step)
+            written = self.snapshots.suspend(self.step)
             path, nbytes, seconds = written.path, written.bytes, written.seconds
         return {
             "outcome": "suspended",
@@ -179,38 +233,9 @@ class Run:
             "seconds": {"snapshot": seconds},
         }
 
-    def _leaves(self, left_s: float, patience_s: float) -> bool:
-        """Collective: whether any rank's devices are wanted, and the rank would take longer than `patience_s`."""
-        return any_rank(self.signals.suspend and left_s > patience_s)[0]
-
-    def _left_of_step_s(self) -> float:
-        """How long the step under way is expected to go on."""
-        spent_s = time.monotonic() - self._began_s
-        if self.step == self.first_step:
-            return np.inf if spent_s > KEPT_S else 0.0
-        # A step a little longer than the last is about to end.
-        return max(0.0, self._took_s - spent_s) if spent_s < 1.25 * self._took_s else np.inf
-
-    def _abort_step(self) -> bool:
-        text = (
-            f"step {self.step + 1} was left after {time.monotonic() - self._began_s:.1f} s because its devices are "
-            "wanted; it will be done again"
-        )
-        self.emit("message", level="info", text=text)
-        return False
-
-    # --- before the first step
-
-    def _learn_reference(self) -> dict[str, Any] | None:
-        """Collective: what the starting model says of the data; the outcome, if the run is stopped before it is
-        known."""
-        while not self.reference.complete:
-            if self._agreed()[0]:
-                self.reference.save()
-                return self._suspended()
-            self.reference.learn_some()
-        self.checkpointer.kept = self.reference.kept()
-        return None
+    def _leaves(self, began_s: float, least_s: float) -> bool:
+        """Collective: whether any rank's devices are wanted, and it has gone on for `least_s` since `began_s`."""
+        return any_rank(self.signals.suspend and time.monotonic() - began_s > least_s)[0]
 
     # --- validations and versions
 
@@ -231,8 +256,9 @@ class Run:
         """Collective: publish this step if it ends an epoch, or is the best and may be the result."""
         spec = self.spec
         of_epoch = spec.publishes_epochs and self.step in self.plan.epoch_end_steps() and self.step > self.first_step
-        if of_epoch or (spec.publish == "best" and self.validations.best_step == self.step > 0):
-            self.publisher.publish_if_room(self.step, self._epoch())
+        is_best = spec.publish == "best" and self.validations.best_step == self.step > 0
+        if (of_epoch or is_best) and self.publisher.publish_if_room(self.step, self._epoch()):
+            self.validations.published.append(self.step)
 
     def _publish_result(self) -> None:
         """Collective. Raises StoreFull, with the state kept on disk: hours of work must not be lost for lack of memory,
@@ -241,7 +267,7 @@ class Run:
             try:
                 self.publisher.publish(self.step, self._epoch())
             except StoreFull:
-                self.checkpointer.save_on_disk(self.step)
+                self.snapshots.save_on_disk(self.step)
                 raise
         self.publisher.wait()
 
@@ -260,13 +286,12 @@ class Run:
         scale = 1.0 / self.method.denominator(valid, packs)
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
         turns = -(-len(packs) // self.grid.data_size)
-        mine = [turn * self.grid.data_size + self.grid.data_rank for turn in range(turns)]
+        mine = range(self.grid.data_rank, turns * self.grid.data_size, self.grid.data_size)
         sums, began_s = self.metrics.begin_validation(), time.monotonic()
         self.engine.eval()
         try:
-            for turn, index in enumerate(mine):
-                each_s = (time.monotonic() - began_s) / max(1, turn)
-                if self._leaves(each_s * (turns - turn), _VALIDATES_ON_S):
+            for index in mine:
+                if self._leaves(began_s, _VALIDATES_ON_S):
                     return None
                 self.progress.enter("validating")  # for each row: a file may take longer than the limit for a hang
                 with torch.no_grad():
@@ -296,8 +321,8 @@ class Run:
             self.emit("message", level="info", text=text)
         if self.spec.publish != "best" or not 0 < best < self.step:
             return False
-        # Only the first rank knows whether the log has been written.
-        there = bool(broadcast_json(self.grid.rank == 0 and self.validations.published(self.spec.run_dir)))
+        # Only the first rank knows whether its commit succeeded.
+        there = bool(broadcast_json(best in self.validations.published))
         if there:
             text = f"the result is the version of step {best}, whose validation was the best"
         else:

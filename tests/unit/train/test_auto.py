@@ -115,7 +115,6 @@ def test_a_rank_that_no_engine_serves_or_wider_than_the_model_is_refused():
         ({"batch_size": 10**400}, "batch_size"),
         ({"learning_rate_multiplier": float("nan")}, "learning_rate_multiplier"),
         ({"lora_ranks": 8}, "lora_ranks"),
-        ({"step_patience_s": 61}, "step_patience_s"),
         ({"offload": "parameters", "zero_stage": 2}, "zero_stage"),
         ({"max_length": 4096}, "max_length"),
         ({"batch_size": 30, "micro_batch": 4}, "micro_batch"),

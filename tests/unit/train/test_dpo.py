@@ -22,9 +22,9 @@ from train.methods.methods import method_of
 from train.methods.packed_objective import LogProbHead, SummedLogProbHead
 from train.model.model import load_model, load_tokenizer
 from train.plan.errors import InvalidTrainingData, SnapshotMismatch
-from train.state import snapshot
+from train.state.snapshot import Snapshots
 from train.trainer import train as training
-from train.trainer.prepare import prepare
+from train.trainer.worker import prepare
 
 DPO = method_of("dpo")
 # TRL 1.16.0's DPOTrainer on the model and pairs below: batches of four in order, AdamW at 1e-3, beta 0.1.
@@ -165,7 +165,7 @@ def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path, mon
     assert again.reference.complete and np.array_equal(again.train.reference, reference)
     again.close()
     file.unlink()
-    monkeypatch.setattr(snapshot, "read_kept", lambda *_: None)
+    monkeypatch.setattr(Snapshots, "read_kept", lambda *_: None)
     with pytest.raises(SnapshotMismatch):
         prepare(spec, silent, ControlSignals(), Progress(), left["snapshot_path"])
 

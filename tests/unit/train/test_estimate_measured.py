@@ -11,6 +11,7 @@ import torch
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir, write_chat_file
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
+from train.control.progress import Progress
 from train.methods.methods import DEFAULT as SUPERVISED
 from train.model.model import load_model
 from train.plan import estimate
@@ -18,7 +19,7 @@ from train.plan.estimate import ModelShape
 from train.plan.spec import TrainSpec
 from train.state import fragments
 from train.state.publish import publish
-from train.state.snapshot import snapshot_layout, write_snapshot
+from train.state.snapshot import Snapshots, Validations
 from train.trainer.engine import build_engine
 from weights.memory.store import WeightStore
 
@@ -47,7 +48,7 @@ def test_what_is_held_and_written_is_what_was_estimated(tmp_path, family, stage,
     assert held == pytest.approx(memory.optimizer_bytes, rel=0.01)  # ZeRO pads its partitions
 
     store = WeightStore(spec.shm_root, budget_bytes=None)
-    snapshot = write_snapshot(engine, spec, store, snapshot_layout(engine, {}), {}, step=1, tokens="")
+    snapshot = Snapshots(spec, store, engine, "", Validations(), lambda *_, **__: None, Progress()).suspend(1)
     assert 0 <= snapshot.bytes - estimate.snapshot_bytes(shape, asdict(spec)) < HEADERS_BYTES
     version = publish(engine, spec, store, version="v1", meta={})
     assert 0 <= version.bytes - estimate.version_bytes(shape, asdict(spec)) < HEADERS_BYTES

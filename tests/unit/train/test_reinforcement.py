@@ -31,7 +31,7 @@ from train.plan.errors import InvalidHyperparameter, InvalidSpec, InvalidTrainin
 from train.rollouts.form import Form
 from train.rollouts.judges import advantages, standard_error
 from train.rollouts.samples import Samples, SamplesFile
-from train.trainer.prepare import prepare
+from train.trainer.worker import prepare
 from weights.format.names import policy_name
 from weights.memory.store import WeightStore
 

@@ -9,7 +9,7 @@ from tests.train_support.specs import host_spec
 from train.data.packing import Row, StepPlan, build_row, part_of, plan_packs
 from train.plan.recipe import FLOOR_RATIO, SCHEDULES, learning_rate
 from train.plan.spec import MOST_VERSIONS
-from train.trainer.feed import DataFeed
+from train.trainer.train import DataFeed
 
 
 def test_warm_up_then_cosine_to_the_floor():

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from runtime.devices.cpu import Cpu
-from train.state import staging
-from train.state.staging import StagingRing
+from train.state import copies
+from train.state.copies import StagingRing
 
 
 class LateBuffer(torch.Tensor):
@@ -49,7 +49,7 @@ class Late(Cpu):
         return wait
 
 
-@pytest.mark.parametrize("count", [1, staging.BUFFERS, 5 * staging.BUFFERS + 3])
+@pytest.mark.parametrize("count", [1, copies.BUFFERS, 5 * copies.BUFFERS + 3])
 def test_every_piece_arrives_whole_though_buffers_are_used_again(count):
     kind, source = Late(), torch.randn(count, 64)
     target, back = torch.zeros_like(source), torch.zeros(count, 64).as_subclass(LateBuffer)
