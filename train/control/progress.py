@@ -19,8 +19,8 @@ class ControlSignals:
 
     suspend: bool = False
 
-    def ask(self, name: str) -> None:
-        setattr(self, name, True)
+    def ask_suspend(self) -> None:
+        self.suspend = True
 
 
 @dataclass

@@ -4,7 +4,7 @@
 a world do this together, whether they are new or resume a snapshot.
 
 Calls it answers: `ping` (where the run is; answered by the lifeline thread, so only a stopped process stays silent)
-and `signal` (suspend, after the micro-batch or the step).
+and `suspend` (after the micro-batch under way).
 
 Events: those of the run, from rank 0; "ready" when the engine exists and "done" with the outcome, from every rank.
 """
@@ -48,7 +48,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     spec = TrainSpec.from_dict(args["spec"])
     configure_logging("rank", job_id=spec.job_id, rank=args["rank"])
     signals, progress = ControlSignals(), Progress()
-    lifeline.serve({"ping": progress.report, "signal": signals.ask})
+    lifeline.serve({"ping": progress.report, "suspend": signals.ask_suspend})
     progress.enter("joining")
     meeting = meeting_url(args["meeting"], args["rank"], args["world_size"])
     init_world(spec.device_kind, meeting)

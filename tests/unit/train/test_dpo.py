@@ -143,7 +143,7 @@ def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path, mon
 
     def emit(event, **data):
         if event == "metrics" and data["step"] == 2:
-            signals.ask("suspend")
+            signals.ask_suspend()
 
     run = prepare(spec, emit, signals, Progress())
     left = run.run()

@@ -409,7 +409,7 @@ class Impatient(Sampler):
     def policy(self, spec, step):
         super().policy(spec, step)
         if step == 2:
-            self.box_of().signals.ask("suspend")
+            self.box_of().signals.ask_suspend()
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
