@@ -186,6 +186,7 @@ def ranks(
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from train.methods.methods import DEFAULT
+    from train.methods.packed_objective import PackedObjective
     from train.model import attention as packed
     from train.plan.spec import TrainSpec
     from train.trainer.engine import build_engine, init_world, meeting_url
@@ -210,7 +211,7 @@ def ranks(
         "smoke", "/b", "/t", "/r", "/shm", "ft:x",
         batch_size=of, learning_rate=1e-3, zero_stage=2, device_kind=device_kind,
     )  # fmt: skip
-    engine = build_engine(DEFAULT.objective(model, {}), spec)
+    engine = build_engine(PackedObjective(model, DEFAULT, {}), spec)
     batch, losses = _batch(rank, of, tokens, 2048, engine.device), []
     for _ in range(steps):
         loss = engine(batch)

@@ -27,6 +27,7 @@ from deepspeed import comm
 from train.control.progress import Events, Progress
 from train.data.token_set import TokenSet
 from train.methods.method import Method
+from train.methods.packed_objective import to_batch
 from train.plan.errors import SnapshotMismatch, TrainingDiverged
 from train.plan.spec import TrainSpec
 from train.state import fragments
@@ -110,7 +111,7 @@ class Reference:
         row = tokens.row(np.array([min(mine, packs[-1])]))
         self._engine.eval()
         with torch.no_grad():
-            log_probs = self._engine(self._method.batch(row, 1.0, self._engine.device) | {"as_reference": True})
+            log_probs = self._engine(to_batch(row, 1.0, self._engine.device) | {"as_reference": True})
         self._engine.train()
         members = [tokens.packs[pack] for pack in packs]
         totals = torch.zeros(sum(map(len, members)), tokens.sequences, dtype=torch.float32, device=self._engine.device)

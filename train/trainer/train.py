@@ -20,6 +20,7 @@ from train.data.packing import Row, StepPlan, part_of
 from train.data.token_set import TokenSet
 from train.methods.method import Method
 from train.methods.methods import method_of
+from train.methods.packed_objective import to_batch
 from train.model.tensor_parallel import Grid
 from train.plan.recipe import learning_rate
 from train.plan.spec import TrainSpec
@@ -185,7 +186,7 @@ class Run:
                 return False
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
-            batch = self.method.batch(row, scale * row.weight, engine.device)
+            batch = to_batch(row, scale * row.weight, engine.device)
             with self.metrics.forward_pass():
                 part = engine(batch)
             # Use a separate tensor: on the engine's own output DeepSpeed 0.19.8 divides by the accumulation steps even
@@ -296,7 +297,7 @@ class Run:
                 self.progress.enter("validating")  # for each row: a file may take longer than the limit for a hang
                 with torch.no_grad():
                     row = valid.row(packs[[index % len(packs)]])
-                    part = self.engine(self.method.batch(row, scale, self.engine.device))
+                    part = self.engine(to_batch(row, scale, self.engine.device))
                 self.metrics.validated(sums, part, counts=index < len(packs))
         finally:
             self.engine.train()

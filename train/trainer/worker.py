@@ -28,6 +28,7 @@ from train.control.progress import ControlSignals, Events, Progress
 from train.data.chat import ChatEncoder, vocabulary_of
 from train.data.token_set import TokenSet, open_token_set
 from train.methods.methods import method_of
+from train.methods.packed_objective import PackedObjective
 from train.model.model import keeps_state, load_model, load_tokenizer
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
@@ -127,7 +128,7 @@ def prepare(
     sent = spec.zero_stage == 3 and rank >= spec.tensor_parallel
     model = load_model(spec, weights=snapshot_path is None, sent=sent)
     refuse_shared_rows(model, spec)
-    engine = build_engine(method.objective(model, spec.options), spec)
+    engine = build_engine(PackedObjective(model, method, spec.options), spec)
     if snapshot_path is None and spec.published_kind == "version":
         base_names(engine, spec.base_path)  # before any step
     run = Run(spec, store, engine, train, valid, emit, signals, progress)

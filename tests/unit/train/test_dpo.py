@@ -19,7 +19,7 @@ from train.data.records import BadRecord
 from train.data.token_set import open_token_set
 from train.methods import packed_objective
 from train.methods.methods import method_of
-from train.methods.packed_objective import LogProbHead, SummedLogProbHead
+from train.methods.packed_objective import LogProbHead, PackedObjective, SummedLogProbHead
 from train.model.model import load_model, load_tokenizer
 from train.plan.errors import InvalidTrainingData, SnapshotMismatch
 from train.state.snapshot import Snapshots
@@ -152,9 +152,9 @@ def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path, mon
     (file,) = (tmp_path / "run" / "reference").iterdir()
     reference = run.train.reference
     assert np.array_equal(np.load(file)["values"], reference) and reference.shape == (12, 2)
-    objective = DPO.objective(load_model(spec), spec.options)
+    objective = PackedObjective(load_model(spec), DPO, spec.options)
     for pack in range(len(run.train.packs)):
-        batch = DPO.batch(run.train.row(np.array([pack])), 1.0, "cpu")
+        batch = packed_objective.to_batch(run.train.row(np.array([pack])), 1.0, "cpu")
         with torch.no_grad():
             said = objective(batch | {"as_reference": True}).view(-1, 2)
         assert np.allclose(said, reference[run.train.packs[pack]], rtol=1e-6)
