@@ -206,12 +206,16 @@ class Snapshots:
         self._validations.published = kept["published"]
         return step
 
-    def read_kept(self, path: str, name: str) -> torch.Tensor | None:
-        """A copy of one of the kept tensors of the snapshot at `path`; None if it has none of this name. Raises
-        SnapshotMismatch."""
+    def read_kept(self, path: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A copy of one of the kept tensors of the snapshot at `path`. Raises SnapshotMismatch."""
         with self._leased(path) as lease:
-            shape = next((placed.spec.shape for placed in lease.layout if placed.spec.name == name), None)
-            return None if shape is None else as_tensor(lease.view(name), "F32", shape).clone()
+            stored = next((placed.spec.shape for placed in lease.layout if placed.spec.name == name), None)
+            if stored != shape:
+                raise SnapshotMismatch(
+                    f"the snapshot {path} has {stored} as {name}, expected {shape}; it was made with other data or by "
+                    "another method"
+                )
+            return as_tensor(lease.view(name), "F32", shape).clone()
 
     def _leased(self, path: str) -> Lease:
         try:

@@ -111,8 +111,12 @@ class Run:
         self._resumed_from: str | None = None
         self.validations = Validations()
         self.snapshots = Snapshots(spec, store, engine, train.digest, self.validations, self.emit, progress)
-        sets = {"train": train, "valid": valid}
-        self.reference = Reference(self.method, spec, engine, sets, self.snapshots, self.emit, progress)
+        sets = {"train": train, "valid": valid} if self.method.needs_reference else {}
+        self.references = {
+            f"reference.{name}": Reference(spec, engine, tokens, self.emit, progress)
+            for name, tokens in sets.items()
+            if tokens is not None
+        }
         shuffled = spec.data_order == "shuffled"
         self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed, shuffled)
         self.feed: DataFeed | Rollouts = DataFeed(self.method, self.plan, train, self.grid, spec.sequence_parallel)
@@ -129,17 +133,20 @@ class Run:
         """Collective: take the state of a snapshot. Raises SnapshotMismatch."""
         self.progress.enter("resuming")
         self.step = self.first_step = self.snapshots.read(path)
-        self.reference.take_from(path)
+        for name, reference in self.references.items():
+            if not reference.complete:
+                reference.take(self.snapshots.read_kept(path, name, reference.values.shape))
         self._resumed_from = path
 
     def run(self) -> dict[str, Any]:
         """Train to the end or until a signal; return the outcome for the final event. Call `close` afterwards."""
-        while not self.reference.complete:
-            if self._agreed()[0]:
-                self.reference.save()
-                return self._suspended()
-            self.reference.learn_some()
-        self.snapshots.kept = self.reference.kept()
+        for reference in self.references.values():
+            while not reference.complete:
+                if self._agreed()[0]:
+                    reference.save()
+                    return self._suspended()
+                reference.learn_some()
+        self.snapshots.kept = {name: torch.from_numpy(one.values) for name, one in self.references.items()}
         if self.step == 0:
             self._validate()
             self._warn_of_fewer_validations()
