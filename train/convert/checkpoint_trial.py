@@ -259,7 +259,7 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     added: its added tokens and their ids. special: the token and id of each role. beyond: [token, id] without a row in
     the embedding, the first few, and how many. begins: whether every text begins with the BOS token. differs: a text
     that its class reads otherwise than tokenizer.json, "" without. mended: whether it does not as
-    PreTrainedTokenizerFast. changed: [text, what became of it] for one that does not go round. generation: why
+    PreTrainedTokenizerFast. generation: why
     generation_config.json cannot be read, "" if it can. Raises Unfit.
     """
     from transformers import AutoTokenizer
@@ -289,7 +289,6 @@ def read(path: Path, rows: int) -> dict[str, Any]:
         "beyond_count": len(beyond),
         "generation": _unreadable_generation(path),
         "begins": made.bos_token_id is not None and first == [made.bos_token_id],
-        "changed": _changed(made),
     }
 
 
@@ -354,15 +353,6 @@ def _with_plain_class(path: Path, folder: Path) -> Any:
     except Exception as error:  # noqa: BLE001 - each tokenizer has errors of its own
         print(f"not loaded by the plain class: {error}", file=sys.stderr)
         return None
-
-
-def _changed(made: Any) -> list[str]:
-    for text in TEXTS:
-        tokens = made.encode(text, add_special_tokens=False)
-        back = made.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if back != text:
-            return [text, back[:200]]
-    return []
 
 
 if __name__ == "__main__":

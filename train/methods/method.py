@@ -64,7 +64,8 @@ class Method:
     (train.rollouts); "" where the data itself is learnt. takes: what a request may say of it beside
     hyperparameters, by name; who judges is one of them. rate_share: part of the learning rate that suits supervised
     tuning. cut_refuses: `check_cut` may raise. sums: the loss is minus the sum of all log-probabilities, so that
-    the gradients of the output head are made as it runs. wide: the head computes in float32.
+    the gradients of the output head are made as it runs, and ranks can share a row's tokens. wide: the head
+    computes in float32.
     """
 
     name: str
@@ -99,15 +100,10 @@ class Method:
     ) -> dict[str, Any]:
         """Fields of a TrainSpec. Raises InvalidHyperparameter for an unknown name or a value out of range."""
         fields = auto.resolve(hyperparameters, self.rows(dataset), model, max_devices, own=self.own_hyperparameters)
-        if fields["sequence_parallel"] > 1 and not self.shares_rows:
+        if fields["sequence_parallel"] > 1 and not self.sums:
             expected = f"1 with the method {self.name!r}, whose loss needs whole sequences"
             raise InvalidHyperparameter("sequence_parallel", fields["sequence_parallel"], expected)
         return fields
-
-    @property
-    def shares_rows(self) -> bool:
-        """Whether ranks can share a row's tokens: the loss is a sum over them."""
-        return self.sums
 
     def rows(self, dataset: DatasetStats) -> DatasetStats:
         """`dataset` in units of `max_length`: a row has room for that many tokens of each sequence of an example."""

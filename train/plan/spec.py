@@ -94,11 +94,6 @@ class TrainSpec:
         return self.publish in ("checkpoints", "epoch")
 
     @property
-    def follows_validations(self) -> bool:
-        """Whether what the validations find decides what this run publishes, or when it ends."""
-        return self.publish == "best" or self.early_stopping_patience > 0
-
-    @property
     def most_validations(self) -> int | None:
         """The most that the run has: any of them may publish a version if the best is to be published."""
         return MOST_VERSIONS if self.publish == "best" else None

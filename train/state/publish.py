@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from deepspeed import comm, zero
+from peft.tuners.lora import LoraLayer
 
 from train.control.progress import Events, Progress
-from train.model import adapter
-from train.model.adapter import ADAPTER
-from train.model.model import DTYPES, checkpoint_name
+from train.model.model import ADAPTER, CONFIG_FILE, DTYPES, STEM, checkpoint_name, config_json, is_factor, stored_name
 from train.plan.spec import TrainSpec
 from train.state import fragments
 from train.state.copies import Piece, Written, is_full, write_together
@@ -91,7 +90,7 @@ def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, m
     if known is not None:
         # An earlier world of this job committed it at the same step and died before it reported its end.
         return Written(str(known.path), known.nbytes, 0.0)
-    layout = Layout.plan(published_tensors(engine, spec), stem=adapter.STEM if kind == "adapter" else "model")
+    layout = Layout.plan(published_tensors(engine, spec), stem=STEM if kind == "adapter" else "model")
 
     def reserve() -> Any:
         files = aux_files(engine, spec)
@@ -125,9 +124,7 @@ def published_tensors(engine: Any, spec: TrainSpec) -> list[TensorSpec]:
     """
     code = dtype_code(DTYPES[spec.serve_dtype])
     if spec.published_kind == "adapter":
-        return [
-            TensorSpec(adapter.stored_name(p.name), code, p.shape) for p in fragments.parameters(engine) if p.trained
-        ]
+        return [TensorSpec(stored_name(p.name), code, p.shape) for p in fragments.parameters(engine) if p.trained]
     names, adapters = base_names(engine, spec.base_path), _adapter_names(engine)
     dtypes = {p.name: code for p in fragments.parameters(engine) if p.name not in adapters}
     dtypes |= {name: dtype_code(buffer.dtype) for name, buffer in _buffers(engine)}
@@ -148,7 +145,7 @@ def _pieces(engine: Any, spec: TrainSpec) -> Iterator[Piece]:
     if spec.published_kind == "adapter":
         for fragment in fragments.written(engine, fragments.trained_fragments(engine)):
             for runs, ours in fragment.pieces():
-                yield adapter.stored_name(fragment.name), runs, fragment.weights[ours]
+                yield stored_name(fragment.name), runs, fragment.weights[ours]
         return
     names = base_names(engine, spec.base_path)
     for fragment in fragments.written(engine, served_fragments(engine)):
@@ -179,7 +176,8 @@ def served_fragments(engine: Any) -> Iterator[Fragment]:
         return
     layers = {
         checkpoint_name(f"{name}.base_layer.weight").removeprefix("model."): layer
-        for name, layer in adapter.layers(engine.module).items()
+        for name, layer in engine.module.named_modules()
+        if isinstance(layer, LoraLayer)
     }
     owned = {fragment.name: fragment for fragment in fragments.frozen_fragments(engine)}
     for parameter in fragments.parameters(engine):
@@ -211,7 +209,7 @@ def aux_files(engine: Any, spec: TrainSpec) -> dict[str, bytes]:
     """adapter_config.json for an adapter; for whole weights config.json with the serving dtype, tokenizer and the
     like, from the base directory."""
     if spec.published_kind == "adapter":
-        return {adapter.CONFIG_FILE: adapter.config_json(engine.module.model.peft_config[ADAPTER], spec.base_model)}
+        return {CONFIG_FILE: config_json(engine.module.model.peft_config[ADAPTER], spec.base_model)}
     files = {}
     for path in sorted(Path(spec.base_path).iterdir()):
         written_anew = path.name == MANIFEST_FILE or path.name.endswith(INDEX_SUFFIX)
@@ -225,7 +223,7 @@ def aux_files(engine: Any, spec: TrainSpec) -> dict[str, bytes]:
 
 
 def _adapter_names(engine: Any) -> set[str]:
-    return {p.name for p in fragments.parameters(engine) if adapter.is_factor(p.name)}
+    return {p.name for p in fragments.parameters(engine) if is_factor(p.name)}
 
 
 def _buffers(engine: Any) -> list[tuple[str, torch.Tensor]]:

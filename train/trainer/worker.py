@@ -172,5 +172,3 @@ def _about_data(spec: TrainSpec, train: TokenSet) -> Iterator[tuple[str, str]]:
     if train.n_truncated or train.n_dropped:
         text = f"{train.n_truncated} examples were cut to max_length {spec.max_length} tokens; {train.n_dropped} were "
         yield "warn", text + "left out because nothing to learn was left of them"
-    if spec.zero_stage == 0:
-        yield "info", "zero_stage 0 runs as stage 1: the same computation, with the optimizer's state shared out"
