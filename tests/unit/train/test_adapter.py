@@ -15,7 +15,6 @@ from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir
 from train.model.model import config_json, is_factor, load_model, merge_into, stored_name
 from train.plan.errors import UnsupportedModel
-from train.plan.spec import TrainSpec
 
 
 @pytest.fixture
@@ -70,10 +69,3 @@ def test_what_does_not_fit_is_not_merged(trained, tmp_path, fault):
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with pytest.raises(UnsupportedModel, match="adapter"):
         merge_into(plain, tmp_path / "a")
-
-
-def test_what_is_published_follows_from_the_spec():
-    common = {"job_id": "j", "base_path": "", "train_path": "", "run_dir": "", "shm_root": "", "output_model": "m"}
-    assert TrainSpec(**common, lora_publish="adapter", device_kind="cpu").published_kind == "version"  # not LoRA at all
-    assert TrainSpec(**common, full=False, device_kind="cpu").published_kind == "version"
-    assert TrainSpec(**common, full=False, lora_publish="adapter", device_kind="cpu").published_kind == "adapter"

@@ -86,14 +86,6 @@ def test_compare_names_what_is_missing_unknown_or_of_another_shape(tmp_path):
     }
 
 
-@pytest.mark.parametrize(("tied", "missing"), [(True, []), (False, ["lm_head.weight"])])
-def test_compare_misses_a_head_only_where_it_is_not_the_embedding(tmp_path, tied, missing):
-    tensors = write(tmp_path, tie_word_embeddings=tied)
-    tensors.pop("lm_head.weight", None)
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert compare(tmp_path, "LlamaForCausalLM")["missing"] == missing
-
-
 def test_compare_reports_a_stored_head_of_tied_embeddings(tmp_path):
     tensors = write(tmp_path, tie_word_embeddings=True)
     head = {"lm_head.weight": torch.zeros(300, 32)}

@@ -26,7 +26,7 @@ from train.methods.own_answers import GROUP
 from train.methods.packed_objective import PackedObjective, to_batch
 from train.model.model import load_model, load_tokenizer
 from train.plan import auto
-from train.plan.errors import InvalidHyperparameter, InvalidSpec, InvalidTrainingData, NothingGraded
+from train.plan.errors import InvalidHyperparameter, InvalidSpec, NothingGraded
 from train.rollouts.form import Form
 from train.rollouts.judges import advantages, standard_error
 from train.rollouts.samples import Samples, SamplesFile
@@ -345,23 +345,6 @@ def test_a_run_learns_what_is_rewarded(tmp_path, fields):
     assert [event["version"] for event in box.of("published")] == ["step-24"]
 
 
-def test_a_run_learns_within_a_form(tmp_path):
-    tokens = load_tokenizer(str(make_model_dir(tmp_path / "base", dtype=torch.float32)))
-    answers = [[*tokens.encode(text), 2] for text in ('{"a":"x"}', '{"a":"yy"}')]
-
-    def sample(plan, step, prompt, n):
-        return [(answers[i % 2], [-0.1] * len(answers[i % 2])) for i in range(n)]
-
-    def judge(prompt, made):
-        return {"rewards": [float(ids == answers[1]) for ids, _ in made], "errors": [""] * len(made)}
-
-    box = Box(Sampler(sample, judge))
-    options = {**SAMPLES, "max_completion_tokens": 32, "response_format": FORM}
-    assert box.run(run_spec(tmp_path, options=options))["outcome"] == "succeeded"
-    first, *_, last = box.of("metrics")
-    assert last["loss"] < first["loss"], "the rewarded answer has become likelier"
-
-
 def graded(*verdicts):
     """A grader that says these (reward, error) of answers in turn."""
     turn = cycle(verdicts)
@@ -393,11 +376,6 @@ def test_job_that_no_engine_answers_ends_in_words(tmp_path):
 
     with pytest.raises(NothingGraded, match="no engine of base samples"):
         Box(Refusing()).run(run_spec(tmp_path))
-
-
-def test_a_prompt_too_long_for_its_answer_is_refused_by_line(tmp_path):
-    with pytest.raises(InvalidTrainingData, match="line 1: the prompt has .* and 8 are left"):
-        Box().run(run_spec(tmp_path, max_length=24))
 
 
 class Impatient(Sampler):
