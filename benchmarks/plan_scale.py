@@ -41,8 +41,6 @@ def cold(devices: int, jobs: int, seed: int = 0) -> PlanInput:
         jobs=tuple(
             JobView(
                 f"j{n}",
-                1,
-                size,
                 tuple(2**k for k in range(size.bit_length())),
                 priority=rng.randrange(3),
                 submitted_s=float(n),
@@ -84,7 +82,7 @@ def timed_ms(plan_input: PlanInput, box: Box) -> float:
     seconds = []
     for _ in range(9):
         began_s = time.perf_counter()
-        moves(box, plan(plan_input, NOW_S, CONFIG), plan_input.handover_id)
+        moves(box, plan(plan_input, NOW_S, CONFIG))
         seconds.append(time.perf_counter() - began_s)
     return 1e3 * statistics.median(seconds)
 

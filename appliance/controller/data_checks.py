@@ -23,8 +23,7 @@ from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs import settings
 from appliance.store.objects import files
 from appliance.store.rows import TaskRow
-from runtime.processes.ended import run_command
-from train.data_checks.process import BadOption, CheckFailed, answer_of, command_of
+from train.data_checks.process import BadOption, CheckFailed, report_apart
 from train.methods.methods import METHODS
 
 AT_ONCE = 1
@@ -68,15 +67,13 @@ class DataWork:
     async def run(self, owner: str, file_id: str, options: dict[str, Any]) -> dict[str, Any]:
         """The report on a file; ends its process when it is cancelled. Raises BadOption, CheckFailed.
 
-        options: the "check" of a request of train.data_checks.process."""
+        options: of `train.data_checks.process.report_on`."""
         async with self._turns.setdefault(owner, asyncio.Lock()):
             return await self._process(file_id, options)
 
     async def _process(self, file_id: str, options: dict[str, Any]) -> dict[str, Any]:
-        request = {"file": str(self._context.files_dir / file_id), "name": file_id, "check": options}
-        status, out, err = await run_command(*command_of(request))
         try:
-            return answer_of(status, out, err)
+            return await report_apart(self._context.files_dir / file_id, file_id, **options)
         except CheckFailed as error:  # its messages name no path of the box
             raise CheckFailed(str(error).replace(f"{self._context.files_dir}/", "")) from error
 
@@ -88,7 +85,7 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
     @unaudited  # reads a file; its report alone is kept
     async def check(file_id: str, body: CheckRequest, caller: Caller) -> dict[str, Any]:
         row = FILES.known(db, file_id, caller)
-        options = await _options(context, body, caller)
+        options = _options(context, body, caller)
         try:
             report = await work.run(row.owner, row.id, options)
         except (BadOption, CheckFailed) as error:
@@ -109,7 +106,7 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
     return router
 
 
-async def _options(context: ControllerContext, body: CheckRequest, caller: Principal) -> dict[str, Any]:
+def _options(context: ControllerContext, body: CheckRequest, caller: Principal) -> dict[str, Any]:
     """Raises BadRequest, NotFound."""
     options: dict[str, Any] = {"max_tokens": body.max_tokens, "method": body.method}
     if body.model is not None:
@@ -118,7 +115,6 @@ async def _options(context: ControllerContext, body: CheckRequest, caller: Princ
         if directory is None:
             why = f"The tokenizer of {base.name} is not on this box's disk now; ask again once the model is."
             raise BadRequest(why, "model", "model_not_ready")
-        await settings.refuse_unsafe(context, base)
         options |= {"model": str(directory), "max_tokens": body.max_tokens or base.model.max_model_len}
     if body.against is not None:
         options["against"] = str(context.files_dir / FILES.known(context.db, body.against, caller, "against").id)

@@ -1,18 +1,73 @@
-"""Implements the child's end of the lifeline: answers the supervisor and kills the child when the supervisor dies."""
+"""The lifeline: one connected AF_UNIX stream socket that joins a supervisor and the process forked for it.
+
+It carries requests to the process, and answers and events back, as frames: a 4-byte big-endian length, then that many
+bytes of UTF-8 JSON. End of file means a dead peer; the kernel delivers it even after kill -9. A supervisor holds an
+AsyncChannel, the process a Lifeline, which answers and ends the process when the supervisor dies.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import struct
 import threading
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
 from runtime.errors import ChannelClosed
-from runtime.processes.channel import BlockingChannel
 from runtime.processes.kernel import kill_group
+
+_LENGTH = struct.Struct(">I")
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    return json.dumps(message, separators=(",", ":"), default=_plain).encode()
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "__fspath__"):
+        return str(value)
+    if hasattr(value, "item"):  # numpy and torch scalars
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot travel on a lifeline; send numbers, strings, lists and dicts")
+
+
+class AsyncChannel:
+    """The supervisor's end: used inside one asyncio loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def connect(cls, path: str) -> AsyncChannel:
+        return cls(*await asyncio.open_unix_connection(path))
+
+    async def send(self, message: dict[str, Any]) -> None:
+        """Raises ChannelClosed when the peer is gone."""
+        try:
+            body = encode(message)
+            self._writer.write(_LENGTH.pack(len(body)) + body)
+            await self._writer.drain()
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ChannelClosed("the process is gone") from error
+
+    async def receive(self) -> dict[str, Any]:
+        """Next message; raises ChannelClosed at end of file."""
+        try:
+            head = await self._reader.readexactly(_LENGTH.size)
+            return json.loads(await self._reader.readexactly(*_LENGTH.unpack(head)))
+        # After a failed write asyncio raises that write's error here too, not an end of file. When only
+        # ConnectionResetError was caught, the death of a child at that moment was never noticed.
+        except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError) as error:
+            raise ChannelClosed("the process is gone") from error
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class Lifeline:
@@ -22,8 +77,9 @@ class Lifeline:
     engine or rank outlives the actor that holds its devices.
     """
 
-    def __init__(self, channel: BlockingChannel):
-        self._channel = channel
+    def __init__(self, connection: Connection):
+        """connection: its frames are ours."""
+        self._connection, self._sending = connection, threading.Lock()
         self._handlers: Future[dict[str, Callable[..., Any]]] = Future()
         # Start the thread at once: a process that is still starting must not outlive its supervisor either.
         threading.Thread(target=self._read, name="lifeline", daemon=True).start()
@@ -39,18 +95,26 @@ class Lifeline:
 
     def emit(self, event: str, **data: Any) -> None:
         """Send an event to the supervisor, from any thread. Raises ChannelClosed if it is gone."""
-        self._channel.send({"event": event, **data})
+        self._send({"event": event, **data})
 
     def fatal(self, error: BaseException) -> None:
         """Send the error that ends this process, as the event "fatal". Raises ChannelClosed."""
         kinds = [kind.__name__ for kind in type(error).__mro__]
         self.emit("fatal", type=kinds[0], kinds=kinds, message=str(error))
 
+    def _send(self, message: dict[str, Any]) -> None:
+        body = encode(message)
+        try:
+            with self._sending:
+                self._connection.send_bytes(body)
+        except OSError as error:
+            raise ChannelClosed("the supervisor is gone") from error
+
     def _read(self) -> None:
         while True:
             try:
-                request = self._channel.receive()
-            except ChannelClosed:
+                request = json.loads(self._connection.recv_bytes())
+            except (EOFError, OSError):
                 kill_group(os.getpgid(0))
                 return
             self._answer(self._handlers.result(), request)
@@ -75,10 +139,10 @@ class Lifeline:
         with suppress(ChannelClosed):
             if error is None:
                 try:
-                    self._channel.send({"id": number, "ok": done.result()})
+                    self._send({"id": number, "ok": done.result()})
                     return
                 except TypeError as unfit:
                     error = unfit
             traceback.print_exception(error)
             detail = {"type": type(error).__name__, "message": str(error), "data": getattr(error, "data", None)}
-            self._channel.send({"id": number, "error": detail})
+            self._send({"id": number, "error": detail})

@@ -14,8 +14,7 @@ from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Failures
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import ReplicaView
-from scheduler.handover.effects import Box, Effects, GroupEnded, GroupView
-from scheduler.handover.ports import StateStore
+from scheduler.handover.effects import Box, Effects, GroupEnded, GroupView, StateStore
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,8 @@ class ClusterState:
             if Holder("replica", replica.id) in busy:
                 continue
             if known is None:
-                replicas[replica.id] = replace(replica, since_s=now_s, answered=True)
+                if replica.answered:
+                    replicas[replica.id] = replace(replica, since_s=now_s)
             elif not replica.answered or replica.state == known.state == "dead":
                 replicas[replica.id] = known
             elif replica.state == "dead":

@@ -37,12 +37,10 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from runtime.errors import ChannelClosed
+from runtime.errors import ChannelClosed, words_of_check
 from runtime.logs import configure_logging
-from runtime.network.mutual_tls import serve_machines
-from runtime.network.sockets import private_socket
+from runtime.network import private_socket, serve_machines
 from runtime.processes.lifeline import Lifeline
-from runtime.pydantic_words import words_of_check
 from serve.core.errors import EngineFailed, ServeError, VersionBroken, WrongState
 from serve.core.parsers import PARSER_TOKENS
 from serve.core.spec import ReplicaSpec, segment_prefix_of
@@ -52,8 +50,7 @@ from serve.vllm import answers, deaths, patches, plugin
 from serve.vllm.arguments import engine_arguments, engine_environment
 from serve.vllm.frontend import Frontend, Metrics, end_turns_of
 from serve.vllm.worker import ShmWorker
-from weights.checkpoint.folder import may_open
-from weights.checkpoint.vocabulary import tokens_of
+from weights.checkpoint.folder import tokens_of
 from weights.format.errors import WeightsError
 
 # Building vLLM's parser inspects every config class, so the warm parent builds it once and each fork inherits it.
@@ -68,7 +65,6 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     configure_logging("engine", replica=spec.replica_id)
     _enter(spec, int(limits["max_sequences_per_request"]))
     torch.set_num_threads(spec.threads_per_worker)
-    may_open(spec.version_path, spec.model)
     options = _options(spec)
     ShmWorker.numa_nodes, ShmWorker.segment_prefix = spec.numa_nodes, segment_prefix_of(spec.socket_path)
     patches.apply(spec.kind, eager=options.enforce_eager, segment_prefix=ShmWorker.segment_prefix)
@@ -112,7 +108,6 @@ def _refusal(spec: ReplicaSpec) -> str:
     PARSER.error = raise_instead
     plugin.register()
     try:
-        may_open(spec.version_path, spec.model)
         options = _options(spec)
         for kind, name, parsers in (
             ("tool", options.tool_call_parser, ToolParserManager),

@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.data import messages, preferences
+from train.data import formats, messages
 from train.data.check import MAX_REASON_CHARACTERS
-from train.data.formats import SHAPES, Shape, convert
-from train.data.lines import parse
-from train.data.preferences import OUTPUTS, SIDES
-from train.data.records import BadRecord
+from train.data.formats import MARKS, OUTPUTS, SHAPES, SIDES, Shape, convert
+from train.data.records import BadRecord, parse
 from train.methods.methods import METHODS
 
 NAMES = (
@@ -37,6 +35,8 @@ def value_of(key: str, shape: Shape):
     answers = {"prompt": (), "preference": ()}.get(shape.name, (("assistant", f"mark_{key}_answer_end"),))
     if key in ("messages", "conversations", "conversation"):
         return turns(("user", mark), *answers)
+    if shape.marked and key in MARKS:
+        return True
     if key in ("tools", "functions"):
         function = {"name": mark, "parameters": {"type": "object"}}
         return [function if key == "functions" else {"type": "function", "function": function}]
@@ -50,13 +50,13 @@ def value_of(key: str, shape: Shape):
         return {"messages": turns(("user", mark)), "temperature": "mark_temperature_end"}
     if key in OUTPUTS:
         return turns(("assistant", mark))
-    if key in SIDES and shape.when is preferences.is_conversations:
+    if key in SIDES and shape.when is formats._are_conversations:
         return turns(("user", "mark_shared_end"), ("assistant", mark))
     return f"mark_shared_end, then {mark}" if key in SIDES else mark
 
 
 def row_of(shape: Shape, keys: Iterable[str]) -> dict:
-    return {key: value_of(key, shape) for key in keys}
+    return {key: value_of(key, shape) for key in (*keys, *MARKS[: int(shape.marked)])}
 
 
 @pytest.mark.parametrize("place", PLACES)

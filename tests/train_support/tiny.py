@@ -129,6 +129,17 @@ def write_pair_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
     return _write(path, n_examples, seed, record_of)
 
 
+def write_marked_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
+    """Sums, of which one in four is wrong and marked so, as the check of a file writes them for a run."""
+
+    def record_of(_: random.Random, number: int, a: int, b: int) -> Any:
+        good = number % 4 != 0
+        record = {"prompt": f"how many are {a} and {b}", "completion": f"{a + b + (not good)}", "label": good}
+        return convert(record).record
+
+    return _write(path, n_examples, seed, record_of)
+
+
 def write_prompt_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
     """Sums to be answered, with what a grader compares an answer with, as the check of a file writes them for a run."""
 

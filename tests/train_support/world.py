@@ -24,6 +24,7 @@ from tests.train_support.sampled import Sampler, counts_a, teaches
 from tests.train_support.tiny import (
     make_model_dir,
     write_chat_file,
+    write_marked_file,
     write_pair_file,
     write_prompt_file,
 )
@@ -53,6 +54,8 @@ SAMPLES = {
 METHODS = {
     "supervised": (write_chat_file, {}),
     "dpo": (write_pair_file, {"beta": 0.1}),
+    "kto": (write_marked_file, {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}),
+    "orpo": (write_pair_file, {"beta": 0.1}),
     "reinforcement": (write_prompt_file, SAMPLES),
     "distillation": (write_prompt_file, {**SAMPLES, "samples": 8.0}),
 }

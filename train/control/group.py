@@ -8,7 +8,7 @@ Events handed to `on_event` (all have "event" and "job"):
   validation  step, loss
   snapshot    step, path, bytes, seconds (training stood still)
   published   version, path, step, epoch, bytes, seconds
-  policy      step: the weights after it are in shared memory, for samples (train.rollouts.policy)
+  policy      step: the weights after it are in shared memory, for samples (train.rollouts.rollouts)
   finished    outcome, step, error
 
 Rules

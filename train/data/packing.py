@@ -16,8 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from train.plan.auto import ROW_MULTIPLE
-from train.plan.best_fit import best_fit, in_order
+from train.plan.auto import ROW_MULTIPLE, best_fit, in_order
 
 
 def plan_packs(lengths: np.ndarray, capacity: int, *, packing: bool = True, as_given: bool = False) -> list[np.ndarray]:
@@ -103,7 +102,8 @@ class Row:
     learnt and that token. segments: (start, end) of each sequence; the rest of a pack is padding, a separate segment
     without labels. sequence_sizes: the number of labels of each sequence, one after the other in `labels`. reference:
     (sequences,) float32, what the starting model says of each (train.trainer.reference); None where it is not known.
-    weight: 1, or 0 where the row only fills a step, so that every rank computes equally many.
+    weight: 1, or 0 where the row only fills a step, so that every rank computes equally many. marks: of each sequence,
+    the loss mask of its first token: no loss reads it, so that it may carry a label of the example (train.methods.kto).
 
     Of answers that the model itself has sampled: advantages: (n,) float32, how much better than expected each label is.
     sampled: (n,) float32, its log-probability when it was sampled. allowed: a function that returns (n, words) int32, a
@@ -120,6 +120,7 @@ class Row:
     n_tokens: int  # without padding
     reference: np.ndarray | None = None
     weight: float = 1.0
+    marks: tuple[bool, ...] = ()
     advantages: np.ndarray | None = None
     sampled: np.ndarray | None = None
     allowed: Callable[[], np.ndarray] | None = None
@@ -148,7 +149,7 @@ def build_row(packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, p
     `capacity` is in tokens per pack; without packing a pack is padded to a multiple of ROW_MULTIPLE only.
     The first token of a sequence is never predicted, because nothing precedes it.
     """
-    ids, positions, learn, segments, sizes, n_tokens = [], [], [], [], [], 0
+    ids, positions, learn, segments, sizes, marks, n_tokens = [], [], [], [], [], [], 0
     offset = 0
     for pack in packs:
         used = 0
@@ -159,6 +160,7 @@ def build_row(packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, p
             learn.append(np.append(mask[1:], False))
             segments.append((offset + used, offset + used + size))
             sizes.append(int(mask[1:].sum()))
+            marks.append(bool(mask[0]))
             used += size
         n_tokens += used
         width = capacity if packing else -(-used // ROW_MULTIPLE) * ROW_MULTIPLE
@@ -172,4 +174,4 @@ def build_row(packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, p
     predict_at = np.flatnonzero(np.concatenate(learn))
     position_ids = np.concatenate(positions).astype(np.int64)
     labels = input_ids[predict_at + 1]
-    return Row(input_ids, position_ids, predict_at, labels, tuple(segments), tuple(sizes), n_tokens)
+    return Row(input_ids, position_ids, predict_at, labels, tuple(segments), tuple(sizes), n_tokens, marks=tuple(marks))

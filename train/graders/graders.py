@@ -57,8 +57,7 @@ class _Grader(_Strict):
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     def as_given(self) -> dict[str, Any]:
-        """As the client wrote it, but for roles that no template knows: what it is told and what is stored. `parse`
-        takes it again."""
+        """As the client wrote it: what it is told and what is stored. `parse` takes it again."""
         return dict(self._given)
 
     def texts(self, param: str) -> Iterator[tuple[str, str]]:
@@ -209,18 +208,10 @@ class Sampling(_Strict):
 
 
 def filled(messages: Sequence[Message], sample: templates.Sample, item: Any) -> list[dict[str, Any]]:
-    """The messages of a chat completion. Raises GradingFailed when the data lacks a variable, or makes them too
-    long."""
-    contents = [
-        # A lone surrogate, which JSON may contain, cannot be sent.
-        "\n".join(templates.fill(text, sample, item) for _, text in message.parts()).encode(errors="replace").decode()
-        for message in messages
-    ]
-    if (size := sum(map(len, contents))) > templates.MAX_TEXT:
-        raise GradingFailed(
-            f"what the model is to read has {size} characters; at most {templates.MAX_TEXT} are asked",
-            GradingErrors(other_error=True),
-        )
+    """The messages of a chat completion. Raises GradingFailed when the data lacks a variable, or makes one too long."""
+    texts = [[templates.fill(text, sample, item) for _, text in message.parts()] for message in messages]
+    # A lone surrogate, which JSON may contain, cannot be sent.
+    contents = ["\n".join(parts).encode(errors="replace").decode() for parts in texts]
     return [{"role": one.role, "content": text} for one, text in zip(messages, contents, strict=True)]
 
 
@@ -232,11 +223,6 @@ class _ModelGrader(_Grader):
     model: str = Field(min_length=1, max_length=256)
     input: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     sampling_params: Sampling | None = None
-
-    def as_given(self) -> dict[str, Any]:
-        given = super().as_given()
-        roles = ({**said, "role": message.role} for said, message in zip(given["input"], self.input, strict=True))
-        return {**given, "input": list(roles)}
 
     def texts(self, param: str) -> Iterator[tuple[str, str]]:
         for place, message in enumerate(self.input):

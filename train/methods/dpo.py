@@ -25,26 +25,10 @@ LARGEST_SHARE, SHARE_FROM_PAIRS = 0.1, 300
 _FEW_PAIRS = 1000
 
 
-class Dpo(Method):
-    """An example is a pair of outputs for one conversation. The loss of a step is divided by its pairs."""
+class Compared(Method):
+    """The model is compared with the one that it started from. A small share of the common learning rate suits that."""
 
-    name = "dpo"
-    summary = "learns to prefer one answer to another, from pairs of them"
-    data = "preference"
-    sequences = 2  # the preferred output, then the other
     needs_reference = True
-    cut_refuses = True
-    options = (
-        Option("beta", 1e-6, 2, 0.1, "how closely it keeps to the model it starts from; smaller strays further"),
-    )
-    metric_names = (
-        "rewards/chosen",
-        "rewards/rejected",
-        "rewards/accuracies",
-        "rewards/margins",
-        "logps/chosen",
-        "logps/rejected",
-    )
 
     def resolve(
         self, hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int
@@ -60,14 +44,22 @@ class Dpo(Method):
             fields["learning_rate"] *= min(LARGEST_SHARE, RATE_SHARE * max(1.0, SHARE_FROM_PAIRS / n))
         return fields
 
+
+class Pairs(Method):
+    """An example is a pair of outputs for one conversation. The loss of a step is divided by its pairs."""
+
+    data = "preference"
+    sequences = 2  # the preferred output, then the other
+    cut_refuses = True
+
     def check_cut(self, sequences: Sequence[Tokens], max_length: int) -> None:
         """Raises BadRecord for a pair of which a cut leaves nothing to compare."""
         short = [(ids[:max_length], learnt[:max_length]) for ids, learnt in sequences]
-        for side, (_, learnt) in zip(("preferred", "non-preferred"), short, strict=True):
+        for side, whole, (_, learnt) in zip(("preferred", "non-preferred"), sequences, short, strict=True):
             if not learnt[1:].any():
                 raise BadRecord(
-                    f"the {side} output begins behind the {max_length} tokens of max_length, so nothing is left of it: "
-                    "give a larger max_length, or shorten the input"
+                    f"the {side} output begins after token {_first_learnt(whole)}; of max_length {max_length} tokens "
+                    "nothing is left for it: give a larger max_length, or shorten the input"
                 )
         (first, _), (second, _) = short
         if len(first) == len(second) and (first == second).all():
@@ -78,6 +70,27 @@ class Dpo(Method):
     def denominator(self, tokens: TokenSet, packs: np.ndarray) -> int:
         return tokens.examples_in(packs)
 
+
+def _first_learnt(sequence: Tokens) -> int:
+    _, learnt = sequence
+    return int(learnt[1:].argmax()) + 1 if learnt[1:].any() else len(learnt)
+
+
+class Dpo(Compared, Pairs):
+    name = "dpo"
+    summary = "learns to prefer one answer to another, from pairs of them"
+    options = (
+        Option("beta", 1e-6, 2, 0.1, "how closely it keeps to the model it starts from; smaller strays further"),
+    )
+    metric_names = (
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/accuracies",
+        "rewards/margins",
+        "logps/chosen",
+        "logps/rejected",
+    )
+
     def loss(
         self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
@@ -86,9 +99,6 @@ class Dpo(Method):
         log-probability of the output's learnt tokens, less the reference."""
         from torch.nn.functional import logsigmoid
 
-        from train.methods.packed_objective import by_sequence
-
-        log_probs = by_sequence(log_probs, batch)
         rewards = options["beta"] * (log_probs - batch["reference"]).view(-1, 2)
         margins = rewards[:, 0] - rewards[:, 1]
         metrics = [*rewards.unbind(1), (margins > 0).float(), margins, *log_probs.view(-1, 2).unbind(1)]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 DATA = {
     "conversation": ("conversations with the answer that is to be learnt, without a mark", "supervised"),
     "preference": ("pairs of outputs, one preferred", "dpo"),
+    "unpaired": ("conversations with 'label': true for a good answer, false for a bad one", "kto"),
     "prompt": ("conversations that end with the user, with what a grader needs in further fields", "reinforcement"),
 }
 """Kinds of data: in words, and a method that takes it. Every shape that is not here is the first."""
@@ -59,13 +60,16 @@ class Method:
     DATA. metric_names, peak_names: of what the objective reports, in order. sequences: how many sequences of tokens
     an example is; max_length is the limit of each, and all of them stand in one micro-batch. needs_reference:
     before the first step the run asks the objective about every sequence once and keeps the answers with the job
-    (train.trainer.reference); rows have them from then on. judged_by: "grader" or "teacher" where an example is a
+    (train.trainer.reference); rows have them from then on. needs_divergence: before the first gradient of a step
+    the ranks ask the objective about all its sequences, without gradients, which takes the time of a forward pass
+    and less memory than the pass that learns; every batch then has as "divergence" the sum over the step, times the
+    scale, of their log-probabilities less the reference. judged_by: "grader" or "teacher" where an example is a
     prompt: in each step the model answers those of the step, the answers are judged, and the rows are made of them
     (train.rollouts); "" where the data itself is learnt. takes: what a request may say of it beside
     hyperparameters, by name; who judges is one of them. rate_share: part of the learning rate that suits supervised
     tuning. cut_refuses: `check_cut` may raise. sums: the loss is minus the sum of all log-probabilities, so that
-    the gradients of the output head are made as it runs, and ranks can share a row's tokens. wide: the head
-    computes in float32.
+    the gradients of the output head are made as it runs, and ranks can share a row's tokens. wide: the loss is
+    of single tokens, and the head computes in float32.
     """
 
     name: str
@@ -76,6 +80,7 @@ class Method:
     peak_names: tuple[str, ...] = ()
     sequences: int = 1
     needs_reference: bool = False
+    needs_divergence: bool = False
     judged_by: str = ""
     takes: tuple[str, ...] = ()
     rate_share: float = 1.0
@@ -134,7 +139,7 @@ class Method:
 
     def load(self, dataset: DatasetStats, fields: Mapping[str, Any]) -> Load:
         """Return the mean content of a run's rows."""
-        forwards = self.needs_reference / fields["n_epochs"]
+        forwards = self.needs_divergence + self.needs_reference / fields["n_epochs"]
         return auto.load(self.rows(dataset), fields, sequences=self.sequences, forwards=forwards)
 
     def data_length(self, max_length: int, options: Mapping[str, Any]) -> int:
@@ -172,6 +177,6 @@ class Method:
         self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """The sum over a row's examples, a float32 scalar; of each of `metric_names` the values that are added up; and
-        of each of `peak_names` those whose largest is taken. log_probs: (n,) float32, of the row's learnt tokens.
-        batch: as train.methods.packed_objective.to_batch makes it."""
+        of each of `peak_names` those whose largest is taken. log_probs: (sequences,) float32, of the learnt tokens of
+        each sequence, or (n,) of each token (`wide`). batch: as train.methods.packed_objective.to_batch makes it."""
         raise NotImplementedError(f"{self.name} has no loss")

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from train.methods.dpo import Dpo
+from train.methods.kto import Kto
 from train.methods.method import Method
+from train.methods.orpo import Orpo
 from train.methods.own_answers import Distillation, Reinforcement
 from train.plan.errors import InvalidSpec
 
@@ -29,7 +31,7 @@ class Supervised(Method):
 
 
 DEFAULT = Supervised()
-METHODS: dict[str, Method] = {one.name: one for one in (DEFAULT, Dpo(), Reinforcement(), Distillation())}
+METHODS: dict[str, Method] = {one.name: one for one in (DEFAULT, Dpo(), Kto(), Orpo(), Reinforcement(), Distillation())}
 
 
 def method_of(name: str) -> Method:

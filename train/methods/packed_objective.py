@@ -36,6 +36,7 @@ class PackedObjective(nn.Module):
         super().__init__()
         self.model = model
         self._loss, self._sequences = partial(method.loss, options=options), method.sequences
+        self._by_token = method.wide
         self._counts_hits = "mean_token_accuracy" in method.measured
         config = model.config.get_text_config()
         output = model.get_output_embeddings()
@@ -51,14 +52,18 @@ class PackedObjective(nn.Module):
         """The row's loss times batch["scale"], a float32 scalar. For a batch `as_reference`, the log-probability of
         what is learnt of each sequence, (sequences,) float32."""
         log_probs, right = self._log_probs(batch)
+        sizes = list(batch["sequence_sizes"])
+        if not self._by_token:
+            # Not index_add, whose order of addition differs from run to run on a GPU.
+            log_probs = torch.stack([part.sum() for part in log_probs.split(sizes)])
         if batch.get("as_reference"):
-            return by_sequence(log_probs, batch)
+            return log_probs
         loss, sums, peaks = self._loss(log_probs, batch)
         scale = batch["scale"]
         with torch.no_grad():
             if self._counts_hits and scale:
                 # Of an example's first sequence, which is what an answer should be.
-                right = torch.cat(right.split(list(batch["sequence_sizes"]))[:: self._sequences])
+                right = torch.cat(right.split(sizes)[:: self._sequences])
                 # `new_full`: `new_tensor` copies from the host, which waits for the whole forward pass.
                 self._hits.append(torch.stack([right.sum(), right.new_full((), len(right), dtype=torch.int64)]))
             if sums:
@@ -89,12 +94,6 @@ class PackedObjective(nn.Module):
             logits = only(logits.clone(), allowed)
         log_probs = -functional.cross_entropy(logits, labels, reduction="none")
         return log_probs, logits.detach().argmax(-1) == labels
-
-
-def by_sequence(log_probs: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
-    """(sequences,): the sum of each sequence's log_probs (n,)."""
-    # Not index_add, whose order of addition differs from run to run on a GPU.
-    return torch.stack([part.sum() for part in log_probs.split(list(batch["sequence_sizes"]))])
 
 
 class LogProbHead(nn.Linear):
@@ -274,6 +273,7 @@ def to_batch(row: Row, scale: float, device: torch.device | str) -> dict[str, An
         "labels": tensor(row.labels),
         "segments": row.segments,
         "sequence_sizes": row.sequence_sizes,
+        "marks": row.marks,
         "reference": tensor(row.reference),
         "advantages": tensor(row.advantages),
         "sampled": tensor(row.sampled),

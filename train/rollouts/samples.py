@@ -1,8 +1,8 @@
 """The files by which a job's samples come to its ranks. Numpy alone: the controller writes them, every rank reads them.
 
     RUN_DIR/rollouts/facts.json     written by rank 0: where the prompts' tokens are, and which tokens end an answer
-    RUN_DIR/rollouts/train-3.npz    samples of the step that follows three steps, with what their judge says of them
-    RUN_DIR/rollouts/valid-3.npz    those of the validation after three steps
+    RUN_DIR/rollouts/train-3.json    samples of the step that follows three steps, with what their judge says of them
+    RUN_DIR/rollouts/valid-3.json    those of the validation after three steps
 
 Prompts and random numbers of a file follow from its name. It appears by rename and is not written again, so that it
 fixes what its step learns: whatever dies, no sample is lost or counts twice.
@@ -10,15 +10,14 @@ fixes what its step learns: whatever dies, no sample is lost or counts twice.
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import orjson
 
 from runtime.replace_file import replace_file
 from train.data.packing import StepPlan
@@ -40,16 +39,7 @@ class SamplesFile:
     step: int
 
     def path(self, run_dir: str | Path) -> Path:
-        return Path(run_dir) / FOLDER / f"{self.purpose}-{self.step}.npz"
-
-    def numbers(self, seed: int, place: int) -> np.random.Generator:
-        """The random numbers of an answer, by the job's seed and the answer's place. Those of validations are the same
-        after every step."""
-        of_validation = self.purpose == "valid"
-        purpose, step = (1, 0) if of_validation else (0, self.step)
-        return np.random.Generator(
-            np.random.Philox(key=np.array([seed, purpose << 63 | step << 32 | place], np.uint64))
-        )
+        return Path(run_dir) / FOLDER / f"{self.purpose}-{self.step}.json"
 
 
 @dataclass(frozen=True)
@@ -67,28 +57,17 @@ class Samples:
     failed: str = ""
 
     def write(self, path: Path) -> None:
-        content = io.BytesIO()
-        facts = {"verdict": self.verdict, "weights_step": self.weights_step, "failed": self.failed}
-        np.savez(
-            content,
-            ids=np.concatenate([np.zeros(0, np.int32), *self.ids]),
-            log_probs=np.concatenate([np.zeros(0, np.float32), *self.log_probs]),
-            sizes=np.array([*map(len, self.ids)], np.int64),
-            facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
-        )
-        replace_file(path, content.getvalue(), durable=True)
+        replace_file(path, orjson.dumps(self, option=orjson.OPT_SERIALIZE_NUMPY), durable=True)
 
     @classmethod
     def read(cls, path: Path) -> Samples | None:
         """None without a file."""
         try:
-            with np.load(path) as file:
-                kept = {name: file[name] for name in file.files}
+            fields = orjson.loads(path.read_bytes())
         except FileNotFoundError:
             return None
-        edges = kept["sizes"].cumsum()[:-1]
-        ids, log_probs = (np.split(kept[name], edges) if len(kept["sizes"]) else [] for name in ("ids", "log_probs"))
-        return cls(ids, log_probs, **json.loads(kept["facts"].tobytes()))
+        ids = [np.array(one, np.int32) for one in fields.pop("ids")]
+        return cls(ids, [np.array(one, np.float32) for one in fields.pop("log_probs")], **fields)
 
 
 @dataclass(frozen=True)
@@ -103,12 +82,12 @@ class Facts:
     def write(self, run_dir: str | Path) -> None:
         folder = Path(run_dir) / FOLDER
         folder.mkdir(exist_ok=True)
-        replace_file(folder / _FACTS, json.dumps(asdict(self)).encode())
+        replace_file(folder / _FACTS, orjson.dumps(self))
 
     @classmethod
     def read(cls, run_dir: str | Path) -> Facts:
         """Raises FileNotFoundError before ranks have written it."""
-        return cls(**json.loads((Path(run_dir) / FOLDER / _FACTS).read_bytes()))
+        return cls(**orjson.loads((Path(run_dir) / FOLDER / _FACTS).read_bytes()))
 
 
 @dataclass(frozen=True)
@@ -140,7 +119,7 @@ class _Prompts:
         return tokens
 
     def record(self, index: int) -> dict[str, Any]:
-        record: dict[str, Any] = json.loads(self._lines[self._starts[index] : self._starts[index + 1]].tobytes())
+        record: dict[str, Any] = orjson.loads(self._lines[self._starts[index] : self._starts[index + 1]].tobytes())
         return record
 
 
@@ -182,8 +161,11 @@ class SamplesPlan:
         if file.purpose == "valid":
             assert self._valid is not None
             source, order = self._valid, range(len(self._valid))
+        # Validations have the same random numbers after every step.
+        purpose, step = (1, 0) if file.purpose == "valid" else (0, file.step)
         group, prompts = self.group(file), []
         for nth, index in enumerate(order):
-            seed = int(file.numbers(self.spec.seed, nth * group).integers(1 << 62))
+            key = np.array([self.spec.seed, purpose << 63 | step << 32 | nth * group], np.uint64)
+            seed = int(np.random.Generator(np.random.Philox(key=key)).integers(1 << 62))
             prompts.append(Prompt(source.tokens(index), source.record(index), seed))
         return prompts

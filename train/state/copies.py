@@ -27,8 +27,7 @@ from runtime.devices.kinds import in_host_memory, of_torch
 from train.control.rank_messages import barrier, broadcast_json
 from weights.format.errors import StoreError, StoreFull
 from weights.format.layout import Layout, Placed
-from weights.format.slices import Strided
-from weights.format.torch_views import as_tensor, runs_view, torch_dtype
+from weights.format.torch_views import Strided, as_tensor, runs_view, torch_dtype
 from weights.memory.store import WeightStore
 
 _PART_BYTES = 4 << 20  # a staging ring's buffer
@@ -63,7 +62,7 @@ def write_together(
     if rank == 0:
         try:
             draft = reserve()
-            outcome = {"draft": str(draft.path)}
+            outcome = {"draft": str(draft.path), "target": str(draft.target)}
         except StoreError as error:
             outcome = {"error": str(error), "full": isinstance(error, StoreFull)}
     outcome = broadcast_json(outcome)
@@ -76,11 +75,10 @@ def write_together(
             write(draft, pieces)
         barrier()
         if rank > 0:
-            path, nbytes = draft.target, draft.layout.nbytes
+            path, nbytes = outcome["target"], draft.layout.nbytes
             draft.close()
         else:
-            # Checksums would double the time the devices are held; WeightStore.seal adds them afterwards.
-            stored = draft.commit(meta=meta, checksums=False)
+            stored = draft.commit(meta=meta)
             path, nbytes = stored.path, stored.nbytes
     except BaseException:
         if rank == 0:

@@ -7,7 +7,6 @@ the way: the rank that owns a range of a base weight adds the same range of scal
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -28,10 +27,9 @@ from train.state.fragments import Fragment
 from train.state.stored_names import StoredNames, stored_names
 from weights.format.errors import StoreFull
 from weights.format.layout import Layout, TensorSpec
+from weights.format.manifest import AUX_SUFFIXES
 from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE, version_name
-from weights.format.slices import Strided
-from weights.format.source import AUX_SUFFIXES
-from weights.format.torch_views import dtype_code
+from weights.format.torch_views import Strided, dtype_code
 from weights.memory.store import WeightStore
 
 FINGERPRINT_PROMPT = (3, 7, 11, 13)
@@ -42,7 +40,6 @@ class Publisher:
 
     def __init__(self, spec: TrainSpec, store: WeightStore, engine: Any, emit: Events, progress: Progress):
         self._spec, self._store, self._engine, self._emit, self._progress = spec, store, engine, emit, progress
-        self._sealing: list[threading.Thread] = []
 
     def publish(self, step: int, epoch: float) -> None:
         """Collective: a version of the model as it is after this step. Raises StoreFull, on every rank."""
@@ -58,10 +55,6 @@ class Publisher:
             meta["fingerprint"] = fingerprint(self._engine)
         written = publish(self._engine, spec, self._store, version=version, meta=meta)
         self._emit("published", version=version, adapter=adapter_of, step=step, epoch=epoch, **asdict(written))
-        if comm.get_rank() == 0:
-            stored = self._store.find(spec.published_kind, spec.output_model, version)
-            self._sealing.append(threading.Thread(target=self._store.seal, args=(stored,), name="seal"))
-            self._sealing[-1].start()
 
     def publish_if_room(self, step: int, epoch: float) -> bool:
         """As `publish`, and whether it did; where memory is full, training goes on without: the last step has a version
@@ -75,11 +68,6 @@ class Publisher:
             self._emit("message", level="warn", text=text)
             return False
         return True
-
-    def wait(self) -> None:
-        """Return when all versions have their checksums."""
-        for thread in self._sealing:
-            thread.join()
 
 
 def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, meta: dict[str, Any]) -> Written:

@@ -33,11 +33,9 @@ from train.state.fragments import Fragment
 from weights.format.errors import IntegrityError, StoreError, StoreFull
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import version_name
-from weights.format.slices import Strided
-from weights.format.torch_views import as_tensor
-from weights.memory.draft import Draft
+from weights.format.torch_views import Strided, as_tensor
 from weights.memory.lease import Lease, StoredVersion, take_lease
-from weights.memory.store import WeightStore
+from weights.memory.store import Draft, WeightStore
 
 KIND = "snapshot"
 PARTS = ("master", *fragments.MOMENTS)

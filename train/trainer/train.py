@@ -8,11 +8,13 @@ function of the seed and its number: one that was left is done again, and only t
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from deepspeed import comm
 
 from train.control.progress import ControlSignals, Events, Progress
 from train.control.rank_messages import any_rank, broadcast_json
@@ -185,15 +187,18 @@ class Run:
         began_s = time.monotonic()
         scale = 1.0 / self.feed.denominator()  # of the global step: gradients and losses of micro-batches add up
         loss = torch.zeros((), dtype=torch.float32, device=engine.device)
-        for number, row in self.feed.rows():
+        rows, least_s = self.feed.rows(), KEPT_S if step == self.first_step else 0.0
+        scaled = ((row, scale * row.weight) for _, row in rows)
+        shared = self._divergence("step", scaled, began_s, least_s)
+        if shared is None:
+            return self._abort_step(began_s)
+        for number, row in rows:
             self.progress.enter("step", step)
-            if self._leaves(began_s, KEPT_S if step == self.first_step else 0.0):
-                text = f"step {step + 1} was left after {time.monotonic() - began_s:.1f} s because its devices are "
-                self.emit("message", level="info", text=f"{text}wanted; it will be done again")
-                return False
+            if self._leaves(began_s, least_s):
+                return self._abort_step(began_s)
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
-            batch = to_batch(row, scale * row.weight, engine.device)
+            batch = to_batch(row, scale * row.weight, engine.device) | shared
             with self.metrics.forward_pass():
                 part = engine(batch)
             # Use a separate tensor: on the engine's own output DeepSpeed 0.19.8 divides by the accumulation steps even
@@ -214,6 +219,36 @@ class Run:
             learning_rate=rate,
         )
         return True
+
+    def _abort_step(self, began_s: float) -> bool:
+        text = f"step {self.step + 1} was left after {time.monotonic() - began_s:.1f} s because its devices are wanted"
+        self.emit("message", level="info", text=f"{text}; it will be done again")
+        return False
+
+    def _divergence(
+        self, phase: str, rows: Iterable[tuple[Row, float]], began_s: float, least_s: float
+    ) -> dict[str, torch.Tensor] | None:
+        """Collective: what each batch has of the whole step (Method.needs_divergence). None if the ranks leave it (see
+        `_leaves`). rows: this rank's, each with its scale; equally many on every rank."""
+        if not self.method.needs_divergence:
+            return {}
+        total = torch.zeros((), dtype=torch.float32, device=self.engine.device)
+        self.engine.eval()
+        try:
+            for row, scale in rows:
+                self.progress.enter(phase, self.step)
+                if self._leaves(began_s, least_s):
+                    return None
+                batch = to_batch(row, scale, self.engine.device)
+                with torch.no_grad():
+                    log_probs = self.engine(batch | {"as_reference": True})
+                total += (log_probs - batch["reference"]).sum() * scale
+        finally:
+            self.engine.train()
+        if self.grid.tensor_rank:  # the other ranks of its group have the same value
+            total.zero_()
+        comm.all_reduce(total)
+        return {"divergence": total}
 
     def close(self) -> None:
         """Write out what is buffered: the process may end without any of Python's own clean-up."""
@@ -277,7 +312,6 @@ class Run:
             except StoreFull:
                 self.snapshots.save_on_disk(self.step)
                 raise
-        self.publisher.wait()
 
     def _validate(self) -> None:
         """Collective. It is left where the devices are wanted before its end: its curve lacks this point."""
@@ -296,6 +330,10 @@ class Run:
         turns = -(-len(packs) // self.grid.data_size)
         mine = range(self.grid.data_rank, turns * self.grid.data_size, self.grid.data_size)
         sums, began_s = self.metrics.begin_validation(), time.monotonic()
+        rows = ((valid.row(packs[[index % len(packs)]]), scale * (index < len(packs))) for index in mine)
+        shared = self._divergence("validating", rows, began_s, _VALIDATES_ON_S)
+        if shared is None:
+            return None
         self.engine.eval()
         try:
             for index in mine:
@@ -304,7 +342,7 @@ class Run:
                 self.progress.enter("validating")  # for each row: a file may take longer than the limit for a hang
                 with torch.no_grad():
                     row = valid.row(packs[[index % len(packs)]])
-                    part = self.engine(to_batch(row, scale, self.engine.device))
+                    part = self.engine(to_batch(row, scale, self.engine.device) | shared)
                 self.metrics.validated(sums, part, counts=index < len(packs))
         finally:
             self.engine.train()

@@ -1,59 +1,24 @@
-"""Reads JSON that anybody may have written, such as a model's config.json. It is bounded before it is parsed.
-
-A process that parses 256 MB of `[],` takes 5 GB for it, and none of its other threads runs meanwhile. Nesting that one
-thread can just parse is too much for another with a deeper stack. A number of 300 digits is a whole number like any
-other until it becomes a float. So what goes past these bounds is refused, or counts as not told, wherever it is read.
-"""
+"""Reads settings of a model's config.json that anybody may have written."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-MOST_VALUES, MOST_DEPTH = 1 << 18, 64
 MOST_SIZE = (1 << 31) - 1
 """The largest dimension of a model. Products of a few stay within a float."""
 CONFIG_FILE = "config.json"
-_CONFIG_BYTES = 4 << 20
-
-
-def loads(raw: bytes, *, most_values: int = MOST_VALUES, most_depth: int | None = MOST_DEPTH, **hooks: Any) -> Any:
-    """What `json.loads` returns, with its `hooks`. Raises ValueError saying what is wrong with the text.
-
-    most_values: of lists, objects and commas, those inside strings too. most_depth: None where the caller checks how
-    the values are nested.
-    """
-    check_values(raw, most_values)
-    try:
-        found = json.loads(raw.decode(), **hooks)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if most_depth is not None and is_deeper(found, most_depth):
-        raise ValueError(f"it is nested too deeply, in more than {most_depth} levels")
-    return found
-
-
-def check_values(raw: bytes, most: int) -> None:
-    """Raises ValueError for a text of more values (see `loads`)."""
-    values = raw.count(b",") + raw.count(b"[") + raw.count(b"{")
-    if values > most:
-        raise ValueError(f"it has {values} values, at most {most} are read")
 
 
 def config_in(*folders: str | Path | None) -> dict[str, Any] | None:
     """The config.json of the first of these folders that has a readable one; None without any."""
     for folder in folders:
-        path = Path(folder, CONFIG_FILE) if folder else None
-        try:
-            if path is None or path.stat().st_size > _CONFIG_BYTES:
-                continue
-            found = loads(path.read_bytes())
-        except (OSError, ValueError):
-            continue
-        if isinstance(found, dict):
-            return found
+        with suppress(OSError, ValueError):
+            if folder and isinstance(found := json.loads(Path(folder, CONFIG_FILE).read_bytes()), dict):
+                return found
     return None
 
 

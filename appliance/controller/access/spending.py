@@ -15,7 +15,7 @@ from appliance.store.database import Database
 from appliance.store.objects import jobs
 from appliance.store.records import keys, page_sessions, usage
 from appliance.store.rows import KeyRow
-from runtime.moments import minute
+from runtime.logs import minute
 
 USAGE_EVERY_S = 5.0
 EXPIRED_TOLD_S = 90 * 86_400.0

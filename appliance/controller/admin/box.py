@@ -26,8 +26,8 @@ from appliance.store.database import Database, Part
 from appliance.store.objects import jobs
 from appliance.store.records import audit, keys
 from appliance.store.rows import HANDOVERS, AuditRow, HandoverRow, columns
-from runtime.log_files import LogFile, end_of, logs_in
-from scheduler.handover.ports import StepRecord
+from runtime.logs import LogFile, end_of, logs_in
+from scheduler.handover.effects import StepRecord
 
 _LOG_BYTES = 256 * 1024
 
@@ -75,8 +75,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/tiers", response_model=dict[str, Any])
     async def tiers(caller: Caller) -> Response:
-        listed = context.tiers.status()
-        return await answer(lambda: {"object": "list", "data": listed()})
+        return await answer(lambda: {"object": "list", "data": context.tiers.status()})
 
     @router.get("/doctor")
     async def doctor(caller: Caller) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from pydantic import StringConstraints
 
-from appliance.controller.context.audit import name_of
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.context import ControllerContext, name_of
 from appliance.controller.devices import cordons
 from appliance.controller.devices.power import of_job
 from appliance.controller.http.routers import Readings, Status, audited

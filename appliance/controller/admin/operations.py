@@ -1,4 +1,4 @@
-"""/admin/v1/operations: long work on models, and the routes that begin it: import a model, verify.
+"""/admin/v1/operations: long work on models, and the routes that begin it: import a model.
 
 Each is a task with a row of its own, which has its progress and its result. After a restart it starts over from what is
 on disk. Names contain ":" and may contain "/": clients send them percent-encoded in one segment or plain, hence
@@ -14,15 +14,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import StringConstraints
 
-from appliance.controller.access.model_access import caller_of, stored_model
+from appliance.controller.access.model_access import caller_of
 from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name, made_by_jobs
-from appliance.controller.context.audit import record
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.http.resource import RECENT, list_object
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, OperationFailed, shown
-from appliance.controller.interfaces.principal import Caller, Principal
+from appliance.controller.interfaces.principal import Caller
 from appliance.controller.models.imported import adapter_base, register
 from appliance.models.library import Report
 from appliance.store.database import Part
@@ -34,8 +33,6 @@ from appliance.store.rows import OperationRow, TaskRow, columns
 OPERATIONS = "operations"
 PROGRESS_EVERY_S = 0.5
 """Progress is written to the store at most this often, but for a new message."""
-TIERS = "tiers"
-"""Target of the operation that verifies all copies."""
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
@@ -52,22 +49,6 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the routes to the admin router; before those of models, whose names may contain slashes."""
     db = context.db
 
-    def begin(
-        caller: Principal, action: str, target: str, body: dict[str, Any] | None = None, **arguments: Any
-    ) -> dict[str, Any]:
-        """action: "noun.kind" of the audit row; the kind is the operation's. Raises Conflict."""
-        kind = action.partition(".")[2]
-        with db.transaction():
-            for twin in operations.list_all(db, "state = 'running' AND kind = ? AND target = ?", kind, target):
-                text = f"{kind} of {shown(target)} is already running as operation {twin.id}."
-                raise Conflict(text, code="operation_running")
-            progress = {"done": 0, "total": None, "unit": "", "message": "starting"}
-            row = OperationRow(new_id("op_"), kind, target, "running", time.time(), progress=progress)
-            operations.insert(db, row)
-            context.tasks.start(OPERATIONS, row.id, caller.key_id, **arguments)
-            record(context, caller, action, target, **(body or {}))
-        return {"operation": view(row)}
-
     @router.post("/models/import", status_code=202)
     async def import_model(body: Import, caller: Caller) -> dict[str, Any]:
         for field, text in (("source", body.source), ("origin", body.origin or "")):
@@ -83,15 +64,17 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 raise Conflict(f"The model {shown(name)} exists, or a job makes it; {remedy}.", "name", "model_exists")
         context.quotas.disk.check()  # only the import itself finds out how much more it needs
         arguments = {**columns(body, "source origin name revision"), "adapter": await _adapter(context, body)}
-        return begin(caller, "model.import", body.name or body.source, body.model_dump(), **arguments)
-
-    @router.post("/models/{name:path}/verify", status_code=202)
-    async def verify(name: str, caller: Caller) -> dict[str, Any]:
-        return begin(caller, "model.verify", stored_model(db, name).id)
-
-    @router.post("/tiers/verify", status_code=202)
-    async def verify_tiers(caller: Caller) -> dict[str, Any]:
-        return begin(caller, "tiers.verify", TIERS)
+        target = body.name or body.source
+        with db.transaction():
+            for twin in operations.list_all(db, "state = 'running' AND kind = 'import' AND target = ?", target):
+                text = f"import of {shown(target)} is already running as operation {twin.id}."
+                raise Conflict(text, code="operation_running")
+            progress = {"done": 0, "total": None, "unit": "", "message": "starting"}
+            row = OperationRow(new_id("op_"), "import", target, "running", time.time(), progress=progress)
+            operations.insert(db, row)
+            context.tasks.start(OPERATIONS, row.id, caller.key_id, **arguments)
+            record(context, caller, "model.import", target, **body.model_dump())
+        return {"operation": view(row)}
 
     @router.get("/operations")
     def list_operations(part: Annotated[Part, RECENT]) -> dict[str, Any]:
@@ -145,7 +128,7 @@ def kind(context: ControllerContext) -> Kind:
                 write_s = time.monotonic() + PROGRESS_EVERY_S
 
         try:
-            result = await _result(context, row, task, report)
+            result = await _result(context, task, report)
         except OperationFailed as error:
             raise TaskFailed(error.code, str(error)) from error
         operations.update(db, row.id, state="succeeded", result=result, progress=progress, ended_s=time.time())
@@ -159,13 +142,9 @@ def kind(context: ControllerContext) -> Kind:
     return Kind(OPERATIONS, run, fail, "operation")
 
 
-async def _result(context: ControllerContext, row: OperationRow, task: TaskRow, report: Report) -> dict[str, Any]:
+async def _result(context: ControllerContext, task: TaskRow, report: Report) -> dict[str, Any]:
     """Raises OperationFailed."""
     ops, arguments = context.model_ops, task.arguments
-    if row.kind == "verify" and row.target == TIERS:
-        return await ops.verify_tiers(report)
-    if row.kind == "verify":
-        return await ops.verify(models.list_versions(context.db, row.target), report)
     source, adapter, origin = arguments["source"], arguments["adapter"], arguments["origin"]
     if adapter is not None:
         adapter_of, origin = {**adapter, "base_path": Path(adapter["base_path"])}, None

@@ -6,17 +6,16 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from appliance.controller.context.audit import name_of
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.context import ControllerContext, name_of
 from appliance.controller.http.routers import Status, audited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs.events import add_message
-from appliance.controller.jobs.requests import Devices, Moment, Priority
 from appliance.controller.jobs.settings import Wish, nodes_of
 from appliance.controller.jobs.wanted import JOBS, pause_reason
 from appliance.controller.openai.job_routes import job_object, job_phase
+from appliance.controller.openai.new_job import Devices, Moment, Priority
 from appliance.store.objects import jobs
 from appliance.store.rows import JobRow
 

@@ -35,9 +35,8 @@ from appliance.controller.http.strict_body import Metadata, StrictBody
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict
 from appliance.controller.interfaces.principal import INFERENCE, Caller
 from appliance.store.ids import new_id
-from appliance.store.objects import batches
+from appliance.store.objects import batches, models
 from appliance.store.objects import files as file_rows
-from appliance.store.records import canaries
 from appliance.store.rows import BatchRow, BatchStatus, FileRow, TaskRow, columns
 
 log = logging.getLogger(__name__)
@@ -240,7 +239,7 @@ class Batch:
         if found.model.task != _TASK_OF.get(row.endpoint, "generate"):
             why = f"The model `{name}` does not support {row.endpoint}."
         elif found.pinned:
-            canary, active = canaries.find_running(self._db, found.model.id), found.model.active_version
+            canary, active = models.find_canary(self._db, found.model.id), found.model.active_version
             if found.version.version not in (active, canary and canary.version):
                 # No engine would ever serve it for a batch, which would wait until it expires.
                 code = "model_version_not_served"

@@ -22,12 +22,12 @@ from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope
 
-from appliance.controller.context import audit
+from appliance.controller.context import context
+from appliance.controller.context.scheduler import SchedulerStatus
 from appliance.controller.http.error_handlers import RESPONSES
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, Forbidden
 from appliance.controller.interfaces.principal import Principal, read_principal, sender_of
-from appliance.controller.interfaces.records import SchedulerStatus
 from runtime.devices.kind import Reading
 from weights.format.foreign_json import is_deeper
 
@@ -175,7 +175,7 @@ class StrictRoute(APIRoute):
         kept = {name: answer[name] for name in self.fields if answer.get(name)}
         target = "/".join(str(value) for value in request.path_params.values())
         target = target or str(answer.get("id") or answer.get("name") or "")
-        audit.record(request.app.state.context, caller, self.action, target, **body | kept)
+        context.record(request.app.state.context, caller, self.action, target, **body | kept)
 
 
 # --- answers made on threads, and what they need of the loop

@@ -19,16 +19,15 @@ from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents, serve_if_allowed
 from appliance.controller.models import removal
 from appliance.store.database import Database
-from appliance.store.objects import job_records, jobs, models
+from appliance.store.objects import jobs, models
 from appliance.store.rows import JobRow, VersionRow
 from appliance.tiers.tiers import Tiers, name_of
 from scheduler.loop.inbox import Inbox
 from train.plan.spec import TrainSpec
-from weights.checkpoint.folder import may_open
-from weights.format.errors import IntegrityError, NotSealed, VersionLeased, VersionNotFound, WeightsError
+from weights.format.errors import IntegrityError, VersionLeased, VersionNotFound, WeightsError
 from weights.format.names import policy_of
 from weights.memory.store import Lease, StoredVersion, WeightStore
-from weights.tiers.directory import verify
+from weights.tiers.copies import verify
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +69,7 @@ class JobRuns:
         return row if row is not None and not row.finished else None
 
     async def prepare(self, job_id: str) -> None:
-        """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError, also
-        where the files of the base may not be opened."""
+        """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError."""
         for row in self._parts(jobs.get(self._db, job_id))[1]:
             await asyncio.to_thread(self._prepare, row)
 
@@ -79,7 +77,6 @@ class JobRuns:
         try:
             if not self._is_whole(row):
                 self._tiers.bring_in(name_of(row))
-            may_open(self._bytes_of(row), row.model)
         except WeightsError as error:
             raise LookupError(str(error)) from error
 
@@ -94,8 +91,6 @@ class JobRuns:
             return True
         try:
             verify(path)
-        except NotSealed:
-            log.warning("%s has no checksums to verify it against", path)
         except IntegrityError as error:
             log.error("not used as a base for training: %s", error)
             return False
@@ -111,7 +106,7 @@ class JobRuns:
         # A resumed LoRA run reads its frozen weights again, and an adapter is served beside the weights it was trained
         # on: neither may change because another version was activated in the meantime.
         paths = zip(("base_path", "base_adapter"), (self._bytes_of(part, job_id) for part in parts), strict=False)
-        judge, folder = job_records.find_judge(self._db, job_id), self._jobs_dir / job_id
+        judge, folder = jobs.find_judge(self._db, job_id), self._jobs_dir / job_id
         form = {"response_format": judge.judge.get("response_format")} if judge is not None else {}
         spec = TrainSpec.from_dict(
             {
@@ -242,7 +237,7 @@ class JobRuns:
                 log.warning("%s %s was replaced by newer checkpoints, but %s", version.model, version.version, error)
 
     async def _tidy_policies(self, unload: Unload) -> None:
-        """Remove models in training: what ranks write for every step under a private name (train.rollouts.policy). The
+        """Remove models in training: what ranks write for every step under a private name (train.rollouts). The
         newest stay while the job trains, as do those in use."""
         by_model = defaultdict[tuple[str, str], list[StoredVersion]](list)
         for kind in ("adapter", "version"):

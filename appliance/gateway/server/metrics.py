@@ -52,11 +52,13 @@ class Metrics:
         own: Any = {"namespace": "appliance_gateway", "registry": self.registry}
 
         def by_series(kind: type[Any], name: str, text: str, *labels: str, **more: Any) -> Any:
-            self._by_series.append(kind(name, text, (*_LABELS, *labels), **own, **more))
-            return self._by_series[-1].labels
+            metric = kind(name, text, (*_LABELS, *labels), **own, **more)
+            labelled = cache(metric.labels)  # which takes a lock and compares names, ten times in each request
+            self._by_series += [metric.clear, labelled.cache_clear]
+            return labelled
 
         text = "Requests answered, by route and status."
-        self.requests = prometheus.Counter("requests", text, ("route", "status"), **own).labels
+        self.requests = cache(prometheus.Counter("requests", text, ("route", "status"), **own).labels)
         text = "From complete request to its sending upstream, unheld."
         self.added = prometheus.Histogram("added_seconds", text, buckets=_ADDED, **own)
         text = "Inference requests ended, by model, version, key class and status."
@@ -91,7 +93,7 @@ class Metrics:
         if exchange.stream_events and written > 1:
             token_s = (now_s - exchange.first_byte_s) / (written - 1)
             self.token(*key).observe(token_s)
-            load.paced(token_s, time.time())
+            load.tpot.append((time.time(), token_s))
 
     def series_of(self, exchange: Exchange) -> tuple[str, str, str]:
         """The labels of requests like this one; makes room for new ones. Of its key they have the known scopes: at most
@@ -100,8 +102,8 @@ class Metrics:
         if key not in self.series:
             if len(self.series) >= MOST_SERIES:
                 self.series.clear()
-                for metric in self._by_series:
-                    metric.clear()
+                for clear in self._by_series:
+                    clear()
             self.series.add(key)
         return key
 
@@ -116,13 +118,14 @@ def _key_class(scopes: frozenset[str]) -> str:
 
 class ModelLoad:
     """Counts and recent times of one model since it is in the table. prefills: prompt tokens and seconds to the first
-    byte of streams that were alone on their replica. Times in seconds, moments in Unix time."""
+    byte of streams that were alone on their replica. tpot: of streams that have ended, when, and their mean time from
+    one token to the next. Times in seconds, moments in Unix time."""
 
     def __init__(self) -> None:
         self._last_request_s: float | None = None
         self._prompts = Counter[int]()
         self._estimated = self._computed = 0.0
-        self._tpot: deque[tuple[float, float]] = deque(maxlen=256)
+        self.tpot: deque[tuple[float, float]] = deque(maxlen=256)
         self.prefills: deque[tuple[int, float]] = deque(maxlen=_STREAMS)
 
     def arrived(self, prompt_tokens: int, now_s: float) -> None:
@@ -136,16 +139,12 @@ class ModelLoad:
         self._estimated = self._estimated * fade + estimated
         self._computed = self._computed * fade + tokens
 
-    def paced(self, token_s: float, now_s: float) -> None:
-        """Count a stream that has ended by its mean time from one token to the next."""
-        self._tpot.append((now_s, token_s))
-
     def report(self, now_s: float) -> dict[str, Any]:
         """This model's part of the load report. tpot_p95_s: of streams of the last minute. computed_part: prompt tokens
         that engines computed for an estimated one (fewer where prompts share a cached prefix). prefill_tokens_per_s: of
         one replica. None for what is unknown. arrived_prompts: requests by `bucket` of their prompt
         tokens (from 1)."""
-        recent = sorted(seconds for at_s, seconds in self._tpot if at_s >= now_s - RECENT_S)
+        recent = sorted(seconds for at_s, seconds in self.tpot if at_s >= now_s - RECENT_S)
         return {
             "last_request_s": self._last_request_s,
             "tpot_p95_s": recent[int(len(recent) * 0.95)] if recent else None,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from appliance.store.objects import job_records, jobs, models
+from appliance.store.objects import jobs, models
 from appliance.store.records import audit, keys, operations, page_sessions
 from appliance.store.rows import JobMetricRow
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control, insert_model
@@ -195,7 +195,7 @@ async def test_lists_of_jobs_and_steps_page_to_their_end(control: Control):
         for number in range(300):
             jobs.insert(control.db, replace(row, id=f"ftjob-{number}", hyperparameters=large, phase="cancelled"))
         for step in range(2500):
-            job_records.upsert_metric(control.db, JobMetricRow(row.id, step, 1.0))
+            jobs.upsert_metric(control.db, JobMetricRow(row.id, step, 1.0))
     page, found = await ask(control, "GET", "/v1/fine_tuning/jobs?limit=1000"), []
     assert page["has_more"], "a page ends by its bytes"
     while page["has_more"]:

@@ -8,7 +8,7 @@ from typing import Any
 from appliance.controller import retention
 from appliance.controller.retention import DAY_S
 from appliance.store.database import Database
-from appliance.store.objects import batches, files, job_records, jobs
+from appliance.store.objects import batches, files, jobs
 from appliance.store.records import audit, operations, usage
 from appliance.store.rows import (
     HANDOVERS,
@@ -66,8 +66,8 @@ def filled(db: Database, folder: Path) -> None:
             (folder / "files" / given).write_text("x")
         for name, ended_s in ((f"job-{age}", at_s), (f"live-{age}", None)):
             job(db, name, phase="running" if ended_s is None else "succeeded", finished_s=ended_s)
-            job_records.insert_event(db, JobEventRow(f"ev-{name}", name, "info", "message", "", at_s))
-            job_records.upsert_metric(db, JobMetricRow(name, 1, at_s))
+            jobs.insert_event(db, JobEventRow(f"ev-{name}", name, "info", "message", "", at_s))
+            jobs.upsert_metric(db, JobMetricRow(name, 1, at_s))
             (folder / "jobs" / name).mkdir(parents=True, exist_ok=True)
             (folder / "jobs" / name / "train.jsonl").write_text("secret")
             files.insert(db, FileRow(f"file-of-{name}", "a", "fine-tune", 1, "", "processed", at_s))
@@ -88,17 +88,3 @@ def test_everything_that_grows_goes_after_its_days_and_nothing_that_is_needed(tm
     for file_id in ("file-in_progress-20", "file-of-live-20"):
         assert files.find(db, file_id, viewer=None, now_s=0)
     assert not (tmp_path / "jobs" / "job-20").exists() and (tmp_path / "jobs" / "live-20").exists()
-
-
-def test_ended_jobs_go_after_their_days_and_what_they_cost_stays(tmp_path: Path, db: Database):
-    (tmp_path / "files").mkdir()
-    (tmp_path / "jobs").mkdir()
-    for name, ended_s in (("old", NOW_S - 20 * DAY_S), ("new", NOW_S - 5 * DAY_S), ("live", None)):
-        job(db, name, phase="running" if ended_s is None else "failed", finished_s=ended_s, owner="ann")
-        usage.devices_held(db, name, 2, NOW_S - 3600)
-        usage.devices_held(db, name, 0, NOW_S)
-    retention.keep_house(simulated_context(tmp_path, db, retention={"records_days": None}), NOW_S)
-    assert db.value("SELECT count(*) FROM jobs") == 3
-    retention.keep_house(simulated_context(tmp_path, db, retention={"records_days": 10}), NOW_S)
-    assert set(db.column("SELECT id FROM jobs")) == {"new", "live"}
-    assert [spent["device_hours"] for spent in usage.report(db, "owner", 0, NOW_S)] == [6.0]

@@ -22,7 +22,7 @@ from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.table import Table, cache_salt, read_table
 from appliance.gateway.main import Gateway, load_report
 from appliance.gateway.server.state import State
-from runtime.network.sockets import private_socket
+from runtime.network import private_socket
 
 from .upstreams import DummyUpstream, Script, answer_chat
 
@@ -235,6 +235,11 @@ class Box:
         async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.002)
+
+
+def waiting(box: Box, batch: bool = False) -> int:
+    """Requests of a class that wait for a place."""
+    return sum(len(queue.tickets) for (_, one), queue in box.state.holds.queues.items() if one is batch)
 
 
 Start = Callable[..., Awaitable[Box]]

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, JobView, PlanInput, Policy
+from scheduler.plan.plan import Round
 from scheduler.plan.queue import allot, order, positions, urgent_from_s
-from scheduler.plan.shares import Shares
 from tests.unit.scheduler.fakes import box_of
 
 
 def job(name: str, submitted_s: float, owner: str = "", **fields) -> JobView:  # noqa: ANN003
-    return JobView(name, 1, 8, submitted_s=submitted_s, owner=owner, **fields)
+    return JobView(name, tuple(range(1, 9)), submitted_s=submitted_s, owner=owner, **fields)
 
 
 def names(jobs: list[JobView], now_s: float = 100.0) -> list[str]:
@@ -42,11 +42,11 @@ def test_a_deadline_presses_when_the_work_left_hardly_fits_before_it() -> None:
 
 def test_positions_say_in_slurms_words_why_a_job_waits() -> None:
     jobs = [
-        JobView("running", 1, 2, devices=("n0/0",), phase="running", submitted_s=1.0),
+        JobView("running", (1, 2), devices=("n0/0",), phase="running", submitted_s=1.0),
         JobView("paused", phase="paused", submitted_s=2.0, priority=9),
         JobView("held", held=True, submitted_s=2.0, priority=8),
         JobView("backoff", not_before_s=20.0, submitted_s=2.0, priority=7),
-        JobView("next", 4, 4, submitted_s=3.0, priority=6),
+        JobView("next", (4,), submitted_s=3.0, priority=6),
         JobView("after", submitted_s=4.0),
         JobView("leaving", devices=("n0/1",), phase="running", busy="leaving", submitted_s=9.0, priority=-1),
     ]
@@ -67,5 +67,5 @@ def test_a_job_that_leaves_keeps_no_devices_from_serving_though_it_must_not_be_p
     given = PlanInput(
         Policy("serve"), box_of(2), (leaves,), (model,), busy_devices=frozenset(leaves.devices), hysteresis={}
     )
-    replicas, _, jobs = Shares(given, 10.0, SchedulerConfig(target_inflight=1)).count({}, {})
+    replicas, _, jobs = Round(given, 10.0, SchedulerConfig(target_inflight=1)).count({}, {})
     assert replicas == {"m": 2} and jobs.sizes == {}

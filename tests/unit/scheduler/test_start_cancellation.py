@@ -9,7 +9,7 @@ import pytest
 
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import Policy
-from scheduler.loop.job_pauses import LONG_START_S
+from scheduler.loop.loop import LONG_START_S
 from tests.unit.scheduler.fakes import FakeStore, in_virtual_time
 from tests.unit.scheduler.test_loop import JOB, MODEL, Rig
 
@@ -58,7 +58,7 @@ async def test_a_long_start_gives_way_when_its_devices_are_wanted_and_a_short_on
 
 @in_virtual_time
 async def test_a_long_start_that_gives_way_again_and_again_comes_to_its_end() -> None:
-    job = replace(JOB, min_devices=4, allowed_sizes=(4,))
+    job = replace(JOB, sizes=(4,))
     async with SlowlyStartingRig(FakeStore(Policy("auto"), (job,), (replace(MODEL, min_replicas=0),))) as rig:
         rig.effects.seconds["start_group"] = 200.0
         stopped, served = [], 0

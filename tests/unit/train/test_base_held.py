@@ -14,7 +14,7 @@ from weights.format.errors import VersionNotFound
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.segment import forget_mappings
 from weights.memory.store import WeightStore
-from weights.tiers.directory import seal_dir, take_in
+from weights.tiers.copies import seal_dir, take_in
 
 
 def spec_of(path, tmp_path) -> TrainSpec:

@@ -5,12 +5,11 @@ import threading
 import pytest
 import torch
 
-from runtime.devices.cpu import Cpu
+from runtime.devices.kinds import Cpu
 from train.state import copies
 from train.state.copies import StagingRing
 from weights.format.layout import Layout, TensorSpec
-from weights.format.slices import Strided, narrow, part
-from weights.format.torch_views import as_tensor
+from weights.format.torch_views import Strided, as_tensor, narrow, part
 from weights.memory.store import WeightStore
 
 

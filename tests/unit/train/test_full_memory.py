@@ -11,7 +11,7 @@ from tests.unit.train.test_deepspeed_contract import engine_of, steps, world_of_
 from train.control.progress import Progress
 from train.plan.errors import SnapshotMismatch
 from train.state.snapshot import Snapshots, Validations
-from weights.memory import draft
+from weights.memory import store as store_module
 from weights.memory.store import WeightStore
 
 
@@ -38,7 +38,7 @@ def fail(code):
 
 def test_snapshot_whose_manifest_finds_no_room_is_left_out(run, monkeypatch):
     snapshots, store, told = run
-    monkeypatch.setattr(draft, "write_file", fail(errno.ENOSPC))
+    monkeypatch.setattr(store_module, "write_file", fail(errno.ENOSPC))
     for _ in range(2):
         snapshots.save(2)
     assert [(event, data["level"]) for event, data in told] == [("message", "warn")], "once, not at each try"
@@ -46,13 +46,13 @@ def test_snapshot_whose_manifest_finds_no_room_is_left_out(run, monkeypatch):
     monkeypatch.undo()
     snapshots.save(2)
     assert [event for event, _ in told] == ["message", "snapshot"] and store.list("snapshot", "j")
-    monkeypatch.setattr(draft, "write_file", fail(errno.ENOSPC))
+    monkeypatch.setattr(store_module, "write_file", fail(errno.ENOSPC))
     snapshots.save(3)
     assert [event for event, _ in told] == ["message", "snapshot", "message"]
 
 
 def test_other_error_of_a_commit_ends_the_world(run, monkeypatch):
-    monkeypatch.setattr(draft, "write_file", fail(errno.EIO))
+    monkeypatch.setattr(store_module, "write_file", fail(errno.EIO))
     with pytest.raises(OSError, match="cannot write"):
         run[0].save(2)
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from appliance.cli.commands import jobs
 from appliance.cli.errors import BadUsage
 from appliance.controller.interfaces.errors import BadRequest
-from appliance.controller.jobs import requests
+from appliance.controller.openai import new_job as requests
 from train.methods.method import Method, Option
 from train.methods.methods import DEFAULT, METHODS, method_of
 from train.plan import auto
@@ -99,6 +99,7 @@ def test_options_of_methods_have_names_of_their_own():
         ("dpo", 300, {}, 5e-7, 3),
         ("dpo", 12, {}, 1e-6, 10),  # or 12 pairs move nothing
         ("dpo", 300, {"learning_rate": 1e-5}, 1e-5, 3),
+        ("orpo", 300, {}, 5e-6, 3),
     ],
 )
 def test_resolve_of_each_method_has_its_own_rate(method, n, given, rate, n_epochs):

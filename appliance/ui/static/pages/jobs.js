@@ -90,7 +90,7 @@ function About({ job, may, onChange }) {
   const over = ENDED.includes(job.phase);
   const part = job.total_steps ? job.step / job.total_steps : 0;
   return html`<${Card} title=${job.fine_tuned_model || job.output_model || job.id} aside=${html`<${Badge} state=${job.phase} />`}>
-    ${job.error && job.error.message ? html`<p class="alert bad" role="alert">${job.error.message}</p>` : job.verdict ? html`<p class="alert quiet">${job.verdict.text}</p>` : job.reason ? html`<p class="alert quiet">${job.reason}</p>` : null}
+    ${job.error && job.error.message ? html`<p class="alert bad" role="alert">${job.error.message}</p>` : job.reason ? html`<p class="alert quiet">${job.reason}</p>` : null}
     ${job.total_steps ? html`<${Meter} label=${t("job.step_of", { step: number(job.step), total: number(job.total_steps) })} part=${part}
       text=${over ? "" : job.eta_s ? t("job.left_about", { time: duration(job.eta_s) }) : ""} />` : null}
     <${Facts} pairs=${[

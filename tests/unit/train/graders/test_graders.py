@@ -69,9 +69,7 @@ def test_templates_reach_into_items_and_samples() -> None:
     assert fill("{{sample.choices.0.message.content}} {not one}", Sample("hi"), None) == "hi {not one}"
 
 
-@pytest.mark.parametrize(
-    "variable", ["item.b", "item.a.x", "item.a.9", "item.a.²", f"item.a.{'9' * 5000}", "sample.choices.1"]
-)
+@pytest.mark.parametrize("variable", ["item.b", "item.a.x", "item.a.9", f"item.a.{'9' * 4000}", "sample.choices.1"])
 def test_what_the_item_lacks_is_said(variable: str) -> None:
     with pytest.raises(GradingFailed, match=r"has no value: '\w+' is not there") as failure:
         fill(f"{{{{ {variable} }}}}", Sample(""), {"a": [1]})
@@ -125,6 +123,8 @@ REFUSED = {
         "input.0.content.1.text",
     ),
     "no end": ({**EQUAL, "input": "{{ item.answer }"}, "input"),
+    "a sum": ({**EQUAL, "input": "{{ item.a + 1 }}"}, "input"),
+    "a long number": ({**EQUAL, "input": f"{{{{ item.a.{'9' * 5000} }}}}"}, "input"),
     "a sample's field": ({**EQUAL, "input": "{{sample.text}}"}, "input"),
     "cosine": (
         {"type": "text_similarity", "name": "x", "input": "", "reference": "", "evaluation_metric": "cosine"},
@@ -204,7 +204,7 @@ def test_braces_that_begin_no_variable_are_written_as_jinja_does() -> None:
         **CHECK,
         "operation": "eq",
         "input": """{{ '{{' }}x}} {{"{{"}} {{ item.answer }}""",
-        "reference": "{{x}} {{ 4",
+        "reference": "{{x}} {% {# 4",
     }
     with pytest.raises(InvalidGrader, match="neither"):
         parse(given)
@@ -268,17 +268,6 @@ def test_what_a_model_may_answer_instead(answer: ModelAnswer | None, flag: str) 
 def test_grade_label_is_one_of_the_graders(label: str, reward: float | None) -> None:
     found = graded(LABEL, "x", answers={"kind": ModelAnswer(f'{{"label": "{label}"}}')})
     assert found.errors.model_grader_parse_error == (reward is None) and found.reward == (reward or 0)
-
-
-def test_one_grader_that_fails_leaves_the_others_rewards_to_see() -> None:
-    multi = {
-        "type": "multi",
-        "name": "m",
-        "calculate_output": "a + b",
-        "graders": {"a": EQUAL, "b": {**EQUAL, "reference": "{{item.no}}"}},
-    }
-    found = graded(multi, "x", {"answer": "x"})
-    assert (found.reward, found.sub_rewards) == (0.0, {"a": 1.0}) and found.errors.invalid_variable_error
 
 
 def test_a_threshold_decides_what_passes() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import psutil
@@ -12,7 +11,7 @@ import pytest
 
 from train.graders import hosts as hosts_module
 from train.graders import worker
-from train.graders.graders import ModelAnswer, parse
+from train.graders.graders import Grader, ModelAnswer, parse
 from train.graders.grading import Graded
 from train.graders.hosts import MAX_BUSY, Bounds, ForkBroke, GraderHosts
 from train.graders.templates import Sample
@@ -37,6 +36,10 @@ def python(body: str):
     return parse({"type": "python", "name": "p", "source": f"def grade(sample, item):\n    {body}"})
 
 
+async def graded(hosts: GraderHosts, grader: Grader, samples: list[tuple[Sample, Any]]) -> list[Graded]:
+    return await hosts.grade("ann", grader, samples, [{}] * len(samples))
+
+
 async def test_the_answers_of_models_are_graded(hosts: GraderHosts) -> None:
     judge, samples = parse(JUDGE), [(Sample("x"), "one"), (Sample("x"), "two")]
     answers = [{"j": ModelAnswer('{"reason": "", "result": 0.25}', "m", 5, 2)}, {"j": ModelAnswer(error="gone")}]
@@ -46,22 +49,22 @@ async def test_the_answers_of_models_are_graded(hosts: GraderHosts) -> None:
 
 
 async def test_after_a_worker_that_died_another_grades(hosts: GraderHosts) -> None:
-    found = await hosts.grade("ann", CHECK, [(Sample("a"), "a"), (Sample("a"), "b"), (Sample("你"), "你")])
+    found = await graded(hosts, CHECK, [(Sample("a"), "a"), (Sample("a"), "b"), (Sample("你"), "你")])
     assert [one.reward for one in found] == [1, 0, 1]
     assert hosts._process is not None
     hosts._process.kill()
     await hosts._process.wait()
-    assert (await hosts.grade("ann", CHECK, [(Sample("a"), "a")]))[0].reward == 1
+    assert (await graded(hosts, CHECK, [(Sample("a"), "a")]))[0].reward == 1
 
 
 @needs_confinement
 async def test_a_request_given_up_ends_its_processes(hosts: GraderHosts) -> None:
-    slow = asyncio.create_task(hosts.grade("ann", python("while True: pass"), [(Sample(""), None)]))
+    slow = asyncio.create_task(graded(hosts, python("while True: pass"), [(Sample(""), None)]))
     child = psutil.Process(await _child_of(hosts))
     slow.cancel()
     with pytest.raises(asyncio.CancelledError):
         await slow
-    assert (await hosts.grade("ann", python("return 3"), [(Sample(""), None)]))[0].reward == 3
+    assert (await graded(hosts, python("return 3"), [(Sample(""), None)]))[0].reward == 3
     await asyncio.to_thread(child.wait, 10)
 
 
@@ -85,59 +88,34 @@ async def test_grade_code_without_a_result_is_its_own_error(
     hosts: GraderHosts, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hosts_module, "TIME_S", 1)
-    (graded,) = await hosts.grade("ann", python(body), [(Sample(""), None)])
-    assert graded.errors.python_grader_runtime_error and graded.reward == 0
+    (found,) = await graded(hosts, python(body), [(Sample(""), None)])
+    assert found.errors.python_grader_runtime_error and found.reward == 0
 
 
-class Lines:
-    """The results of a child, in place of the worker: "loop" takes too long, "end" ends it, "dear" after others."""
-
-    def __init__(self, rows: list[dict[str, Any]]):
-        self.items = enumerate([row["item"] for row in rows])
-
-    async def readuntil(self) -> bytes:
-        match next(self.items):
-            case _, "loop":
-                raise ForkBroke("it took longer than 120 s")
-            case (_, "end") | (1, "dear"):
-                raise ForkBroke("its process ended without a result")
-        return b'{"reward": 1, "passed": true}'
-
-
+@needs_confinement
 @pytest.mark.parametrize(
-    ("grader", "items", "rewards", "n_run"),
+    ("items", "rewards", "n_not_run"),
     [
         # Devices waited two minutes for each of a step's answers, and a step may have thousands.
-        ("code", ["loop"] * 5, [0] * 5, 3),
-        # A grader that runs what the model wrote meets answers that loop.
-        ("code", ["", *["loop"] * 4], [1, 0, 0, 0, 0], 5),
-        ("check", ["", "end", ""], [1, 0, 1], 3),
-        ("check", ["", "dear", ""], [1, 1, 1], 3),
+        (["end"] * 5, [0] * 5, 2),
+        # A grader that runs what the model wrote meets answers that end it.
+        (["", *["end"] * 4], [1, 0, 0, 0, 0], 0),
     ],
 )
-async def test_grade_samples_that_break_their_process_have_no_reward(
-    hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch, grader: str, items: list[str], rewards: list[int], n_run: int
+async def test_grade_samples_that_end_their_process_have_no_reward(
+    hosts: GraderHosts, items: list[str], rewards: list[int], n_not_run: int
 ) -> None:
-    began = []
-
-    @asynccontextmanager
-    async def child(head: object, rows: list[dict[str, Any]], *_: object) -> AsyncIterator[Lines]:
-        began.append(len(rows))
-        yield Lines(rows)
-
-    monkeypatch.setattr(hosts, "_child", child)
-    used = python("return 1") if grader == "code" else CHECK
-    found = await hosts.grade("ann", used, [(Sample(""), item) for item in items])
-    assert [one.reward for one in found] == rewards and sum(map(bool, began)) <= n_run
-    ran = [one.errors.python_grader_runtime_error if grader == "code" else True for one in found if not one.reward]
-    assert sum(ran) == n_run - sum(rewards)
+    code = python("return 1 if not item else __import__('os')._exit(0)")
+    found = await graded(hosts, code, [(Sample(""), item) for item in items])
+    assert [one.reward for one in found] == rewards
+    assert sum(one.errors.other_error for one in found) == n_not_run
 
 
 @needs_confinement
 async def test_code_is_told_nothing_of_where_the_box_is(hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APPLIANCE_DATA_DIR", "/srv/box")
     body = "import os\n    return os.readlink('/proc/self/cwd') == '/' and 'APPLIANCE_DATA_DIR' not in os.environ"
-    assert (await hosts.grade("ann", python(body), [(Sample(""), None)]))[0].reward == 1
+    assert (await graded(hosts, python(body), [(Sample(""), None)]))[0].reward == 1
 
 
 async def test_a_schema_that_takes_for_ever_is_ended(hosts: GraderHosts) -> None:
@@ -153,18 +131,18 @@ async def test_an_owner_that_grades_for_minutes_keeps_no_other_waiting(
 ) -> None:
     end, begun = asyncio.Event(), list[str]()
 
-    async def each(head: dict[str, Any], rows: list[Any], *_: Any, **__: Any) -> list[Any]:
+    async def results(head: dict[str, Any], rows: list[Any], *_: Any) -> list[Any]:
         if head["kind"] == "code":
             begun.append("checked")
-            return [""] * len(rows)
+            return [""]
         begun.append(rows[0]["item"])
         await end.wait()
         return [Graded(1.0, True)]
 
-    monkeypatch.setattr(hosts, "_each", each)
+    monkeypatch.setattr(hosts, "_together", results)
 
     async def slow(owner: str) -> None:
-        await hosts.grade(owner, CHECK, [(Sample(""), owner)])
+        await hosts.grade(owner, CHECK, [(Sample(""), owner)], [{}])
 
     tasks = [asyncio.create_task(slow("greedy")) for _ in range(2 * MAX_BUSY)]
     tasks += [asyncio.create_task(slow(f"owner {number}")) for number in range(MAX_BUSY - 1)]

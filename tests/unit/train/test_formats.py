@@ -1,0 +1,240 @@
+"""Rows under all the names that their fields have: turns of a conversation, and pairs of outputs, of which only the
+outputs are learnt."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from train.data import messages
+from train.data.formats import convert
+from train.data.records import BadRecord, NoAnswer, parse
+
+ASK, ANSWER = {"role": "user", "content": "3?"}, {"role": "assistant", "content": "12"}
+TOOL = {"name": "gauge", "parameters": {"type": "object"}}
+
+
+def read_messages(turns):
+    return messages.read_messages(turns, set())
+
+
+def call(identity: str, line: int, name: str = "gauge") -> dict:
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": json.dumps({"line": line})}}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tool_calls": [call("call_1", 3)]},
+        {"tool_calls": json.dumps([call("call_1", 3)])},
+        {"tool_calls": [{"name": "gauge", "arguments": {"line": 3}}]},
+        {"function_call": {"name": "gauge", "arguments": '{"line": 3}'}},
+    ],
+)
+@pytest.mark.parametrize("result", [{"tool_call_id": "call_1"}, {"name": "gauge"}, {}])
+def test_read_messages_of_every_form_of_a_call_makes_one_message(given, result):
+    turns = [ASK, {"role": "assistant", **given}, {"role": "tool", "content": "12", **result}, ANSWER]
+    made = read_messages(turns)
+    assert made[1] == {"role": "assistant", "content": "", "tool_calls": [call("call_1", 3)]}
+    assert made[2]["tool_call_id"] == "call_1"
+
+
+def test_read_messages_joins_calls_after_calls_and_gives_results_in_order():
+    said = [json.dumps({"name": "gauge", "arguments": {"line": line}}) for line in (1, 2)]
+    turns = [
+        {"from": "human", "value": "both?"},
+        {"from": "gpt", "value": "I look."},
+        *({"from": "function_call", "value": text} for text in said),
+        {"from": "observation", "value": "7"},
+        {"from": "observation", "value": "9"},
+        {"from": "gpt", "value": "7 and 9."},
+    ]
+    made = read_messages(turns)
+    assert made[1] == {"role": "assistant", "content": "I look.", "tool_calls": [call("call_1", 1), call("call_2", 2)]}
+    assert [message["tool_call_id"] for message in made[2:4]] == ["call_1", "call_2"]
+    listed = [turns[0], {"from": "function_call", "value": f"[{', '.join(said)}]"}, *turns[4:]]
+    assert read_messages(listed)[1]["tool_calls"] == made[1]["tool_calls"]
+
+
+def test_read_messages_finds_the_call_of_a_result_by_its_name():
+    calls = {"role": "assistant", "tool_calls": [call("a", 1), call("b", 2, "scale")]}
+    results = [{"role": "tool", "name": name, "content": "1"} for name in ("scale", "gauge")]
+    made = read_messages([ASK, calls, *results, ANSWER])
+    assert [message["tool_call_id"] for message in made[2:4]] == ["b", "a"]
+    with pytest.raises(BadRecord, match="'clock'; expected one of the calls before it: 'gauge', 'scale'"):
+        read_messages([ASK, calls, results[0] | {"name": "clock"}])
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "loss", "loss_mask", "training"])
+@pytest.mark.parametrize("off", [0, False])
+def test_read_messages_takes_every_name_of_a_weight(key, off):
+    turns = [{"from": "human", "value": "a", key: off}, {"from": "gpt", "value": "b", key: off}]
+    assert [message.get("weight") for message in read_messages(turns)] == [None, 0]
+    with pytest.raises(BadRecord, match="nothing to learn"):
+        convert({"conversations": turns})
+    with pytest.raises(BadRecord, match="expected 0 or 1, on assistant messages only"):
+        read_messages([turns[0] | {key: 1}])
+    with pytest.raises(BadRecord, match="expected 0 or 1"):
+        read_messages([turns[1] | {key: 0.5}])
+
+
+def test_read_messages_takes_reasoning_and_refusals():
+    made = read_messages([ASK, ANSWER | {"thinking": "hm"}, ASK, {"role": "assistant", "refusal": "No."}])
+    assert made[1]["reasoning_content"] == "hm" and made[3]["content"] == "No."
+    with pytest.raises(BadRecord, match="both 'reasoning' and 'thinking'"):
+        read_messages([ASK, ANSWER | {"thinking": "hm", "reasoning": "oh"}])
+    with pytest.raises(NoAnswer):
+        read_messages([ASK, {"role": "assistant", "content": None}])
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [ASK, ANSWER], "system": "Be brief."},
+        {"conversation": [{"from": "human", "value": "3?"}, {"from": "gpt", "value": "12"}], "system": "Be brief."},
+        {"conversations": [ASK, ANSWER], "system_prompt": "Be brief."},
+        {"prompt": "3?", "completion": "12", "system": "Be brief."},
+        {"prompt": [ASK], "completion": [ANSWER], "system": "Be brief."},
+        {"question": "3?", "response": "12", "system_prompt": "Be brief."},
+        {"instruction": "3?", "output": "12", "system": "Be brief.", "input": None},
+    ],
+)
+def test_system_prompt_of_every_shape_is_a_message(record):
+    assert convert(record).record == {"messages": [SYSTEM, ASK, ANSWER]}
+
+
+def test_answers_within_a_prompt_are_not_trained():
+    record = {"prompt": [ASK, ANSWER, ASK], "completion": "13"}
+    made = convert(record).record["messages"]
+    assert [message.get("weight") for message in made] == [None, 0, None, None]
+
+
+def test_left_out_names_keys_of_turns_parts_and_calls():
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "3?", "cache": 1}], "language": "en", "name": ""},
+        {"role": "assistant", "tool_calls": [{**call("a", 3), "index": 0}], "tool_call_id": "x", "empty": []},
+        ANSWER,
+    ]
+    assert convert({"messages": turns, "id": 7}).left_out == {
+        "id",
+        "messages[].language",
+        "messages[].content[].cache",
+        "messages[].tool_calls.index",
+        "messages[].tool_call_id",
+    }
+
+
+def test_parse_makes_a_record_of_a_bare_list_of_messages():
+    assert parse(json.dumps({"messages": json.dumps([ASK, ANSWER])}).encode()) == {"messages": [ASK, ANSWER]}
+    assert parse(b'{"a": NaN, "b": ["NaN", NaN]}') == {"a": None, "b": ["NaN", None]}
+    assert parse(b'{"a": "NaN: \\u003a"}') == {"a": "NaN: :"}
+
+
+def test_padded_keys_of_tools_and_arguments_are_dropped():
+    schema = {"type": "object", "properties": {"line": {"type": "integer"}, "crane": None}, "required": None}
+    tool = {"name": "gauge", "input_schema": json.dumps(schema)}
+    calls = {"role": "assistant", "tool_calls": [{"name": "gauge", "input": {"line": None, "crane": None}}]}
+    turns = [ASK, calls, {"role": "tool_response", "content": "1"}, ANSWER]
+    made = convert({"messages": turns, "tools": [tool]}).record
+    parameters = {"type": "object", "properties": {"line": {"type": "integer"}}}
+    assert made["tools"][0]["function"] == {"name": "gauge", "parameters": parameters}
+    assert made["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"line": null}'
+
+
+@pytest.mark.parametrize("given", [json.dumps('{"line": 3}'), {"line": 3}, '{"line": 3}'])
+@pytest.mark.parametrize("key", ["arguments", "parameters", "input", "args"])
+def test_arguments_under_every_name_are_an_object(given, key):
+    made = read_messages([ASK, {"role": "assistant", "tool_calls": [{"name": "gauge", key: given}]}])
+    assert made[1]["tool_calls"] == [call("call_1", 3)]
+
+
+@pytest.mark.parametrize("given", [[1], "[1]", "{a: 1}"])
+def test_arguments_that_are_no_object_are_refused(given):
+    with pytest.raises(BadRecord, match="'gauge'"):
+        read_messages([ASK, {"role": "assistant", "tool_calls": [{"name": "gauge", "arguments": given}]}])
+
+
+# -- pairs
+
+
+def to_pair(record):
+    assert (made := convert(record)).shape == "preference"
+    return made.record["sequences"]
+
+
+QUESTION = {"role": "user", "content": "2 and 2?"}
+RIGHT, WRONG = ({"role": "assistant", "content": text} for text in ("4", "5"))
+OPENAI = {"input": {"messages": [QUESTION]}, "preferred_output": [RIGHT], "non_preferred_output": [WRONG]}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+ADD = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        OPENAI,
+        {"prompt": "2 and 2?", "chosen": "4", "rejected": "5"},
+        {"prompt": [QUESTION], "chosen": [RIGHT], "rejected": [WRONG]},
+        {"chosen": [QUESTION, RIGHT], "rejected": [QUESTION, WRONG]},
+        # As the hub has UltraFeedback: the prompt is repeated as a text.
+        {"prompt": "2 and 2?", "chosen": [QUESTION, RIGHT], "rejected": [QUESTION, WRONG]},
+        {"prompt": "2 and 2?", "chosen": "4", "rejected": "5", "id": 7, "source": "elsewhere"},
+        {
+            "conversations": [{"from": "human", "value": "2 and 2?"}],
+            "chosen": {"from": "gpt", "value": "4"},
+            "rejected": {"from": "gpt", "value": "5"},
+        },
+        {"conversations": [{"from": "human", "value": "2 and 2?"}], "chosen": "4", "rejected": "5"},
+    ],
+    ids=["openai", "texts", "messages", "implicit", "repeated", "more-columns", "sharegpt", "sharegpt-texts"],
+)
+def test_every_shape_is_the_same_pair(record):
+    chosen, rejected = to_pair(record)
+    assert chosen == {"messages": [QUESTION, RIGHT | {"weight": 1}]}
+    assert rejected == {"messages": [QUESTION, WRONG | {"weight": 1}]}
+
+
+def test_the_pairs_in_the_docs_are_pairs():
+    page = (Path(__file__).parents[3] / "docs" / "dpo.md").read_text()
+    lines = page.partition("```json\n")[2].partition("```")[0].splitlines()
+    assert len(lines) == 3 and all(to_pair(json.loads(line)) == to_pair(OPENAI) for line in lines)
+
+
+def test_only_outputs_are_learnt_and_tools_are_kept():
+    before = [QUESTION, RIGHT | {"weight": 1}, {"role": "user", "content": "more"}]
+    called = {"role": "assistant", "tool_calls": [ADD]}
+    answer = {"role": "tool", "tool_call_id": "1", "content": "4"}
+    record = {
+        "input": {"messages": before, "tools": TOOLS, "parallel_tool_calls": False},
+        "preferred_output": [called, answer, RIGHT],
+        "non_preferred_output": [WRONG],
+    }
+    chosen, rejected = to_pair(record)
+    assert [m.get("weight") for m in chosen["messages"]] == [None, 0, None, 1, None, 1]
+    assert [m.get("weight") for m in rejected["messages"]] == [None, 0, None, 1]
+    assert chosen["tools"] == rejected["tools"] == TOOLS
+    implicit = to_pair({"chosen": "Q: a\nA: yes", "rejected": "Q: a\nA: no"})
+    assert [m["content"] for m in implicit[0]["messages"]] == ["Q: a\nA:", " yes"]
+
+
+@pytest.mark.parametrize(
+    "record, reason",
+    [
+        (OPENAI | {"non_preferred_output": [dict(RIGHT)]}, "both outputs are the same"),
+        ({"chosen": [QUESTION, RIGHT], "rejected": [{"role": "user", "content": "2 and 3?"}, WRONG]}, "prompts differ"),
+        ({"chosen": "yes", "rejected": "no"}, "no prompt"),
+        ({"prompt": "q", "chosen": "a", "rejected": [WRONG]}, "both texts or both lists"),
+        ({"chosen": '{"messages": [1]}', "rejected": '{"messages": [2]}'}, "'chosen' is the JSON text of messages"),
+        (OPENAI | {"preferred_output": []}, "'preferred_output' is empty"),
+        (OPENAI | {"image": "a.png"}, "has 'image'"),
+        (OPENAI | {"preferred_output": [QUESTION]}, r"preferred_output\[0\] is from 'user'"),
+        (OPENAI | {"input": {"messages": [QUESTION, RIGHT]}}, "prompt ends with a message from 'assistant'"),
+        (OPENAI | {"preferred_output": [{"role": "assistant", "content": [{"type": "image_url"}]}]}, "only text"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_with_the_reason(record, reason):
+    with pytest.raises(BadRecord, match=reason):
+        to_pair(record)
