@@ -34,7 +34,7 @@ from weights.format.errors import IntegrityError, StoreError, StoreFull
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import version_name
 from weights.format.torch_views import Strided, as_tensor
-from weights.memory.lease import Lease, StoredVersion, take_lease
+from weights.memory.lease import StoredVersion, take_lease
 from weights.memory.store import Draft, WeightStore
 
 KIND = "snapshot"
@@ -153,7 +153,7 @@ class Snapshots:
             return store.reserve(self._layout, kind=KIND, model=self._spec.job_id, version=version_name(step))
 
         meta = {"step": step, "spec": {key: getattr(self._spec, key) for key in _IDENTITY}, "tokens": self._tokens}
-        meta |= {"validations": asdict(self._validations)}
+        meta |= {"validations": [[*self._validations.scores.items()], self._validations.published]}
         written = write_together(store, self._layout, reserve, self._pieces(), meta)
         self._newest, self._cost_s, self._refused = (step, written), written.seconds, False
         self._emit("snapshot", step=step, **asdict(written))
@@ -170,8 +170,9 @@ class Snapshots:
 
         Raises SnapshotMismatch if it is gone or belongs to another run.
         """
-        with self._leased(path) as lease, torch.no_grad():
-            meta, spec, engine = lease.manifest.meta, self._spec, self._engine
+        stored, spec, engine = _stored(path), self._spec, self._engine
+        meta = stored.manifest.meta
+        with take_lease(stored) as lease, torch.no_grad():
             for key in _IDENTITY:
                 if meta["spec"][key] != getattr(spec, key):
                     raise SnapshotMismatch(
@@ -186,9 +187,9 @@ class Snapshots:
             shapes = {placed.spec.name: placed.spec.shape for placed in lease.layout}
             trained = [parameter for parameter in fragments.parameters(engine) if parameter.trained]
             for parameter in trained:
-                if (stored := shapes.get(f"master.{parameter.name}")) != parameter.shape:
+                if (shape := shapes.get(f"master.{parameter.name}")) != parameter.shape:
                     raise SnapshotMismatch(
-                        f"the snapshot {path} has {stored} for {parameter.name}, the model {parameter.shape}; it "
+                        f"the snapshot {path} has {shape} for {parameter.name}, the model {parameter.shape}; it "
                         "belongs to another model or other LoRA targets"
                     )
             step = int(meta["step"])
@@ -199,14 +200,13 @@ class Snapshots:
             else:  # at a fraction of what an all-gather through gloo costs
                 copies.read(lease, ((f"master.{p.name}", p.held, p.tensor.data.view(-1)) for p in trained))
         engine.global_steps, engine.global_samples = step, step * spec.batch_size
-        kept = meta["validations"]
-        self._validations.scores = {int(step): score for step, score in kept["scores"].items()}
-        self._validations.published = kept["published"]
+        scores, self._validations.published = meta["validations"]
+        self._validations.scores = dict(scores)
         return step
 
     def read_kept(self, path: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A copy of one of the kept tensors of the snapshot at `path`. Raises SnapshotMismatch."""
-        with self._leased(path) as lease:
+        with take_lease(_stored(path)) as lease:
             stored = next((placed.spec.shape for placed in lease.layout if placed.spec.name == name), None)
             if stored != shape:
                 raise SnapshotMismatch(
@@ -215,12 +215,12 @@ class Snapshots:
                 )
             return as_tensor(lease.view(name), "F32", shape).clone()
 
-    def _leased(self, path: str) -> Lease:
-        try:
-            stored = StoredVersion.read(Path(path))
-        except IntegrityError as error:
-            raise SnapshotMismatch(f"no snapshot at {path}; it was removed or never committed") from error
-        return take_lease(stored)
+
+def _stored(path: str) -> StoredVersion:
+    try:
+        return StoredVersion.read(Path(path))
+    except IntegrityError as error:
+        raise SnapshotMismatch(f"no snapshot at {path}; it was removed or never committed") from error
 
 
 def _state_of(owned: Iterable[Fragment]) -> Iterator[Piece]:
