@@ -16,6 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from runtime.devices.kinds import kind_of
 from train.control.progress import Events
+from train.data.packing import StepData
 from train.methods.method import Method
 from train.model.tensor_parallel import Grid
 from train.plan.errors import TrainingDiverged
@@ -63,24 +64,9 @@ class Metrics:
         self._passes, self._forward_s = [], 0.0
         return seconds
 
-    def end_step(
-        self,
-        step: int,
-        loss: torch.Tensor,
-        tokens: int,
-        waited: dict[str, float],
-        figures: dict[str, Any],
-        **fields: Any,
-    ) -> None:
-        """Collective: report that `step` steps are done. Raises TrainingDiverged, on every rank.
-
-        Args:
-            loss: this rank's part.
-            tokens: of the whole step, padding not counted.
-            waited: seconds before the step, by what was waited for.
-            figures: of the samples that the step learnt from.
-            fields: more for the event.
-        """
+    def end_step(self, step: int, loss: torch.Tensor, data: StepData, **fields: Any) -> None:
+        """Collective: report that `step` steps are done. loss: this rank's part. fields: more for the event. Raises
+        TrainingDiverged, on every rank."""
         # The other ranks of a tensor-parallel group have the same values.
         own = torch.zeros(self._size, dtype=torch.float32, device=self._engine.device)
         taken, peaks = self._engine.module.take_metrics()
@@ -102,15 +88,15 @@ class Metrics:
             named |= dict(zip(self._method.peak_names, highest.tolist(), strict=True))
         if self._grid.rank:
             return
-        training_s = time.perf_counter() - self._began_s
-        full_s = training_s + sum(waited.values())
+        full_s, waited = time.perf_counter() - self._began_s, data.waited
+        training_s = full_s - sum(waited.values())
         metrics = {
             "loss": total,
             "grad_norm": grad_norm,
             "learning_rate": fields["learning_rate"],
-            "tokens_per_s": tokens / full_s,
+            "tokens_per_s": data.tokens / full_s,
             **named,
-            **figures,
+            **data.figures,
         }
         self._write_curves("train", step, metrics)
         if not self._on_host:
@@ -121,7 +107,7 @@ class Metrics:
             at_s=round(time.time(), 3),
             step=step,
             devices=self._grid.world_size,
-            tokens=tokens,
+            tokens=data.tokens,
             **(fields | metrics),
             rank_seconds=[round(one, 4) for one in found[self._size - 1 :]],
             **timing,

@@ -18,7 +18,7 @@ from deepspeed import comm
 
 from train.control.progress import ControlSignals, Events, Progress
 from train.control.rank_messages import any_rank, broadcast_json
-from train.data.packing import Row, StepPlan, part_of
+from train.data.packing import Row, StepData, StepPlan, part_of
 from train.data.token_set import TokenSet
 from train.methods.method import Method
 from train.methods.methods import method_of
@@ -42,48 +42,25 @@ _VALIDATES_ON_S = 5.0  # a validation goes on for so long at least; a suspension
 
 
 class DataFeed:
-    """Feeds the steps of a rank with rows of the data. Rollouts (train.rollouts.rollouts) have the same methods, for
-    answers that engines sample from the model in training.
-
-    All methods but `ready` are about the step of its last call.
-    """
+    """Feeds the steps of a rank with rows of the data. Rollouts (train.rollouts.rollouts) have the same method, for
+    answers that engines sample from the model in training."""
 
     def __init__(self, method: Method, plan: StepPlan, tokens: TokenSet, grid: Grid, sequence_parallel: int = 1):
         """sequence_parallel: neighbouring ranks that share each row, a part of its tokens each."""
         self._method, self._plan, self._tokens, self._grid = method, plan, tokens, grid
         self._parts = sequence_parallel
-        self._step = -1
 
-    def ready(self, step: int) -> bool:
-        """Collective: fetch what this step learns from. False if the devices were wanted before it was there."""
-        self._step = step
-        return True
-
-    def rows(self) -> list[tuple[int, Row]]:
-        """(number within the step, row) of this rank's micro-batches."""
+    def step(self, step: int) -> StepData | None:
+        """Collective: what this step learns from. None if the devices were wanted before it was there."""
         group, part = divmod(self._grid.data_rank, self._parts)
-        micro_batches = self._plan.micro_batches(self._step, group, self._grid.data_size // self._parts)
-        return [(number, part_of(self._row(number, micro), part, self._parts)) for number, micro in micro_batches]
+        micro_batches = self._plan.micro_batches(step, group, self._grid.data_size // self._parts)
+        rows = [(number, part_of(self._row(step, number, packs), part, self._parts)) for number, packs in micro_batches]
+        learnt = self._plan.learnt_in_step(step)
+        return StepData(rows, self._method.denominator(self._tokens, learnt), self._tokens.tokens_in(learnt))
 
-    def _row(self, number: int, packs: np.ndarray) -> Row:
-        learnt = packs[: max(0, self._plan.counted(self._step) - number * len(packs))]
+    def _row(self, step: int, number: int, packs: np.ndarray) -> Row:
+        learnt = packs[: max(0, self._plan.counted(step) - number * len(packs))]
         return self._tokens.row(learnt) if len(learnt) else replace(self._tokens.row(packs), weight=0.0)
-
-    def denominator(self) -> int:
-        """What the loss of the step is divided by, the same on every rank."""
-        return self._method.denominator(self._tokens, self._plan.learnt_in_step(self._step))
-
-    def tokens(self) -> int:
-        """How many tokens the step learns from, with those before them, over all ranks."""
-        return self._tokens.tokens_in(self._plan.learnt_in_step(self._step))
-
-    def step_metrics(self) -> dict[str, Any]:
-        """Further data of the step's event, the same on every rank."""
-        return {}
-
-    def seconds(self) -> dict[str, float]:
-        """How many seconds `ready` took, by part."""
-        return {}
 
 
 class Run:
@@ -161,7 +138,7 @@ class Run:
                 return self._suspended()
             if due:
                 self.snapshots.save(self.step)
-            if self.feed.ready(self.step) and self.train_step():
+            if self.train_step():
                 if self._validates():
                     self._validate()
                 if not self._is_over():  # else it is published as the result
@@ -174,25 +151,24 @@ class Run:
         """Collective: do the next step, all its micro-batches and the optimizer's. False if all ranks left it, because
         their devices are wanted: nothing but gradients has changed, and the process is about to end."""
         spec, step, engine = self.spec, self.step, self.engine
+        self.metrics.begin_step()
+        if (data := self.feed.step(step)) is None:
+            return False
+        total, warmup_ratio = self.plan.total_steps, spec.warmup_ratio
         rate = learning_rate(
-            step,
-            self.plan.total_steps,
-            peak=spec.learning_rate,
-            warmup_ratio=spec.warmup_ratio,
-            schedule=spec.lr_scheduler,
+            step, total, peak=spec.learning_rate, warmup_ratio=warmup_ratio, schedule=spec.lr_scheduler
         )
         for group in engine.optimizer.optimizer.param_groups:
             group["lr"] = rate
-        self.metrics.begin_step()
         began_s = time.monotonic()
-        scale = 1.0 / self.feed.denominator()  # of the global step: gradients and losses of micro-batches add up
+        scale = 1.0 / data.denominator  # of the global step: gradients and losses of micro-batches add up
         loss = torch.zeros((), dtype=torch.float32, device=engine.device)
-        rows, least_s = self.feed.rows(), KEPT_S if step == self.first_step else 0.0
-        scaled = ((row, scale * row.weight) for _, row in rows)
+        least_s = KEPT_S if step == self.first_step else 0.0
+        scaled = ((row, scale * row.weight) for _, row in data.rows)
         shared = self._divergence("step", scaled, began_s, least_s)
         if shared is None:
             return self._abort_step(began_s)
-        for number, row in rows:
+        for number, row in data.rows:
             self.progress.enter("step", step)
             if self._leaves(began_s, least_s):
                 return self._abort_step(began_s)
@@ -207,17 +183,8 @@ class Run:
             loss += part.detach()
             engine.step()  # the optimizer's after the last micro-batch
         self.step += 1
-        epoch = min(spec.n_epochs, self._epoch())
-        self.metrics.end_step(
-            self.step,
-            loss,
-            self.feed.tokens(),
-            self.feed.seconds(),
-            self.feed.step_metrics(),
-            total_steps=self.plan.total_steps,
-            epoch=epoch,
-            learning_rate=rate,
-        )
+        more = {"total_steps": total, "epoch": min(spec.n_epochs, self._epoch()), "learning_rate": rate}
+        self.metrics.end_step(self.step, loss, data, **more)
         return True
 
     def _abort_step(self, began_s: float) -> bool:

@@ -120,14 +120,14 @@ def test_an_epoch_is_each_example_once_however_large_a_step_is(n_packs, n_epochs
         for rank in range(2 if batch // micro % 2 == 0 else 1):
             size = 2 if batch // micro % 2 == 0 else 1
             feed = DataFeed(method, plan, tokens, SimpleNamespace(data_rank=rank, data_size=size))
-            feed.ready(step)
             laid.clear()
-            rows = feed.rows()
+            data = feed.step(step)
+            rows = data.rows
             assert len(rows) == batch // micro // size, "every rank computes equally many"
             for (_, made), packs in zip(rows, laid, strict=True):
                 learnt += list(packs) if made.weight else []
-        assert feed.denominator() == feed.tokens()
-        denominators += feed.denominator()
+        assert data.denominator == data.tokens
+        denominators += data.denominator
     assert sorted(learnt) == sorted([*range(n_packs)] * n_epochs) and denominators == n_packs * n_epochs
 
 
