@@ -88,7 +88,7 @@ class Dpo(Compared, Pairs):
 
     def loss(
         self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Equation 7, as TRL's DPOTrainer computes it with loss_type "sigmoid": the sum over pairs of
         -log sigmoid(margin). margin: the reward of the preferred output less that of the other; reward: beta times the
         log-probability of the output's learnt tokens, less the reference."""
@@ -97,4 +97,4 @@ class Dpo(Compared, Pairs):
         rewards = options["beta"] * (log_probs - batch["reference"]).view(-1, 2)
         margins = rewards[:, 0] - rewards[:, 1]
         metrics = [*rewards.unbind(1), (margins > 0).float(), margins, *log_probs.view(-1, 2).unbind(1)]
-        return -logsigmoid(margins).sum(), metrics, []
+        return -logsigmoid(margins).sum(), metrics

@@ -45,7 +45,7 @@ class Kto(Compared):
 
     def loss(
         self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The sum over answers of weight * (1 - sigmoid(margin)), as TRL's KTOTrainer has it but for the KL term.
 
         margin: beta times the log-ratio to the reference above the KL term, or below it for a bad answer. The KL term
@@ -59,4 +59,4 @@ class Kto(Compared):
         margins = torch.where(good, above, -above)
         weights = torch.where(good, options["desirable_weight"], options["undesirable_weight"])
         values = [(margins > 0).float(), margins, kl.expand_as(margins), log_probs]
-        return (weights * torch.sigmoid(-margins)).sum(), values, []
+        return (weights * torch.sigmoid(-margins)).sum(), values

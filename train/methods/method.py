@@ -57,7 +57,7 @@ class Method:
     """What is particular to one way of training.
 
     name: as OpenAI's `method.type` and in a TrainSpec. summary: for commands. data: the kind that it takes, of
-    DATA. metric_names, peak_names: of what the objective reports, in order. sequences: how many sequences of tokens
+    DATA. metric_names: of what the loss reports, in order. sequences: how many sequences of tokens
     an example is; max_length is the limit of each, and all of them stand in one micro-batch. needs_reference:
     before the first step the run asks the objective about every sequence once and keeps the answers with the job
     (train.trainer.reference); rows have them from then on. needs_divergence: before the first gradient of a step
@@ -77,7 +77,6 @@ class Method:
     data: str = "conversation"
     options: tuple[Option, ...] = ()
     metric_names: tuple[str, ...] = ()
-    peak_names: tuple[str, ...] = ()
     sequences: int = 1
     needs_reference: bool = False
     needs_divergence: bool = False
@@ -175,8 +174,8 @@ class Method:
 
     def loss(
         self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """The sum over a row's examples, a float32 scalar; of each of `metric_names` the values that are added up; and
-        of each of `peak_names` those whose largest is taken. log_probs: (sequences,) float32, of the learnt tokens of
-        each sequence, or (n,) of each token (`wide`). batch: as train.methods.packed_objective.to_batch makes it."""
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The sum over a row's examples, a float32 scalar, and of each of `metric_names` the values that are added up.
+        log_probs: (sequences,) float32, of the learnt tokens of each sequence, or (n,) of each token (`wide`). batch:
+        as train.methods.packed_objective.to_batch makes it."""
         raise NotImplementedError(f"{self.name} has no loss")

@@ -25,9 +25,9 @@ class Supervised(Method):
 
     def loss(
         self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The sum of the cross entropy of all trained tokens."""
-        return -log_probs.sum(), [], []
+        return -log_probs.sum(), []
 
 
 DEFAULT = Supervised()

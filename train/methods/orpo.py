@@ -33,7 +33,7 @@ class Orpo(Pairs):
 
     def loss(
         self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Equations 6 and 7: the sum over pairs of -log p(preferred) - beta * log sigmoid(log odds ratio), where log p
         is the mean over an output's tokens."""
         import torch
@@ -47,4 +47,4 @@ class Orpo(Pairs):
         ratio, (chosen, rejected) = logsigmoid(log_odds), means.unbind(1)
         margins = beta * (chosen - rejected)
         values = [(margins > 0).float(), margins, log_odds, ratio, -chosen, chosen, rejected]
-        return -(chosen + beta * ratio).sum(), values, []
+        return -(chosen + beta * ratio).sum(), values

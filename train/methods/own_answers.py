@@ -48,7 +48,6 @@ class OwnAnswers(Method, ABC):
     """rate_share: part of the learning rate that suits supervised tuning."""
 
     metric_names = ("mismatch_kl", "mismatch_mean", "clipped")
-    peak_names = ("mismatch_max",)
     data = "prompt"
     cut_refuses = True
     wide = True
@@ -132,7 +131,7 @@ class OwnAnswers(Method, ABC):
 
     def loss(
         self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The loss of group relative policy optimisation (Shao et al., 2024, arXiv:2402.03300) as the field has settled
         on it: token by token over all tokens of the step (DAPO: Yu et al., 2025, arXiv:2503.14476), and without a
         penalty for distance from the starting model.
@@ -147,8 +146,7 @@ class OwnAnswers(Method, ABC):
         ratio = moved.exp()
         surrogate = ratio.clamp(max=WEIGHT_CAP) * (log_probs - fixed).exp() * batch["advantages"]
         # The first is the unbiased estimate of KL(sampler, trainer) that is never negative (Schulman, 2020).
-        sums = [ratio - 1 - moved, moved.abs(), (ratio > WEIGHT_CAP).float()]
-        return -surrogate.sum(), sums, [moved.abs()]
+        return -surrogate.sum(), [ratio - 1 - moved, moved.abs(), (ratio > WEIGHT_CAP).float()]
 
 
 class Reinforcement(OwnAnswers):

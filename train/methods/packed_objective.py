@@ -46,7 +46,6 @@ class PackedObjective(nn.Module):
             output.__class__ = SummedLogProbHead if method.sums else WideLogProbHead if method.wide else LogProbHead
         self._hits: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
-        self._peaks: list[torch.Tensor] = []
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
         """The row's loss times batch["scale"], a float32 scalar. For a batch `as_reference`, the log-probability of
@@ -58,7 +57,7 @@ class PackedObjective(nn.Module):
             log_probs = torch.stack([part.sum() for part in log_probs.split(sizes)])
         if batch.get("as_reference"):
             return log_probs
-        loss, sums, peaks = self._loss(log_probs, batch)
+        loss, sums = self._loss(log_probs, batch)
         scale = batch["scale"]
         with torch.no_grad():
             if self._counts_hits and scale:
@@ -68,18 +67,15 @@ class PackedObjective(nn.Module):
                 self._hits.append(torch.stack([right.sum(), right.new_full((), len(right), dtype=torch.int64)]))
             if sums:
                 self._sums.append(torch.stack([each.sum() for each in sums]) * scale)
-            if peaks:
-                self._peaks.append(torch.stack([each.max() for each in peaks]))
         return loss * scale
 
-    def take_metrics(self) -> tuple[list[float], list[float]]:
+    def take_metrics(self) -> list[float]:
         """What the calls since the last one found: tokens that were the likeliest, all that are trained, and the
-        method's sums, added up, [] without any; and the largest of its peaks."""
-        hits, sums, peaks = self._hits, self._sums, self._peaks
-        self._hits, self._sums, self._peaks = [], [], []
+        method's sums, added up; none of these without any."""
+        hits, sums = self._hits, self._sums
+        self._hits, self._sums = [], []
         found = torch.stack(hits).sum(0).tolist() if hits else [0, 0]
-        found += torch.stack(sums).sum(0).tolist() if sums else []
-        return found, torch.stack(peaks).amax(0).tolist() if peaks else []
+        return found + (torch.stack(sums).sum(0).tolist() if sums else [])
 
     def _log_probs(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """(n,) float32: the log-probability of each learnt token; and (n,) bool: whether it is the likeliest one."""

@@ -69,7 +69,7 @@ class Metrics:
         TrainingDiverged, on every rank."""
         # The other ranks of a tensor-parallel group have the same values.
         own = torch.zeros(self._size, dtype=torch.float32, device=self._engine.device)
-        taken, peaks = self._engine.module.take_metrics()
+        taken = self._engine.module.take_metrics()
         if self._grid.tensor_rank == 0:
             own[0] = loss
             own[1 : 1 + len(taken)] = torch.tensor(taken)
@@ -82,10 +82,6 @@ class Metrics:
         if not (math.isfinite(total) and math.isfinite(grad_norm)):
             raise TrainingDiverged(step, total, grad_norm)
         named = self._named(found[: self._size - 1])
-        if self._method.peak_names:
-            highest = torch.tensor(peaks or [0.0] * len(self._method.peak_names), device=own.device)
-            comm.all_reduce(highest, op=comm.ReduceOp.MAX)
-            named |= dict(zip(self._method.peak_names, highest.tolist(), strict=True))
         if self._grid.rank:
             return
         full_s, waited = time.perf_counter() - self._began_s, data.waited
@@ -120,7 +116,7 @@ class Metrics:
 
     def validated(self, sums: torch.Tensor, loss: torch.Tensor, *, counts: bool) -> None:
         """Add one row of a validation to `sums`, if it counts."""
-        taken, _ = self._engine.module.take_metrics()
+        taken = self._engine.module.take_metrics()
         if counts and self._grid.tensor_rank == 0:
             sums[0] += loss
             sums[1 : 1 + len(taken)] += torch.tensor(taken, device=sums.device)

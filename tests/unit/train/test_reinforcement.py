@@ -207,10 +207,9 @@ def test_tokens_of_an_engine_are_weighed_by_how_likely_they_are_to_the_trainer(t
     ratios = torch.cat(ratios)
     assert (ratios > 2).any() and (ratios < 0.8).any(), "the cap is met, and what a clip would stop"
     moved = ratios.log().abs()
-    (*_, kl, mean, cut), peaks = objective.take_metrics()
+    *_, kl, mean, cut = objective.take_metrics()
     assert kl == pytest.approx(0.25 * (ratios - 1 - ratios.log()).sum().item(), rel=1e-3)
     assert mean == pytest.approx(0.25 * moved.sum().item(), rel=1e-4) and cut == 0.25 * (ratios > 2).sum().item()
-    assert peaks == [pytest.approx(moved.max().item(), rel=1e-4)]
 
 
 def test_the_head_computes_in_float32_whatever_the_weights_are(tmp_path):
@@ -339,7 +338,7 @@ def test_a_run_learns_what_is_rewarded(tmp_path, fields):
     assert last >= first
     assert all(0 <= event["mean_reward_error"] < 0.5 for event in box.of("validation"))
     # The weights of the very step: what is in shared memory is rounded to bfloat16, and that is all.
-    assert max(step["mismatch_mean"] for step in steps) < 0.02 and max(step["mismatch_max"] for step in steps) < 0.3
+    assert max(step["mismatch_mean"] for step in steps) < 0.02
     assert all(step["clipped"] == step["staleness"] == 0 for step in steps)
     assert {"publishing", "sampling", "training", "full_iteration"} == steps[0]["timing"]["step"].keys()
     assert [event["version"] for event in box.of("published")] == ["step-24"]
