@@ -267,7 +267,8 @@ class Run:
         spec = self.spec
         of_epoch = spec.publishes_epochs and self.step in self.plan.epoch_end_steps() and self.step > self.first_step
         is_best = spec.publish == "best" and self.validations.best_step == self.step > 0
-        if (of_epoch or is_best) and self.publisher.publish_if_room(self.step, self._epoch()):
+        due = (of_epoch or is_best) and self.step not in self.validations.published
+        if due and self.publisher.publish_if_room(self.step, self._epoch()):
             self.validations.published.append(self.step)
 
     def _publish_result(self) -> None:
