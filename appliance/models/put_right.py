@@ -215,9 +215,6 @@ def put_tokenizer_right(directory: Path, found: Mapping[str, Any], rendered: Map
             f"transformers reads this tokenizer by {found['class']}, which makes other tokens of {found['differs']!r} "
             "than tokenizer.json: answers may be worse than elsewhere"
         )
-    if found["changed"]:
-        text, back = found["changed"]
-        notes.append(f"its tokenizer does not give a text back as it was: {text!r} comes back as {back!r}")
     return notes + (_without_a_row(directory, found, rendered) if found["beyond"] else [])
 
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from train.data.packing import build_row
 from train.methods.methods import method_of
+from train.methods.packed_objective import PackedObjective, to_batch
 from train.model import attention
 from train.model.model import add_lora
 from train.plan.estimate import ModelShape, layer_bytes
@@ -64,7 +65,7 @@ def objective_of(config, layers: int, full: bool):
     model.config.use_cache = False
     method = method_of("supervised")
     row = build_row([[(np.zeros(TOKENS, np.int32), np.arange(TOKENS) > 2)]], TOKENS, 0, packing=True)
-    return method.objective(model.train(), {}), model, method.batch(row, 0.1, META)
+    return PackedObjective(model.train(), method, {}), model, to_batch(row, 0.1, META)
 
 
 def kept_bytes(config, layers: int) -> int:
