@@ -71,14 +71,9 @@ def turn_form(render: Render, stops: Callable[[str], bool], eos: str | None) -> 
     header = before[len(question) :] if question is not None and before.startswith(question) else ""
     followed = (_try(render, [*asked, answer, {"role": "user", "content": "c"}], tools) or text).rpartition(PROBE)[2]
     tail, blank = tail.rstrip(), tail[len(tail.rstrip()) :]
-    end = tail
-    if not followed.startswith(tail):  # what follows the end of the last turn alone, as Phi 3's <|endoftext|>
-        shared = os.path.commonprefix([tail, followed])
-        shorter = re.match(r"\s*(?:<[^\s<>]+>|\S+)", tail)
-        if eos and eos in shared:
-            end = shared
-        elif shorter and stops(shorter[0]):
-            end = shorter[0]
+    end, marker = tail, re.match(r"\s*(?:<[^\s<>]+>|\S+)", tail)
+    if not followed.startswith(tail) and marker and stops(marker[0]):
+        end = marker[0]  # what follows it ends the last turn alone, as Phi 3's <|endoftext|>
     if not tail and (marker := _MARKER.match(followed)):
         end = marker[1]
     end = _to_first(eos, end) if stops(end) else end + (eos or "")
