@@ -67,7 +67,6 @@ SUBPACKAGES = (
     "scheduler.loop",
     "scheduler.handover",
     "scheduler.plan",
-    "scheduler.autoscaler",
     "scheduler.core",
     "train.convert",
     "train.trainer",

@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from appliance.controller import retention
+from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.evals import runner
 from appliance.controller.evals.runner import EvalRunner
-from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.objects import evals, models
 from appliance.store.records import model_settings
 from tests.unit.controller.conftest import ADMIN, Control
