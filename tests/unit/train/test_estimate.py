@@ -40,8 +40,16 @@ def test_zero_shares_out_what_its_paper_says():
 
 
 def test_the_largest_parameter_is_found_as_transformers_builds_it():
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 100,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
     for kind, more in ((LlamaConfig, {}), (MixtralConfig, {"num_local_experts": 16})):
-        made = kind(**{**COMMON, **more, "vocab_size": 64})
+        made = kind(**sizes, **more, vocab_size=64)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(made)
         count, largest = model.num_parameters(), max(p.numel() for p in model.parameters())
@@ -60,14 +68,3 @@ def test_tensor_parallelism_cuts_all_but_embeddings_and_head():
     assert shared.optimizer_bytes == 12 * held // 2, "ZeRO shares it out over the two groups"
     assert shared.state_bytes < alone.state_bytes and shared.activations_bytes < alone.activations_bytes
     assert estimate.snapshot_bytes(LLAMA_8B, fields(full=True, tensor_parallel=4)) == 12 * eight
-
-
-COMMON = {
-    "hidden_size": 48,
-    "intermediate_size": 100,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 384,
-}
