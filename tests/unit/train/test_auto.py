@@ -71,8 +71,6 @@ def test_resolve_counts_ranks_of_a_row_together():
         ({"n_epochs": 2.5}, "n_epochs", SMALL),
         ({"batch_size": 10**400}, "batch_size", SMALL),
         ({"learning_rate_multiplier": float("nan")}, "learning_rate_multiplier", SMALL),
-        ({"learning_rate_multiplier": 10_000}, "learning_rate_multiplier", SMALL),
-        ({"learning_rate": 1}, "learning_rate", SMALL),
         ({"lora_ranks": 8}, "lora_ranks", SMALL),
         ({"offload": "parameters", "zero_stage": 2}, "zero_stage", SMALL),
         ({"max_length": 4096}, "max_length", SMALL),

@@ -29,7 +29,7 @@ HEADERS_BYTES = 32 * 1024  # names and offsets, manifest, config and tokenizer
 
 @pytest.mark.parametrize("full", [True, False], ids=["full", "lora"])
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2, 3])
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", pytest.param("qwen2_moe", marks=pytest.mark.soak)])
 def test_what_is_held_and_written_is_what_was_estimated(tmp_path, family, stage, full):
     base = make_model_dir(tmp_path / "base", family=family, hidden_size=128, intermediate_size=256, head_dim=32)
     spec = spec_of(tmp_path, base, zero_stage=stage, full=full, lora_rank=8, batch_size=1)
