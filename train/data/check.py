@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from train.data.formats import TEXT, Example, convert, shape_of
-from train.data.records import BadFile, BadRecord, Line, Record, examples, parse
+from train.data.records import MAX_EXAMPLE_BYTES, BadFile, BadRecord, Line, Record, examples, parse
 
 MAX_LISTED_ERRORS = 100
 # The check stops after this many bad examples, which bounds its time even for a billion of them.
@@ -80,13 +80,15 @@ class Read:
     bad: BadRecord | None = None
 
 
-def read_examples(path: str | Path, refuses: Refuses | None = None) -> Iterator[Read]:
+def read_examples(
+    path: str | Path, refuses: Refuses | None = None, max_example_bytes: int = MAX_EXAMPLE_BYTES
+) -> Iterator[Read]:
     """Every example of a file. The shape of most of the first is that of all, of those that the method takes if
     `refuses` says which; a record of another shape is unusable, and so is a file of which it takes none. Raises
     OSError."""
     with open(path, "rb") as file:
-        shape = _usual_shape(islice(examples(file), _SHAPE_EXAMPLES), refuses)
-        for line, raw in examples(file):
+        shape = _usual_shape(islice(examples(file, max_example_bytes), _SHAPE_EXAMPLES), refuses)
+        for line, raw in examples(file, max_example_bytes):
             read = Read(line)
             try:
                 if isinstance(raw, BadRecord):
@@ -119,6 +121,7 @@ def check_training_file(
     path: str | Path,
     *,
     chat_path: str | Path | None = None,
+    max_example_bytes: int = MAX_EXAMPLE_BYTES,
     count: Count | None = None,
     counted: int = COUNTED_EXAMPLES,
     refuses: Refuses | None = None,
@@ -138,7 +141,7 @@ def check_training_file(
             stack.callback(partial.unlink, missing_ok=True)
             number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             output = stack.enter_context(os.fdopen(number, "wb"))
-        for read in read_examples(path, refuses):
+        for read in read_examples(path, refuses, max_example_bytes):
             report.shape = read.shape or report.shape
             try:
                 if read.bad is not None:

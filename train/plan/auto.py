@@ -19,7 +19,6 @@ from train.plan.recipe import SCHEDULES
 from train.plan.speed import Load
 
 Own = Callable[["Given", dict[str, Any]], None]
-_MOST_PATIENCE_S = 60.0
 """How long others may wait for the end of a step: a job that keeps its devices is what its key may have or not."""
 LORA_FROM_PARAMETERS = 1_000_000_000
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_publish")
@@ -196,7 +195,6 @@ def resolve(
     fields["serve_dtype"] = given.choice("serve_dtype", ("bf16", "fp32"), auto="bf16")
     every = given.value("snapshot_every_s", None)
     fields["snapshot_every_s"] = every if every is None else given.number("snapshot_every_s", 0, 86400, auto=0)
-    fields["step_patience_s"] = given.number("step_patience_s", 0, _MOST_PATIENCE_S, auto=0.1)
     if own is not None:
         own(given, fields)
     if unknown := sorted(given.values.keys() - given.read):

@@ -72,7 +72,6 @@ def test_resolve_counts_ranks_of_a_row_together():
         ({"batch_size": 10**400}, "batch_size", SMALL),
         ({"learning_rate_multiplier": float("nan")}, "learning_rate_multiplier", SMALL),
         ({"lora_ranks": 8}, "lora_ranks", SMALL),
-        ({"step_patience_s": 61}, "step_patience_s", SMALL),
         ({"offload": "parameters", "zero_stage": 2}, "zero_stage", SMALL),
         ({"max_length": 4096}, "max_length", SMALL),
         ({"batch_size": 30, "micro_batch": 4}, "micro_batch", SMALL),

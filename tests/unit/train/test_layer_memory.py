@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from train.data.packing import build_row
 from train.methods.methods import method_of
+from train.methods.packed_objective import PackedObjective, to_batch
 from train.model import attention
 from train.plan.estimate import ModelShape, layer_bytes
 
@@ -56,7 +57,7 @@ def kept_bytes(config, layers: int) -> int:
     model.config.use_cache = False
     method = method_of("supervised")
     row = build_row([[(np.zeros(TOKENS, np.int32), np.arange(TOKENS) > 2)]], TOKENS, 0, packing=True)
-    objective, batch = method.objective(model.train(), {}), method.batch(row, 0.1, META)
+    objective, batch = PackedObjective(model.train(), method, {}), to_batch(row, 0.1, META)
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
