@@ -42,8 +42,6 @@ _OVER = {"event": "over"}
 class Jobs(Protocol):
     """The work of a job's ranks, and the receiver of their events; the controller's JobRuns documents each method."""
 
-    async def catch_up(self, job_id: str) -> None: ...
-
     async def prepare(self, job_id: str) -> None: ...
 
     def spec(self, job_id: str, device_kind: str) -> TrainSpec:
@@ -96,7 +94,6 @@ class Groups:
         await self._nodes.wait_warm(node_config, "train")
         devices = [self._nodes.device(device_id) for device_id in device_ids]
         try:
-            await self._jobs.catch_up(job_id)
             await self._jobs.prepare(job_id)
             spec = self._jobs.spec(job_id, devices[0].kind)
         except LookupError as error:
@@ -273,12 +270,7 @@ class Groups:
         return tuple(views.values())
 
     async def _adopt(self, job_id: str, statuses: dict[str, dict[str, Any]]) -> None:
-        ids = {"job_id": job_id}
-        log.info("adopted its running ranks on %s", ", ".join(sorted(statuses)), extra=ids)
-        try:
-            await self._jobs.catch_up(job_id)
-        except LookupError as error:
-            log.warning("cannot read the progress made without a controller: %s", error, extra=ids)
+        log.info("adopted its running ranks on %s", ", ".join(sorted(statuses)), extra={"job_id": job_id})
         devices = tuple(sorted(statuses, key=lambda device_id: statuses[device_id]["rank"]))
         group, transfer = self._new_group(job_id, self._nodes.config_of(devices))
         await group.adopt(job_id, [_Host(self._host(device_id)) for device_id in devices])

@@ -95,7 +95,6 @@ class Box:
         )
         jobs = SimpleNamespace(
             answer=self.nothing,
-            catch_up=self.nothing,
             prepare=self.nothing,
             spec=lambda job, device_kind: SimpleNamespace(job_id="j", device_kind=device_kind),
             newest_snapshot=lambda job: None,
