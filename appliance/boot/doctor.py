@@ -34,7 +34,7 @@ from appliance.memory.memory_policy import gb
 from appliance.paths import SHM_MOUNT, BoxPaths
 from runtime.devices.kind import DevicesRefused, Reading
 from runtime.devices.kinds import HOST, host_features, kind_of
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from scheduler.devices.discovery import check_build, discover_devices, foreign_use
 from scheduler.devices.host_reading import read_memory
 

@@ -268,7 +268,7 @@ ROWS = (
         (MODEL,), timeout_s=600),
     Row("model rollback", "POST /admin/v1/models/{id}/rollback",
         "Serve an older version, swapped in under running requests; a model that has a canary loses that instead.",
-        "{model}: {from} -> {to}; swap: {swap}",
+        "{model}: {from} -> {to}",
         (MODEL, opt("--version VERSION", "The version to serve. Default: the one before.")), timeout_s=600),
     Row("model pin", "POST /admin/v1/models/{id}/pin",
         "Keep a version in every tier, whatever the retention rules say.", "{model} {version}, pinned: {pinned}",

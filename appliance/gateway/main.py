@@ -24,7 +24,6 @@ from typing import Any
 import msgspec
 import orjson
 import uvloop
-from starlette.middleware.cors import CORSMiddleware
 from uvicorn import Config
 
 from appliance.gateway.core import errors
@@ -66,10 +65,9 @@ class Gateway:
         self.controller = Controller(self.state)
         self._servers: list[asyncio.Server] = []
         self._bus: asyncio.StreamWriter | None = None
-        self._sent_s = 0.0
-        # Rows that the controller has not counted yet, and whether this connection has them.
-        self._usage: list[dict[str, Any]] = []
-        self._usage_sent = False
+        self._sent, self._sent_s = b"", 0.0  # the last report
+        self._usage: list[dict[str, Any]] = []  # rows that the controller has not counted yet
+        self._usage_sent = False  # on this connection
 
     # -- life
 
@@ -79,12 +77,7 @@ class Gateway:
         private: a listening socket of mode 0600, whose requests name a key by its id (`App`)."""
         config, state, loop = self.config, self.state, asyncio.get_running_loop()
         app: Any = App(state, self.controller)
-        if config.cors_origins:
-            # Credentials (cookies) are never allowed: a key says who asks, and a page must have been given one.
-            everything: Any = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["*"]}
-            app = CORSMiddleware(app, allow_origins=config.cors_origins, max_age=7200, **everything)
-        own: Any = {"log_config": None, "access_log": False, "timeout_keep_alive": config.limits.keepalive_s}
-        served = Config(app, lifespan="off", ws="none", server_header=False, proxy_headers=False, **own)
+        served = Config(app, interface="asgi3", ws="none", log_config=None, proxy_headers=False)
         served.load()
         options: dict[str, Any] = {"backlog": _BACKLOG}
         if config.tls_cert_path is not None and config.tls_key_path is not None:
@@ -119,12 +112,13 @@ class Gateway:
             exchange.end(errors.unavailable("The server is shutting down.", "shutting_down", 2))
         await self._idle(_LAST_WORDS_S)
         for connection in list(state.connections):
-            connection.abort()
+            connection.transport.abort()
         state.report_now()
         await state.background.stop()
         if lost := self.controller.copies:
             log.warning("%d answered responses are not stored: the controller is away", lost)
         await state.engines.close()
+        await self.controller.session.close()
         if state.access_log is not None:
             state.write_access_log()
             state.access_log.close()
@@ -134,11 +128,10 @@ class Gateway:
     async def _idle(self, longest_s: float) -> None:
         """Returns when each client has its whole answer and the controller its copies, or after so long."""
         state, until_s = self.state, time.monotonic() + longest_s
-        while time.monotonic() < until_s and (
-            state.exchanges
-            or self.controller.delivering
-            or any(connection.transport.get_write_buffer_size() for connection in state.connections)
-        ):
+        while time.monotonic() < until_s:
+            unread = any(connection.transport.get_write_buffer_size() for connection in state.connections)
+            if not (unread or state.exchanges or self.controller.delivering):
+                return
             await asyncio.sleep(0.02)
 
     # -- the controller's side
@@ -161,10 +154,10 @@ class Gateway:
                 state.metrics.events["revoked_in_flight"] += 1
                 exchange.end(refusal)
             choice, ticket = exchange.choice, exchange.ticket
-            if ticket is not None and ticket.place.done() and ticket.place.exception() is None:
-                choice = ticket.place.result()  # that its coroutine has not got yet
             if choice is not None and choice.work.batch and not state.router.is_open(choice):
-                exchange.end(errors.batch_gives_way())  # its replica drains; whoever sent it sends it again
+                # Its replica drains; whoever sent it sends it again.
+                text = "This request of class batch gives way: its engine stops. Please retry."
+                exchange.end(errors.unavailable(text, errors.GIVES_WAY, 1))
             if ticket is None:
                 continue
             try:  # its key may not call the model any more, or it is gone, or its engines do not start
@@ -173,7 +166,7 @@ class Gateway:
                     raise state.not_ready(ticket.model, "its engines do not start")
             except HttpError as error:
                 state.holds.refuse(ticket, error)
-        state.place_held()
+        state.holds.place(state.router, time.monotonic())
         state.report_now()
 
     def _revoked(self, exchange: Exchange) -> HttpError | None:
@@ -196,7 +189,7 @@ class Gateway:
         """Write the access log; look at paused replicas, late heads and the certificate."""
         state, now_s = self.state, time.monotonic()
         state.write_access_log()
-        state.place_held()
+        state.holds.place(state.router, now_s)
         for connection in list(state.connections):
             connection.end_if_late(now_s)
         if state.certificate is not None:
@@ -211,7 +204,7 @@ class Gateway:
         while True:
             try:
                 reader, self._bus = await asyncio.open_unix_connection(state.config.bus_socket, limit=LINE_BYTES)
-                self._usage_sent, state.controller_away = False, False
+                self._usage_sent, self._sent, state.controller_away = False, b"", False
                 await self._read(reader)
             except (OSError, ValueError, msgspec.MsgspecError) as error:
                 if not state.controller_away:
@@ -231,8 +224,7 @@ class Gateway:
                 async with asyncio.timeout(self.config.report_s):
                     line = await reader.readline()
             except TimeoutError:
-                if self.state.report_due or time.monotonic() - self._sent_s >= HEARTBEAT_S:
-                    self._report()
+                self._report()
                 continue
             if not line:
                 return
@@ -246,15 +238,17 @@ class Gateway:
                 log.error("bus: a message is refused, the last table stays in force: %s", error)
 
     def _report(self) -> None:
-        """Send a report if the controller is connected and keeps up; the next report replaces a skipped one."""
+        """Send a report that says something new, if the controller is connected and keeps up."""
         writer, state = self._bus, self.state
         if writer is None or writer.is_closing():
             return
-        state.report_due, self._sent_s = False, time.monotonic()
         if writer.transport.get_write_buffer_size() > LINE_BYTES // 64:
             writer.transport.abort()  # the controller does not read
             return
-        writer.write(orjson.dumps(load_report(state), option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS))
+        report = orjson.dumps(load_report(state), option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
+        if report != self._sent or time.monotonic() - self._sent_s >= HEARTBEAT_S:
+            self._sent, self._sent_s = report, time.monotonic()
+            writer.write(report)
         if not self._usage:
             self._usage, self._usage_sent = state.spending.take_sums(), False
         if self._usage and not self._usage_sent:
@@ -273,7 +267,7 @@ def load_report(state: State) -> dict[str, Any]:
     inflight, waiting, prompts = Counter[str](), Counter[str](), Counter[str]()
     for exchange in state.exchanges:
         checked, choice, model = exchange.checked, exchange.choice, exchange.routed_model
-        if not exchange.infers or checked is None or exchange.use.batch:
+        if checked is None or exchange.use.batch:
             continue
         inflight[model] += 1
         prompts[model] += checked.prompt_tokens

@@ -34,8 +34,6 @@ class SchedulerConfig(BaseModel):
     """A running job does not grow again before this long after its last (re)start. Shrinking is never delayed."""
     turn_s: Seconds = 30.0
     """When more models have requests than the devices can serve, how long a model keeps its turn."""
-    await_sleep_s: Seconds = 10.0
-    """How long a model that wants a replica waits for one of its own that is going to sleep, before starting again."""
     max_resident_asleep: int = Field(8, ge=0)
     """Sleeping replicas kept as processes; the least recently used beyond this many are stopped."""
     max_asleep_per_device: int = Field(2, ge=0)
@@ -75,12 +73,8 @@ class SchedulerConfig(BaseModel):
     backoff is replaced after `backoff_first_s`."""
 
     # --- devices that fail
-    device_deaths: int = Field(2, ge=0)
-    """Ranks or engines that die on one device before it is cordoned; 0: no cordon for this reason."""
-    death_window_s: Seconds = 600.0
-    """Period within which they must have died."""
     device_retry_s: Seconds = 900.0
-    """A device cordoned for deaths, heat, slowness or silence is tried again after this time. Broken hardware waits for
+    """A device cordoned for heat, slowness or silence is tried again after this time. Broken hardware waits for
     `appliance gpu undrain`."""
     hot_for_s: Seconds = 30.0
     """How long a GPU may be above its slowdown temperature before it is cordoned."""

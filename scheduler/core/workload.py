@@ -1,5 +1,5 @@
-"""The planner's input (jobs, deployments, replicas, policy: frozen views that the store and the loop fill in), and its
-output.
+"""Devices and who may hold them; the planner's input (jobs, deployments, replicas, policy: frozen views that the store
+and the loop fill in), and its output.
 
 Times are seconds since the epoch by the box's clock (`_s`), device counts are whole devices.
 """
@@ -11,8 +11,58 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, get_args
 
+from runtime.devices.kinds import HOST
 from scheduler.core.errors import Blame
-from scheduler.core.inventory import Device
+
+Health = Literal["ok", "draining"]
+CORDONED = "cordoned"
+"""Why a device drains whose cordon the loop has read; who cordoned it is in the store."""
+NodeChange = Literal["joined", "left", "lost"]
+"""What happened to a node with its devices. left: in order, when nobody held them any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One whole accelerator (or one logical CPU device).
+
+    `id` is "<node>/<index>", `kind` a row of runtime.devices.kinds. `numa_node` is None if unknown. `linked`
+    names devices of the same node with a direct link. `health`: "ok"; "draining" (its holder must leave, because of a
+    cordon or because its node leaves). `uuid` and `unfit`: as in runtime.devices.kind.Found, when the node began.
+    """
+
+    id: str
+    node: str
+    index: int
+    kind: str = HOST.name
+    name: str = ""
+    memory_bytes: int = 0
+    numa_node: int | None = None
+    linked: frozenset[str] = frozenset()
+    health: Health = "ok"
+    health_reason: str = ""
+    uuid: str = ""
+    unfit: str = ""
+
+    @property
+    def usable(self) -> bool:
+        return self.health == "ok"
+
+
+def node_of(device_id: str) -> str:
+    """The node's name in a device's id, "n1" of "n1/0"."""
+    return device_id.partition("/")[0]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Holder:
+    """What may hold devices: a replica or a job's group of ranks."""
+
+    kind: Literal["replica", "job"]
+    id: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.id}"
+
 
 JobPhase = Literal["wanted", "running", "suspended", "paused"]
 ReplicaState = Literal["starting", "ready", "open", "draining", "asleep", "dead"]
@@ -48,18 +98,16 @@ class JobView:
 
     phase: "wanted" (never ran, or to be restarted), "running", "suspended" (its snapshot waits), "paused" (a person
     asked; it gets no devices until resumed). `held`: an operator keeps it in the queue. `devices`: held now, or from
-    the end of the hand-over in progress on (`busy` "coming"). `allowed_sizes`: world sizes it can run at; empty means
-    every size from `min_devices` to `max_devices`. `priority`: higher first. `not_before_s`: end of backoff. `lacks`:
-    what the box lacks for it to start, as a sentence; it starts only when this is "". `failed`: its last failure.
-    `pause_s`: what a change of size costs it on each of its devices, as measured; None: the scheduler's setting.
-    `nodes`: it runs wholly on one of these; empty: on any. `sampled_by`: the deployment whose engine writes the answers
-    that it learns from; `starved`: it has nothing to do until they are there.
+    the end of the hand-over in progress on (`busy` "coming"). `sizes`: device counts it may run at, ascending.
+    `priority`: higher first. `not_before_s`: end of backoff. `lacks`: what the box lacks for it to start, as a
+    sentence; it starts only when this is "". `failed`: its last failure. `pause_s`: what a change of size costs it on
+    each of its devices, as measured; None: the scheduler's setting. `nodes`: it runs wholly on one of these; empty: on
+    any. `sampled_by`: the deployment whose engine writes the answers that it learns from; `starved`: it has nothing to
+    do until they are there.
     """
 
     id: str
-    min_devices: int = 1
-    max_devices: int = 1
-    allowed_sizes: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = (1,)
     _: KW_ONLY
     nodes: tuple[str, ...] = ()
     priority: int = 0
@@ -79,17 +127,6 @@ class JobView:
     pause_s: float | None = None
     sampled_by: str = ""
     starved: bool = False
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Device counts it may run at, ascending."""
-        if not self.allowed_sizes:
-            return tuple(range(self.min_devices, self.max_devices + 1))
-        return tuple(sorted({s for s in self.allowed_sizes if self.min_devices <= s <= self.max_devices}))
-
-    def largest_within(self, budget: int) -> int:
-        """The largest size it may run at on `budget` devices; 0 if none."""
-        return max((size for size in self.sizes if size <= budget), default=0)
 
     def wants_devices(self, now_s: float) -> bool:
         return self.phase != "paused" and not self.held and not self.lacks and self.not_before_s <= now_s
@@ -177,8 +214,7 @@ class DeploymentView:
     `pinned`: its `min_replicas` (at least one) have priority over all others and never go to training.
     `settings`: names how its engines are set up; an engine with others is replaced by one with these.
     `not_before_s`: end of backoff. `failed`: its last failure.
-    `beside`: the model of which it is a version beside the one that answers; "" if it is a model of its own. `served`:
-    with what the engine that opened last was started, a Build() if none has; None: nobody keeps it.
+    `served`: with what the engine that opened last was started, a Build() if none has; None: nobody keeps it.
     """
 
     model: str
@@ -199,16 +235,11 @@ class DeploymentView:
     failed: str = ""
     not_before_s: float = 0.0
     settings: str = ""
-    beside: str = ""
     served: Build | None = None
 
     @property
     def build(self) -> Build:
         return Build(self.version, self.tensor_parallel, self.settings)
-
-    @property
-    def family(self) -> str:
-        return self.beside or self.model
 
     @property
     def floor_replicas(self) -> int:
@@ -236,7 +267,7 @@ class ReplicaView:
 
     state: "starting", "ready" (awake, takes no requests yet), "open", "draining" (awake, takes no new requests),
     "asleep", "dead". `since_s`: when the state began. `settings`: those that it was started with. `answered`: False if
-    it did not answer when it was observed, and the state is the last that it reported. `refused`: a version that
+    it did not answer when it was observed: what else is here means nothing. `refused`: a version that
     engines of the model do not load while they run, so that a new one takes its place. `failed`, `blame`: why it died.
     """
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scheduler.core.inventory import node_of
-from scheduler.core.workload import JobView
+from scheduler.core.workload import JobView, node_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +156,8 @@ def allot(
             reviews.append(again_s)
             continue
         most = min(left, _largest_node(job, free))
-        size = job.largest_within(max(min(most, (side_by_side or {}).get(job.id, left)), 0))
+        room = min(most, (side_by_side or {}).get(job.id, left))
+        size = max((size for size in job.sizes if size <= room), default=0)
         now = len(job.devices) if job.phase == "running" else 0
         grown_again_s = job.since_s + dwell_s
         if size > now > 0 and now in job.sizes and grown_again_s > now_s:

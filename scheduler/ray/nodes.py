@@ -20,9 +20,9 @@ from ray.exceptions import RayError
 
 from runtime.devices.kind import Reading
 from scheduler.core.errors import EffectFailed, NodeNameTaken
-from scheduler.core.inventory import Device, NodeChange
+from scheduler.core.workload import Device, NodeChange
 from scheduler.devices.host_reading import MemoryReading
-from scheduler.ray.actors import RANK, REPLICA, actor_names, ask, find_actor, named_actor, within
+from scheduler.ray.actors import RANK, REPLICA, actor_names, errors_as_failures, find_actor, named_actor, within
 from scheduler.ray.node import NODE, Node, NodeConfig, NodeReport
 from weights.format.errors import WeightsError
 from weights.format.names import Name
@@ -38,10 +38,6 @@ ANSWER_S = 1.0  # how long a look waits for a node's answer
 FORGET_S = 10.0  # how long a deletion waits for another node; it may be in the midst of a copy, and deletes after it
 START_S = 60.0  # how long it waits for an agent that starts
 EMPTY_EVERY_S = 0.5
-
-
-# Called with device ids, the job or model whose rank or engine died there, and why.
-OnDeath = Callable[[tuple[str, ...], str, str], None]
 
 
 @dataclass(slots=True)
@@ -164,7 +160,8 @@ class Nodes:
 
     async def on(self, node: str, method: str, *arguments: Any) -> Any:
         """The answer of a node's agent. Raises EffectFailed."""
-        return await ask(getattr(self._of(node).actor, method).remote(*arguments))
+        with errors_as_failures():
+            return await getattr(self._of(node).actor, method).remote(*arguments)
 
     async def of_store(self, name: str, method: str, *arguments: Any) -> Any:
         """What the store of weights on a node answers. Raises EffectFailed."""
@@ -236,11 +233,11 @@ class Nodes:
         """Returns when the node's warm parent accepts requests."""
         await self.on(node_config.name, "wait_warm", name, WARM_TIMEOUT_S)
 
-    async def bring(self, node_config: NodeConfig, version_dir: Path, holder: str) -> tuple[Path, int]:
+    async def bring(self, node_config: NodeConfig, version_dir: Path, holder: str) -> Path:
         """Ensure the node has this version, adapter or snapshot of home, which the caller holds, copying it if
-        necessary. Returns its path there and the bytes copied. It stays there until `holder` takes another."""
+        necessary. Returns its path there. It stays there until `holder` takes another."""
         if node_config.name == self.home.name:
-            return version_dir, 0
+            return version_dir
         try:
             stored = StoredVersion.read(version_dir)
         except (WeightsError, OSError) as error:
@@ -248,9 +245,8 @@ class Nodes:
         name, home = Name(stored.kind, stored.model, stored.version), self._of(self.home.name).actor
         return await self.on(node_config.name, "take", home, name, version_dir, holder)
 
-    async def bring_home(self, node: str, name: Name, remote: Path) -> tuple[Path, int]:
-        """Copy home what the node wrote at `remote`; returns the new path and the bytes copied. Raises
-        EffectFailed."""
+    async def bring_home(self, node: str, name: Name, remote: Path) -> Path:
+        """Copy home what the node wrote at `remote`; returns the new path. Raises EffectFailed."""
         there = self._of(node).actor
         kept = await self.on(self.home.name, "keep", there, name, remote)
         await self.on(node, "unpin", remote)

@@ -67,7 +67,6 @@ SUBPACKAGES = (
     "scheduler.loop",
     "scheduler.handover",
     "scheduler.plan",
-    "scheduler",
     "scheduler.core",
     "train.convert",
     "train.trainer",

@@ -1,7 +1,7 @@
 """What a rank does with samples: it publishes the weights they are drawn from, waits for their file (samples.py), and
 makes the rows that are learnt from.
 
-    weights after step s -> engines -> judge -> RUN_DIR/rollouts/train-s.npz -> advantages -> rows
+    weights after step s -> engines -> judge -> RUN_DIR/rollouts/train-s.json -> advantages -> rows
 
 Every rank reads the whole file, so a step is the same on any number of ranks, and goes on with the same samples if it
 was interrupted before its update.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,14 +20,13 @@ import numpy as np
 
 from train.control.progress import ControlSignals, Events, Progress
 from train.control.rank_messages import any_rank
-from train.data.packing import Row, StepPlan, build_row
+from train.data.packing import Row, StepData, StepPlan, build_row
 from train.data.token_set import TokenSet
 from train.methods.method import Method
 from train.model.model import load_tokenizer
 from train.plan.errors import InvalidSpec, NothingGraded
 from train.plan.spec import TrainSpec
-from train.rollouts.judges import Graded, Taught
-from train.rollouts.samples import Facts, Samples, SamplesFile, SamplesPlan
+from train.rollouts.samples import Facts, Samples, SamplesFile, SamplesPlan, Verdict
 from train.state.fragments import Grid
 from train.state.publish import fingerprint, publish
 from weights.format.errors import VersionLeased, VersionNotFound
@@ -35,10 +34,12 @@ from weights.format.names import policy_name, step_of, version_name
 from weights.memory.store import WeightStore
 
 _POLL_S = 0.01
+_SAME = 1e-8
+"""Rewards that differ by no more are the same."""
 
 
 class Rollouts:
-    """One rank's part, as a Feed (train.trainer.feed). Methods are collective where they say so."""
+    """One rank's part, with the method of train.trainer.train.DataFeed. Methods are collective where they say so."""
 
     def __init__(
         self,
@@ -66,64 +67,40 @@ class Rollouts:
         kind: Any = "adapter" if spec.options["policy"] == "adapter" else "merged"
         self._policy = replace(spec, lora_publish=kind, output_model=policy_name(spec.job_id))
         self._store = store
-        self._step = -1  # the one that is ready
         self._samples: Samples
         self._judged: Graded | Taught
-        self._seconds: dict[str, float] = {}
 
     # --- a step
 
-    def ready(self, step: int) -> bool:
-        """Collective: the samples of this step are there; False if the devices were wanted before. Raises
-        NothingGraded and StoreFull, on every rank."""
-        if step == self._step:
-            return True
+    def step(self, step: int) -> StepData | None:
+        """Collective: wait for the samples of this step; None if the devices were wanted before. Raises NothingGraded
+        and StoreFull, on every rank."""
         began_s = time.perf_counter()
         published_s = self._publish(step)
         samples = self._received(SamplesFile("train", step))
         if samples is None:
-            return False
-        self._step, self._samples = step, samples
-        self._judged = self._judge(samples.verdict, samples.log_probs, self._counts.group)
-        self._seconds = {"publishing": published_s, "sampling": time.perf_counter() - began_s - published_s}
-        return True
-
-    def rows(self) -> list[tuple[int, Row]]:
-        counts, packs = self._counts, self._plan.packs_of_step(self._step)
+            return None
+        self._samples, counts = samples, self._counts
+        self._judged = self._judge(samples.verdict, samples.log_probs, counts.group)
+        seconds = {"publishing": published_s, "sampling": time.perf_counter() - began_s - published_s}
         rows: list[tuple[int, Row]] = []
+        packs = self._plan.packs_of_step(step)
         for prompt in range(self._grid.data_rank, len(packs), self._grid.data_size):
             (index,) = self._train.packs[packs[prompt]]
             tokens = self._train.tokens_of(int(index))
             group = np.arange(prompt * counts.group, (prompt + 1) * counts.group)
             for number, members in enumerate(np.array_split(group, counts.rows)):
                 rows.append((prompt * counts.rows + number, self._row(tokens, members.tolist())))
-        return rows
-
-    def denominator(self) -> int:
-        """The number of tokens in the step's answers that count."""
-        return max(1, int(self._sizes[self._judged.counted].sum()))
-
-    def tokens(self) -> int:
-        """The tokens of the step's prompts and answers."""
-        packs = self._plan.packs_of_step(self._step)
-        return int(self._sizes.sum()) + self._counts.group * self._train.tokens_in(packs)
-
-    def seconds(self) -> dict[str, float]:
-        return self._seconds
-
-    def step_metrics(self) -> dict[str, Any]:
-        """The contents of the step's event, by OpenAI's names where those exist."""
-        samples, last = self._samples, [ids[-1] for ids in self._samples.ids]
-        return {
+        sizes, last = np.array([len(ids) for ids in samples.ids]), [ids[-1] for ids in samples.ids]
+        # By OpenAI's names where those exist.
+        figures = {
             **self._judged.step_metrics(),
-            "completion_tokens_mean": float(self._sizes.mean()),
+            "completion_tokens_mean": float(sizes.mean()),
             "cut_answers": float((~np.isin(last, self._ends)).mean()),
-            "staleness": self._step - samples.weights_step,
+            "staleness": step - samples.weights_step,
         }
-
-    @property
-    def _sizes(self) -> np.ndarray:
-        return np.array([len(ids) for ids in self._samples.ids])
+        n_tokens = int(sizes.sum()) + counts.group * self._train.tokens_in(packs)
+        return StepData(rows, max(1, int(sizes[self._judged.counted].sum())), n_tokens, figures, seconds)
 
     def _row(self, prompt: np.ndarray, members: Sequence[int]) -> Row:
         # Answers without an advantage change nothing, but every rank runs equally many forward passes.
@@ -258,3 +235,121 @@ class Form:
             found.append(mask[0].numpy())
             matcher.accept_token(int(token))
         return np.stack(found)
+
+
+# -- what is learnt from verdicts --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Judged:
+    """sampled: the log-probability of each token, (tokens,) of an answer. group: answers of a prompt, which follow each
+    other. Raises NothingGraded where nothing can be learnt."""
+
+    verdict: Verdict
+    sampled: Sequence[np.ndarray]
+    group: int
+
+    @property
+    def failed(self) -> float:
+        """The share of answers at which the judge failed."""
+        return sum(map(bool, self.verdict["errors"])) / len(self.verdict["errors"])
+
+
+@dataclass
+class Graded(Judged):
+    """One reward for each answer, which is compared with the other answers to its prompt."""
+
+    def __post_init__(self) -> None:
+        self._rewards, errors = self.verdict["rewards"], self.verdict["errors"]
+        if all(errors) and not any(self._rewards):
+            raise NothingGraded(f"the grader gave no reward for any of {len(errors)} answers: {errors[0]}")
+
+    @cached_property
+    def advantages(self) -> list[np.ndarray | None]:
+        """Float32, how much better than expected an answer is, (1,) for all its tokens; None for an answer from which
+        nothing is learnt."""
+        return [np.array([better]) if better else None for better in advantages(self._rewards, self.group)]
+
+    @property
+    def counted(self) -> np.ndarray:
+        """(answers,) bool, whose tokens the loss of a step is divided by: those to prompts whose answers differ in
+        reward."""
+        learnt = np.array([better is not None for better in self.advantages])
+        return learnt.reshape(-1, self.group).any(axis=1).repeat(self.group)
+
+    def step_metrics(self) -> dict[str, float]:
+        """Figures of a step, for its event."""
+        rewards = self._rewards
+        return {
+            "train_mean_reward": _mean(rewards),
+            "mean_unresponsive_rewards": rewards.count(None) / len(rewards),
+            "equal_rewards": 1.0 - float(self.counted.mean()),
+            "grader_errors": self.failed,
+        }
+
+    def validated(self) -> dict[str, float]:
+        """Figures of a validation, for its event. "mean_reward_error": the standard error of the mean reward over
+        prompts, as answers to one are alike; without two prompts that have a reward there is none."""
+        groups = (self._rewards[start : start + self.group] for start in range(0, len(self._rewards), self.group))
+        means = [_mean(answers) for answers in groups if any(reward is not None for reward in answers)]
+        error = {"mean_reward_error": float(np.std(means, ddof=1) / len(means) ** 0.5)} if len(means) > 1 else {}
+        return {"mean_reward": _mean(self._rewards), **error}
+
+
+@dataclass
+class Taught(Judged):
+    """The log-probability of each token of an answer to a model that an engine serves. A token's advantage is how much
+    likelier it is to the teacher than it was to the model that wrote it."""
+
+    def __post_init__(self) -> None:
+        if all(theirs is None for theirs in self.verdict["log_probs"]):
+            errors = self.verdict["errors"]
+            why = f"the teacher gave no log-probabilities of any of {len(errors)} answers: {errors[0]}"
+            raise NothingGraded(why)
+
+    @cached_property
+    def advantages(self) -> list[np.ndarray | None]:
+        """As `Graded` has them, (tokens,) of each answer."""
+        return [
+            None if theirs is None else (np.array(theirs) - ours).astype(np.float32)
+            for theirs, ours in zip(self.verdict["log_probs"], self.sampled, strict=True)
+        ]
+
+    @property
+    def counted(self) -> np.ndarray:
+        return np.array([better is not None for better in self.advantages])
+
+    def step_metrics(self) -> dict[str, float]:
+        """As estimated from the tokens that were sampled: the reverse KL divergence per token and of a whole answer,
+        and the entropy of the model per token."""
+        apart = np.concatenate([-better for better in self.advantages if better is not None])
+        ours = np.concatenate([ours for ours, counts in zip(self.sampled, self.counted, strict=True) if counts])
+        return {
+            "reverse_kl": float(apart.mean()),
+            "answer_reverse_kl": float(apart.sum() / self.counted.sum()),
+            "entropy": float(-ours.mean()),
+            "teacher_errors": self.failed,
+        }
+
+    def validated(self) -> dict[str, float]:
+        metrics = self.step_metrics()
+        del metrics["teacher_errors"]
+        return {"loss": metrics["reverse_kl"], **metrics}
+
+
+def advantages(rewards: Sequence[float | None], group: int) -> np.ndarray:
+    """(n,) float32: each reward less the mean of its group, whose members follow each other. 0 for a sample without a
+    reward, which does not count in the mean, and for a group whose rewards are all the same."""
+    better = np.zeros(len(rewards), np.float32)
+    for start in range(0, len(rewards), group):
+        scored = [place for place in range(start, start + group) if rewards[place] is not None]
+        values = np.array([rewards[place] for place in scored], np.float64)
+        if len(scored) > 1 and np.ptp(values) > _SAME:
+            better[scored] = values - values.mean()
+    return better
+
+
+def _mean(rewards: Sequence[float | None]) -> float:
+    """The mean of the samples that have a reward; 0 if none has."""
+    scored = [reward for reward in rewards if reward is not None]
+    return float(np.mean(scored)) if scored else 0.0

@@ -7,13 +7,15 @@ import math
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any, cast
 
 from appliance.cli import output
 from appliance.cli.command import Session, command, finish
@@ -183,23 +185,39 @@ def _checkpoint(session: Session, model: str, below: Path | None, *, merged: boo
         checkpoint = Path(scratch, "model")
         _download(session, model, checkpoint)
         if merged and (checkpoint / ADAPTER_FILE).exists():
-            _download(session, model, Path(scratch, "base"), "?base=true")  # the file may name the base as a hub does
+            _download(session, model, Path(scratch, "base"), base=True)  # the file may name the base as a hub does
             output.say("adding the adapter to its base ...")
             _remake("merged", Path(scratch, "base"), checkpoint, Path(scratch, "merged"))
             checkpoint = Path(scratch, "merged")
         yield checkpoint
 
 
-def _download(session: Session, model: str, folder: Path, query: str = "") -> None:
-    """Write the files of a model into the new `folder`. Raises CommandFailed."""
+def _download(session: Session, model: str, folder: Path, base: bool = False) -> None:
+    """Write the files of a model, or of the base of an adapter, into the new `folder`. Raises CommandFailed."""
     from weights.format.errors import IntegrityError
-    from weights.tiers.archive import unpack
+    from weights.format.manifest import Manifest
+    from weights.format.names import MANIFEST_FILE
+    from weights.tiers.copies import verify
 
-    parts = session.client.parts(f"/v1/models/{segment(model)}/archive{query}")
+    parts = session.client.parts(f"/v1/models/{segment(model)}/archive{'?base=true' if base else ''}")
+    done, total = 0, 0
+    folder.mkdir()
     with output.progress(f"downloading {model}") as meter:
+
+        def read(_size: int) -> bytes:
+            nonlocal done
+            done += len(part := next(parts, b""))
+            meter(f"downloading {model}", done, total or None)
+            return part
+
         try:
-            unpack(parts, folder, lambda done, total: meter(f"downloading {model}", done, total))
-        except IntegrityError as error:
+            with tarfile.open(fileobj=cast(IO[bytes], SimpleNamespace(read=read)), mode="r|") as tar:
+                for entry in tar:
+                    tar.extract(entry, folder, filter="data")
+                    total = total or Manifest.read(folder).nbytes  # it comes first
+            verify(folder)
+            (folder / MANIFEST_FILE).unlink()
+        except (tarfile.TarError, IntegrityError) as error:
             raise CommandFailed(f"the download is damaged ({error}): run it again") from error
 
 

@@ -133,7 +133,7 @@ def submit(session: Session, args: Namespace) -> None:
     Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,
     learning_rate, lr_scheduler (cosine, linear, constant, wsd), warmup_ratio, weight_decay, max_grad_norm,
     data_order (shuffled, given), micro_batch, packing, eval_interval, early_stopping_patience,
-    activation_checkpointing, offload, snapshot_every_s, step_patience_s; for methods that learn from the model's own
+    activation_checkpointing, offload, snapshot_every_s; for methods that learn from the model's own
     answers also staleness (0 to 4).
 
     Examples:
@@ -288,24 +288,6 @@ def _events_after(session: Session, job_id: str, last_id: str | None) -> list[di
 
 
 _PLAN = "/admin/v1/plan"
-
-
-@command(
-    "plan serve",
-    opt("model MODEL", "A model of the box."),
-    opt("--replicas N", "Engines of it.", type=number(int, 1), default=1),
-    opt("--tensor-parallel N", "Devices that share one replica.", type=number(int, 1), default=1),
-)
-def plan_serve(session: Session, args: Namespace) -> None:
-    """Show the memory that engines would take: weights and KV cache per device, versions in shared memory.
-
-    It exits with 1 when it does not fit, so a script can ask before it submits.
-
-    Examples:
-      appliance plan serve llama-70b --tensor-parallel 4 -o json
-    """
-    engines = picked(args, "model replicas tensor_parallel")
-    _show_plan(session, session.client.post(_PLAN, {"serve": engines}))
 
 
 @command(

@@ -6,12 +6,12 @@ The gateways apply the same rule to the table (`gateway.table.Principal`): a req
 from __future__ import annotations
 
 from appliance.controller.access.naming import Resolved, model_of, resolve
-from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidden, NotFound, shown
+from appliance.controller.interfaces.errors import BadRequest, Forbidden, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, INFERENCE, Principal
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import jobs, models
-from appliance.store.records import keys, model_settings
+from appliance.store.records import keys
 from appliance.store.rows import JobRow, ModelRow, VersionRow
 
 
@@ -94,15 +94,6 @@ def check_asked(db: Database, caller: Principal, name: str, *, chats: bool, para
         raise BadRequest(f"{why}.", param, "model_not_supported")
 
 
-def why_not_asked(db: Database, key_id: str | None, name: str) -> str:
-    """Why this key may not ask the model, for work that outlives its request; "" if it may."""
-    try:
-        check_may_ask(db, caller_of(db, key_id), name, chats=False)
-    except ApiError as error:
-        return error.message
-    return ""
-
-
 def _why_no_chat(db: Database, name: str) -> str:
     """Why this model takes no conversation, before an engine is started for it; "" if it does, or if it is unknown
     whether it has a template."""
@@ -113,7 +104,7 @@ def _why_no_chat(db: Database, name: str) -> str:
     if adapter := version.meta.get("adapter"):  # its base's engine answers
         model = adapter["base"]
         version = models.find_version(db, model, adapter["base_version"]) or version
-    if version.meta.get("chat_template", True) or model in model_settings.with_chat_template(db):
+    if version.meta.get("chat_template", True) or model in models.settings_with_chat_template(db):
         return ""
     return (
         f"The model `{name}` has no chat template, so it knows no conversations: ask it with /v1/completions, or give "

@@ -11,7 +11,7 @@ from pydantic import StringConstraints
 
 from appliance.controller.context.context import ControllerContext, name_of
 from appliance.controller.devices import cordons
-from appliance.controller.devices.power import of_job
+from appliance.controller.devices.mode import of_job
 from appliance.controller.http.routers import Readings, Status, audited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import NotFound, shown

@@ -17,21 +17,21 @@ from pydantic import Field, StringConstraints, ValidationError
 
 from appliance.controller.access.model_access import stored_model, stored_version, unknown_model
 from appliance.controller.context.context import ControllerContext, name_of, record
+from appliance.controller.context.scheduler import ModelStates, SchedulerStatus
 from appliance.controller.http.resource import RECENT, list_object
 from appliance.controller.http.routers import Status, answer, audited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import Caller
-from appliance.controller.interfaces.records import ModelStates, SchedulerStatus
 from appliance.controller.jobs import settings as job_settings
 from appliance.controller.models import activation
-from appliance.controller.models.canaries import Canaries
+from appliance.controller.models.activation import Canaries
 from appliance.models.errors import TemplateRefused
 from appliance.models.trial import try_template
 from appliance.store.database import Database, Part
 from appliance.store.objects import models
-from appliance.store.records import canaries, deployments, model_settings
-from appliance.store.rows import DeploymentRow, ModelRow, VersionRow, columns
+from appliance.store.records import canaries, deployments
+from appliance.store.rows import MODEL_SETTINGS, DeploymentRow, ModelRow, VersionRow, columns
 from runtime.errors import words_of_check
 from serve.core.model_settings import ModelSettings, with_system_prompt
 from weights.format.tool_template import with_tools
@@ -139,7 +139,7 @@ def model_view(
     db = context.db
     deployment, running = deployments.find(db, row.id), models.find_canary(db, row.id)
     size, active = context.sizes.size(row, None), models.active(db, row)
-    set_up, adapter = model_settings.current(db, row.id), active.meta.get("adapter") if active else None
+    set_up, adapter = models.current_settings(db, row.id), active.meta.get("adapter") if active else None
     return {
         "id": row.id,
         "name": row.id,
@@ -222,9 +222,9 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
                 return running.roll_back(name, caller)
             row = stored_model(db, name)
             to = _rollback_target(db, row, version)
-            measured = await activation.change(context, row, to, caller, "model.rollback", f"rolls back to {to}")
+            await activation.change(context, row, to, caller, "model.rollback", f"rolls back to {to}")
             record(context, caller, "model.rollback", row.id, before=row.active_version, to=to)
-            return {"model": row.id, "from": row.active_version, "to": to, "swap": measured}
+            return {"model": row.id, "from": row.active_version, "to": to}
 
     @router.post("/models/{name:path}/pin")
     @audited("model.pin")
@@ -256,7 +256,7 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
         async with activation.lock(name):
             model, last = stored_model(db, name), canaries.find(db, name)
             if last is not None and last.state == "promoted" and last.version == model.active_version:
-                return {"model": name, "from": last.before, "to": last.version, "swap": {}}
+                return {"model": name, "from": last.before, "to": last.version}
             return await running.promote(model, caller, "asked for")
 
 
@@ -290,7 +290,7 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/models/{name:path}/settings")
     def show_settings(name: str) -> dict[str, Any]:
         """An adapter has none: a command that shows its deployment shows its base's too."""
-        rows = model_settings.history(db, stored_model(db, name).id)
+        rows = models.settings_history(db, stored_model(db, name).id)
         return {
             "object": "model.settings",
             "model": name,
@@ -321,7 +321,7 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
                 text = f"The settings of {name} changed meanwhile; look at them and try again."
                 raise BadRequest(text, "set", "conflict")
             if wanted.as_json() != before:
-                model_settings.add(db, name, wanted.as_json(), wanted.digest, name_of(context, caller), time.time())
+                models.add_settings(db, name, wanted.as_json(), wanted.digest, name_of(context, caller), time.time())
         context.scheduler.reset_failures(name)  # what failed with the old settings may work with the new ones
         context.routing.models_changed()  # the gateways' table holds the context
         context.scheduler.nudge(f"settings of {name}", name_of(context, caller))
@@ -330,7 +330,7 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
 
 def _settings(db: Database, name: str, number: int | None = None) -> dict[str, Any]:
     """The settings of this version; None: those in force; 0: none yet. Raises NotFound."""
-    row = model_settings.current(db, name) if number is None else model_settings.find(db, name, number)
+    row = models.current_settings(db, name) if number is None else MODEL_SETTINGS.find(db, name, number)
     if row is None and number:
         raise NotFound(f"{name} has no settings {number}.", "number", "settings_not_found")
     return row.settings if row is not None else {}

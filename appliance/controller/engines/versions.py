@@ -17,9 +17,8 @@ from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.tiers.tiers import Tiers, name_of
 from runtime.devices.kinds import kind_of
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from serve.core.adapter_source import AdapterServer
-from weights.checkpoint.folder import may_open
 from weights.format.errors import WeightsError
 from weights.format.names import Name, policy_of
 from weights.memory.store import Lease, WeightStore
@@ -33,7 +32,7 @@ AT_ONCE = 4
 
 
 class VersionProvider:
-    """Implements `scheduler.ray.replicas.Versions`.
+    """Implements `scheduler.ray.effects.Versions`.
 
     A version that an engine is about to load is leased here until the engine has a lease of its own (`taken`). A
     sleeping engine has none: its version can be evicted like any other without a reader, least recently used first,
@@ -55,7 +54,6 @@ class VersionProvider:
         async with self._locks.setdefault(name, asyncio.Lock()):  # engines that start at once: the first one reads it
             try:
                 stored = await asyncio.to_thread(self._tiers.bring_in, name)
-                await asyncio.to_thread(may_open, stored.path, name.model)
                 lease = self._store.lease(stored)
             except WeightsError as error:
                 raise LookupError(str(error)) from error

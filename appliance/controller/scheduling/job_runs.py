@@ -8,7 +8,6 @@ import shutil
 import sqlite3
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,12 @@ from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.rows import JobRow, VersionRow
 from appliance.tiers.tiers import Tiers, name_of
-from scheduler.loop.inbox import Inbox
+from scheduler.loop.cluster_state import Inbox
 from train.plan.spec import TrainSpec
-from train.trainer.event_log import read_events
-from weights.checkpoint.folder import may_open
-from weights.format.errors import IntegrityError, NotSealed, VersionLeased, VersionNotFound, WeightsError
+from weights.format.errors import IntegrityError, VersionLeased, VersionNotFound, WeightsError
 from weights.format.names import policy_of
 from weights.memory.store import Lease, StoredVersion, WeightStore
-from weights.tiers.directory import verify
+from weights.tiers.copies import verify
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +36,6 @@ Unload = Callable[[list[str]], Awaitable[None]]
 Remove = Callable[[VersionRow], Awaitable[None]]
 
 TIDY_EVERY_S = 10.0
-_EVENTS_AT_ONCE = 20
 
 
 class JobRuns:
@@ -68,26 +64,12 @@ class JobRuns:
         self._leases: dict[str, list[Lease]] = {}
         self._gone: list[VersionRow] = []
 
-    async def catch_up(self, job_id: str) -> None:
-        """Ingest what was trained while no controller was running. Called before ranks start again."""
-        await asyncio.to_thread(self._ingest_missed, job_id)
-
-    def _ingest_missed(self, job_id: str) -> None:
-        """Ingest the steps that the store may lack: a job may have 100,000, and each commit waits for the disk."""
-        known, events = jobs.steps_of(self._db, job_id), read_events(self._jobs_dir / job_id)
-        missed = (one for one in events if one["event"] == "metrics" and one["step"] not in known)
-        while some := list(islice(missed, _EVENTS_AT_ONCE)):
-            with self._db.transaction():
-                for event in some:
-                    self._events.ingest(job_id, event)
-
     def _unfinished(self, job_id: str | None) -> JobRow | None:
         row = jobs.find(self._db, job_id or "")
         return row if row is not None and not row.finished else None
 
     async def prepare(self, job_id: str) -> None:
-        """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError, also
-        where the files of the base may not be opened."""
+        """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError."""
         for row in self._parts(jobs.get(self._db, job_id))[1]:
             await asyncio.to_thread(self._prepare, row)
 
@@ -95,7 +77,6 @@ class JobRuns:
         try:
             if not self._is_whole(row):
                 self._tiers.bring_in(name_of(row))
-            may_open(self._bytes_of(row), row.model)
         except WeightsError as error:
             raise LookupError(str(error)) from error
 
@@ -110,8 +91,6 @@ class JobRuns:
             return True
         try:
             verify(path)
-        except NotSealed:
-            log.warning("%s has no checksums to verify it against", path)
         except IntegrityError as error:
             log.error("not used as a base for training: %s", error)
             return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import openai
@@ -13,18 +12,6 @@ from appliance.controller.jobs import settings
 from appliance.store.objects import jobs
 from tests.unit.controller.conftest import SCOPES, Control
 from tests.unit.controller.test_admin import actions, ask
-
-
-async def test_a_job_says_how_it_may_use_the_devices(control: Control):
-    deadline_s = time.time() + 3600
-    control.as_key("planner", max_priority=5)
-    asked = {"priority": 5, "deadline_s": deadline_s, "preemptible": False, "held": True}
-    sizes = {"min_devices": 2, "max_devices": 4}
-    job_id = await control.job(hyperparameters={"batch_size": 8}, extra_body=asked | sizes)
-    row = jobs.get(control.db, job_id)
-    assert row.allowed_sizes == [2, 4], "three do not divide a step of eight"
-    shown = await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}")
-    assert shown | asked | {"owner": "planner"} == shown
 
 
 async def test_a_job_that_no_size_suits_is_refused_and_told_which_there_are(control: Control):
@@ -71,12 +58,6 @@ async def test_sizes_are_judged_on_the_nodes_that_are_there_or_lost_for_now(cont
     assert (await ask(control, "PATCH", f"/jobs/{job_id}", json={"priority": 2}))["priority"] == 2
     error = (await ask(control, "PATCH", f"/jobs/{job_id}", 400, json={"min_devices": 12}))["error"]
     assert (error["param"], error["code"]) == ("min_devices", "insufficient_devices")
-
-
-async def test_never_on_more_may_name_more_than_there_are(control: Control):
-    asked = {"max_devices": 100, "min_devices": 3}
-    job_id = await control.job(hyperparameters={"batch_size": 8}, extra_body=asked)
-    assert jobs.get(control.db, job_id).allowed_sizes == [4, 8]
 
 
 async def test_the_queue_has_the_planners_order_and_reasons(control: Control):

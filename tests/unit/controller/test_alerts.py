@@ -46,11 +46,6 @@ def test_step_problem_that_lasts_is_sent_once_then_daily_then_resolved():
     assert timeline.known == {}
 
 
-def test_step_short_problem_sends_nothing():
-    timeline = Timeline()
-    assert [timeline.look(0, FULL), timeline.look(SETTLE_S), timeline.look(2 * SETTLE_S)] == [[], [], []]
-
-
 def test_step_event_is_sent_at_once_and_never_again():
     timeline = Timeline()
     assert timeline.look(0, FAILED) == [("problem", FAILED.id)]

@@ -11,11 +11,10 @@ import openai
 import pytest
 
 from appliance.controller import retention
+from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.evals import runner
 from appliance.controller.evals.runner import EvalRunner
-from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.objects import evals, models
-from appliance.store.records import model_settings
 from tests.unit.controller.conftest import ADMIN, Control
 
 CHECK: Any = {
@@ -101,7 +100,7 @@ async def test_a_model_without_a_chat_template_is_asked_nothing(control: Control
         error = (await control.http.post(f"/v1{path}", json=body)).json()["error"]
         assert error["code"] == "model_not_supported", (path, error)
     assert not sent
-    model_settings.add(control.db, "starter", {"chat_template": "{{ messages[0].content }}"}, "d", "ann", 0.0)
+    models.add_settings(control.db, "starter", {"chat_template": "{{ messages[0].content }}"}, "d", "ann", 0.0)
     assert (await ended(control, plain, asked())).status == "completed" and sent, "it was given one"
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import openai
 import pytest
 
+from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.gates import Gates, not_worse, threshold
-from appliance.controller.interfaces.records import EngineAnswer
-from appliance.controller.jobs.events import JobEvents
+from appliance.controller.jobs.events import JobEvents, fail
 from appliance.store.objects import jobs, models
 from appliance.store.records import audit, deployments
-from tests.unit.controller.conftest import ADMIN, Control
+from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK
 from tests.unit.controller.test_stable_names import active, run
 
@@ -124,25 +124,6 @@ async def test_gate_without_threshold_refuses_what_is_shown_to_be_worse(
     assert [one.version for one in models.list_versions(control.db, "fraud") if one.held_back] == [v2]
 
 
-async def test_gate_compares_with_the_version_that_answers_when_it_decides(
-    control: Control, events: JobEvents, answers: Answers
-):
-    eval_id = await evaluation(control)
-    v0, v1 = [run(control, events, await control.job(extra_body={"publish_as": "fraud"})) for _ in range(2)]
-    job_id = await gated(control, eval_id)
-    version = run(control, events, job_id)
-    await Gates(control.context).look()
-    await control.http.post("/admin/v1/models/fraud/rollback", headers=ADMIN, json={"version": v0})
-    await looked(control)
-    assert gate(control, job_id)["runs"].keys() == {version, v1, v0}
-    assert gate(control, job_id)["before"] == v0 and active(control) == version
-    by_hand = await gated(control, eval_id)
-    newest = run(control, events, by_hand)
-    await control.http.post("/admin/v1/models/fraud/rollback", headers=ADMIN, json={"version": newest})
-    await looked(control)
-    assert (gate(control, by_hand)["verdict"], gate(control, by_hand)["activated"]) == ("undecided", True)
-
-
 @pytest.mark.parametrize("is_deleted", [False, True])
 async def test_gate_after_kill_behind_its_verdict_activates_the_version(
     control: Control, events: JobEvents, answers: Answers, monkeypatch: pytest.MonkeyPatch, is_deleted: bool
@@ -171,7 +152,7 @@ async def test_gate_that_cannot_be_decided_says_why_and_leaves_what_answers(
 ):
     evals = [await evaluation(control) for _ in range(3)]
     failed, cancelled, deleted = [await gated(control, one, pass_rate_at_least=0.5) for one in evals]
-    events.failed(failed, "training_failed", "x")
+    fail(control.db, failed, "training_failed", "x")
     for job_id in (cancelled, deleted):
         run(control, events, job_id)
     await control.sdk.evals.delete(evals[2])

@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
+from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.grading import judging
-from appliance.controller.interfaces.records import EngineAnswer
 from tests.simulator.control_plane import LineReturned, graded, judging_of
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK

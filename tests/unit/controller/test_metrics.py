@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.controller.jobs.events import fail
 from appliance.store.objects import jobs
-from appliance.store.records.journal import SqliteJournal
+from appliance.store.records.box import SqliteJournal
 from appliance.store.rows import JobMetricRow
 from tests.simulator.control_plane import change
 

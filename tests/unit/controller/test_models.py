@@ -69,14 +69,6 @@ async def test_deleting_a_tuned_model_takes_rows_then_replicas_then_bytes(contro
     assert name == TUNED and [row.disk_path for row in rows] == ["/models/step-10", "/models/step-20"]
 
 
-async def test_a_model_none_of_whose_versions_answers_can_be_deleted(control: Control):
-    """Its job failed after it published: it counts for its owner, who has to be able to make room."""
-    insert_tuned(control)
-    models.update(control.db, TUNED, active_version=None)
-    assert (await control.sdk.models.delete(TUNED)).deleted
-    assert models.find(control.db, TUNED) is None and control.ops.removed[0][0] == TUNED
-
-
 async def test_deleting_a_checkpoint_takes_only_its_version_and_never_the_active_one(control: Control):
     insert_tuned(control)
     await control.sdk.models.delete(CHECKPOINT)

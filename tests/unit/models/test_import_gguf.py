@@ -18,7 +18,7 @@ from appliance.models.errors import NotEnoughMemory, SourceNotFound
 from tests.unit.models import checkpoints
 from tests.unit.train import gguf_files
 from train.convert import gguf as convert
-from weights.checkpoint.errors import CheckpointRefused, UnsafeLink
+from weights.checkpoint.folder import CheckpointRefused, UnsafeLink
 
 TOKENS = torch.tensor([[1, 20, 33, 41, 5, 60, 7, 19]])
 

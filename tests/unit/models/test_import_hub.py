@@ -10,9 +10,9 @@ from appliance.models.library import ModelLibrary
 from tests.unit.models import checkpoints
 from tests.unit.models.hub_server import COMMIT, Hub, Server
 from tests.unit.models.test_import_adapter import write as write_adapter
-from weights.checkpoint.errors import NotACheckpoint, PickleRefused
+from weights.checkpoint.folder import NotACheckpoint, PickleRefused
 from weights.format.names import encode_name
-from weights.tiers.directory import verify
+from weights.tiers.copies import verify
 
 REPOSITORY = "org/tiny"
 

@@ -19,7 +19,7 @@ from appliance.models.errors import (
     TrialEnded,
 )
 from tests.unit.models import checkpoints
-from weights.checkpoint.errors import (
+from weights.checkpoint.folder import (
     NotACheckpoint,
     PickleRefused,
     RemoteCodeRefused,
@@ -27,7 +27,7 @@ from weights.checkpoint.errors import (
     UnsupportedModel,
 )
 from weights.format.errors import IntegrityError
-from weights.tiers.directory import verify
+from weights.tiers.copies import verify
 
 
 def nothing_there(tmp_path: Path) -> bool:
@@ -65,10 +65,11 @@ def test_a_directory_becomes_version_one_with_the_same_bytes(library, source, tm
 
 def test_the_number_of_a_deleted_version_never_comes_again(library, source, tmp_path):
     first = library.import_model(source, name="one")
-    assert library.remove("one", first.version) and not checkpoints.stored(tmp_path)
+    library.remove("one", first.version)
+    assert not checkpoints.stored(tmp_path)
     assert library.import_model(source, name="one").version == "v2"
     assert library.import_model(source, name="two").version == "v1"
-    assert library.remove("one", "v2")
+    library.remove("one", "v2")
     assert library.import_model(source, name="one").version == "v3"
 
 

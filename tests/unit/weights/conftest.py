@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from weights.format.layout import Layout, TensorSpec
+from weights.memory.lease import StoredVersion
 from weights.memory.segment import forget_mappings
 from weights.memory.store import WeightStore
+from weights.tiers.copies import seal_dir
 
 SPECS = (
     TensorSpec("model.embed_tokens.weight", "BF16", (320, 64)),
@@ -30,11 +35,16 @@ def fill(draft, version: str) -> None:
         draft.view(placed.spec.name)[:] = content(placed.spec.name, version, placed.nbytes)
 
 
-def write(store: WeightStore, version: str = "1", *, model: str = "starter", kind: str = "version", **commit):
-    """A committed version with known content."""
+def write(
+    store: WeightStore, version: str = "1", *, model: str = "starter", kind: str = "version", sealed=True, pinned=True
+) -> StoredVersion:
+    """A committed version with known content. sealed: with checksums, as a version that came from a tier."""
     draft = store.reserve(Layout.plan(SPECS), kind=kind, model=model, version=version, aux_files=AUX)
     fill(draft, version)
-    return draft.commit(**{"meta": {"step": 3}, **commit})
+    stored = draft.commit(meta={"step": 3}, pinned=pinned)
+    if sealed:
+        seal_dir(stored.path, kind=kind, model=model, version=version, meta={"step": 3})
+    return StoredVersion.read(stored.path)
 
 
 def check(store: WeightStore, stored) -> None:
@@ -42,6 +52,20 @@ def check(store: WeightStore, stored) -> None:
     with store.lease(stored) as lease:
         for placed in lease.layout:
             assert bytes(lease.view(placed.spec.name)) == content(placed.spec.name, stored.version, placed.nbytes)
+
+
+def flip(path: Path) -> None:
+    """Changes a bit in the middle of the file."""
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 0x10
+    path.write_bytes(raw)
+
+
+def deadly(limit: int, calls: Iterator[int], real, *arguments, **named):
+    """Calls `real`, but kills the process at the call of this number."""
+    if next(calls) == limit:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*arguments, **named)
 
 
 @pytest.fixture
