@@ -41,8 +41,8 @@ from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, Conflict, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store.ids import new_id
-from appliance.store.objects import batches, files, uploads
-from appliance.store.rows import FileRow, UploadRow
+from appliance.store.objects import batches, files
+from appliance.store.rows import UPLOADS, FileRow, UploadRow
 
 MAX_FILENAME_BYTES = 255
 _MAX_FIELDS = 16
@@ -54,7 +54,7 @@ UPLOADS = Resource(
     "upload",
     "/v1/uploads",
     (FINE_TUNING,),
-    uploads.find,
+    UPLOADS.find_visible,
     missing="No such Upload object: {}",
     fields=("filename", "purpose", "bytes"),
 )
@@ -266,7 +266,7 @@ def upload_routes(context: ControllerContext) -> APIRouter:
                 owner=caller.owner,
                 file_keep_s=body.expires_after.seconds if body.expires_after else None,
             )
-            uploads.insert(db, row)
+            UPLOADS.insert(db, row)
             return row
 
         return _view(context, UPLOADS.attempt(request, caller, await request.body()).once(make))
@@ -287,7 +287,7 @@ def upload_routes(context: ControllerContext) -> APIRouter:
                 if (size := row.part_bytes + size) > 2 * row.bytes:
                     why = f"The parts of {row.id} would hold more than twice the {row.bytes} bytes announced"
                     raise BadRequest(f"{why}; create an upload with the file's size.", "data", "upload_too_large")
-                uploads.update(db, row.id, part_bytes=size)
+                UPLOADS.update(db, row.id, part_bytes=size)
                 os.rename(incoming, incoming.with_name(part_id))
         finally:
             incoming.unlink(missing_ok=True)
@@ -303,7 +303,7 @@ def upload_routes(context: ControllerContext) -> APIRouter:
     @router.post("/{upload_id}/cancel")
     async def cancel(upload_id: str, caller: Caller) -> dict[str, Any]:
         if UPLOADS.known(db, upload_id, caller).status != "cancelled":
-            uploads.update(db, _pending(context, upload_id, caller).id, status="cancelled")
+            UPLOADS.update(db, _pending(context, upload_id, caller).id, status="cancelled")
             await to_thread.run_sync(_remove_bytes, context, upload_id)
         return _view(context, UPLOADS.known(db, upload_id, caller))
 
@@ -331,16 +331,16 @@ async def _complete(context: ControllerContext, row: UploadRow, body: UploadComp
         with db.transaction():
             _pending(context, row.id, caller)  # still
             storage.keep(context, made, incoming)
-            uploads.update(db, row.id, status="completed", file_id=file_id)
+            UPLOADS.update(db, row.id, status="completed", file_id=file_id)
 
 
 def end_uploads(context: ControllerContext, now_s: float) -> None:
     """End expired uploads, and delete the records of those that ended long ago."""
-    for row in uploads.overdue(context.db, now_s=now_s):
-        uploads.update(context.db, row.id, status="expired")
+    for row in UPLOADS.list_all(context.db, "status = 'pending' AND expires_s <= ?", now_s):
+        UPLOADS.update(context.db, row.id, status="expired")
         _remove_bytes(context, row.id)
     before_s = now_s - IDEMPOTENCY_KEEP_S - context.config.upload_open_s
-    uploads.delete_ended(context.db, before_s)
+    context.db.delete("uploads", "status != 'pending' AND created_s < ?", [before_s])
 
 
 def _pending(context: ControllerContext, upload_id: str, caller: Principal) -> UploadRow:
