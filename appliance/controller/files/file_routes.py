@@ -42,7 +42,8 @@ from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, Con
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store.ids import new_id
 from appliance.store.objects import batches, files
-from appliance.store.rows import UPLOADS, FileRow, UploadRow
+from appliance.store.rows import UPLOADS as uploads
+from appliance.store.rows import FileRow, UploadRow
 
 MAX_FILENAME_BYTES = 255
 _MAX_FIELDS = 16
@@ -54,7 +55,7 @@ UPLOADS = Resource(
     "upload",
     "/v1/uploads",
     (FINE_TUNING,),
-    UPLOADS.find_visible,
+    uploads.find_visible,
     missing="No such Upload object: {}",
     fields=("filename", "purpose", "bytes"),
 )
@@ -266,7 +267,7 @@ def upload_routes(context: ControllerContext) -> APIRouter:
                 owner=caller.owner,
                 file_keep_s=body.expires_after.seconds if body.expires_after else None,
             )
-            UPLOADS.insert(db, row)
+            uploads.insert(db, row)
             return row
 
         return _view(context, UPLOADS.attempt(request, caller, await request.body()).once(make))
@@ -287,7 +288,7 @@ def upload_routes(context: ControllerContext) -> APIRouter:
                 if (size := row.part_bytes + size) > 2 * row.bytes:
                     why = f"The parts of {row.id} would hold more than twice the {row.bytes} bytes announced"
                     raise BadRequest(f"{why}; create an upload with the file's size.", "data", "upload_too_large")
-                UPLOADS.update(db, row.id, part_bytes=size)
+                uploads.update(db, row.id, part_bytes=size)
                 os.rename(incoming, incoming.with_name(part_id))
         finally:
             incoming.unlink(missing_ok=True)
@@ -303,7 +304,7 @@ def upload_routes(context: ControllerContext) -> APIRouter:
     @router.post("/{upload_id}/cancel")
     async def cancel(upload_id: str, caller: Caller) -> dict[str, Any]:
         if UPLOADS.known(db, upload_id, caller).status != "cancelled":
-            UPLOADS.update(db, _pending(context, upload_id, caller).id, status="cancelled")
+            uploads.update(db, _pending(context, upload_id, caller).id, status="cancelled")
             await to_thread.run_sync(_remove_bytes, context, upload_id)
         return _view(context, UPLOADS.known(db, upload_id, caller))
 
@@ -331,13 +332,13 @@ async def _complete(context: ControllerContext, row: UploadRow, body: UploadComp
         with db.transaction():
             _pending(context, row.id, caller)  # still
             storage.keep(context, made, incoming)
-            UPLOADS.update(db, row.id, status="completed", file_id=file_id)
+            uploads.update(db, row.id, status="completed", file_id=file_id)
 
 
 def end_uploads(context: ControllerContext, now_s: float) -> None:
     """End expired uploads, and delete the records of those that ended long ago."""
-    for row in UPLOADS.list_all(context.db, "status = 'pending' AND expires_s <= ?", now_s):
-        UPLOADS.update(context.db, row.id, status="expired")
+    for row in uploads.list_all(context.db, "status = 'pending' AND expires_s <= ?", now_s):
+        uploads.update(context.db, row.id, status="expired")
         _remove_bytes(context, row.id)
     before_s = now_s - IDEMPOTENCY_KEEP_S - context.config.upload_open_s
     context.db.delete("uploads", "status != 'pending' AND created_s < ?", [before_s])
