@@ -73,10 +73,10 @@ from runtime.network import private_socket
 from runtime.processes import garbage
 from runtime.processes.kernel import DiesAs, die_with_parent, dies_as
 from scheduler.core.errors import EffectFailed
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from scheduler.devices.discovery import discover_devices
 from scheduler.handover.effects import Box
-from scheduler.loop.inbox import Inbox
+from scheduler.loop.cluster_state import Inbox
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.ray.effects import RayEffects
 from scheduler.ray.nodes import NAMESPACE, Nodes

@@ -34,8 +34,7 @@ from appliance.store.objects import jobs
 from appliance.store.records.box import SqliteJournal
 from appliance.store.rows import VersionRow
 from runtime.background_tasks import BackgroundTasks
-from scheduler.core.inventory import Device
-from scheduler.core.workload import Policy
+from scheduler.core.workload import Device, Policy
 from scheduler.handover.effects import StepRecord
 from serve.core.config import EngineConfig
 from train.graders.hosts import GraderHosts

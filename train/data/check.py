@@ -43,12 +43,14 @@ class DataReport:
     MAX_LISTED_ERRORS of `n_errors` (line, reason) pairs; counting stops at MAX_COUNTED_ERRORS. Tokens are counted or
     estimated, see `check_training_file`. n_rows: what is trained, more than the examples where the model's template
     needs a row for each turn; `example_tokens` has the tokens of each of the first COUNTED_EXAMPLES rows.
+    n_tokens_by_size: as the bytes of the examples alone would have it, of each a row.
     `warnings` say what may be wrong, `notes` what was done. `left_out`: in how many examples each key was not read."""
 
     shape: str = "empty"
     n_examples: int = 0
     n_rows: int = 0
     n_tokens_estimate: int = 0
+    n_tokens_by_size: int = 0
     longest_example_tokens: int = 0
     example_tokens: list[int] = field(default_factory=list)
     n_errors: int = 0
@@ -132,7 +134,7 @@ def check_training_file(
     estimated. The chat file exists afterwards only if the report is `ok`. `look` gets each example with its tokens, or
     none of a bad one. Raises OSError if the file is unreadable.
     """
-    report, tokens, partial = DataReport(), _Tokens(count, counted), Path(f"{chat_path}.partial")
+    report, partial = DataReport(), Path(f"{chat_path}.partial")
     with ExitStack() as stack:
         output = None
         if chat_path:
@@ -145,7 +147,7 @@ def check_training_file(
                 if read.bad is not None:
                     raise read.bad
                 assert read.example is not None
-                rows = tokens.of(read.example.record)
+                rows = _rows(report, read.example.record, count, counted)
                 _add(report, read.example, rows)
                 look(read, rows)
                 if output:
@@ -163,28 +165,18 @@ def check_training_file(
     return report
 
 
-class _Tokens:
-    """Tokens of records: those of the first are counted where there is something that can, the others estimated."""
-
-    def __init__(self, count: Count | None, most: int):
-        self._count, self._most = count, most
-        self._counted = self._rows = self._tokens = self._estimated = 0
-
-    def of(self, record: Record) -> list[list[int]]:
-        """The tokens of each sequence of each row of a converted record. Raises BadRecord."""
-        estimates = [_estimate_tokens(chat) for chat in record.get("sequences", (record,))]
-        if self._count is None:
-            return [estimates]
-        if self._counted == self._most:
-            of_each = max(1, round(self._rows / self._counted))
-            scale = self._tokens / max(1, self._estimated * of_each)
-            return [[int(estimate * scale) for estimate in estimates]] * of_each
-        rows = self._count(record)
-        self._counted += 1
-        self._rows += len(rows)
-        self._tokens += sum(map(sum, rows))
-        self._estimated += sum(estimates)
-        return rows
+def _rows(report: DataReport, record: Record, count: Count | None, counted: int) -> list[list[int]]:
+    """The tokens of each sequence of each row of a converted record. Raises BadRecord."""
+    estimates = [_estimate_tokens(chat) for chat in record.get("sequences", (record,))]
+    rows = [estimates]
+    if count is not None and report.n_examples < counted:
+        rows = count(record)
+    elif count is not None:  # as many as the examples before have for what was estimated of them
+        of_each = max(1, round(report.n_rows / report.n_examples))
+        scale = report.n_tokens_estimate / max(1, report.n_tokens_by_size * of_each)
+        rows = [[round(estimate * scale) for estimate in estimates]] * of_each
+    report.n_tokens_by_size += sum(estimates)
+    return rows
 
 
 def _add(report: DataReport, example: Example, rows: list[list[int]]) -> None:

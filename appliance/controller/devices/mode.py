@@ -18,8 +18,7 @@ from appliance.store.objects import jobs
 from appliance.store.records import box, usage, windows
 from appliance.store.rows import JobRow, WindowRow
 from runtime.devices.kind import PowerControl, PowerRefused, Reading
-from scheduler.core.inventory import Device
-from scheduler.core.workload import Policy, PolicyKind
+from scheduler.core.workload import Device, Policy, PolicyKind
 from scheduler.loop.mode_schedule import InForce, Window, in_force
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from appliance.store.records import deployments
 from appliance.store.rows import ModelRow, VersionRow
 from runtime.errors import RuntimeLayerError
 from runtime.processes.child import Child
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from serve.core.config import EngineConfig
 from serve.core.model_settings import ModelSettings
 from serve.core.sizing import EngineSize, ServedShape, adapter_rank_limit, engine_size

@@ -70,7 +70,7 @@ class _Callable:
 
 
 class BusRouting:
-    """Implements `scheduler.ray.replicas.Routing` on the bus; call `refresh` after models were added or removed."""
+    """Implements `scheduler.ray.effects.Routing` on the bus; call `refresh` after models were added or removed."""
 
     def __init__(self, bus: Bus, db: Database, sizes: EngineSizes, spending: Spending):
         self._bus, self._db, self._engine_sizes, self._spending = bus, db, sizes, spending

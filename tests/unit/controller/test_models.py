@@ -55,7 +55,7 @@ async def test_unknown_names_are_not_found(control: Control, name: str):
 
 
 async def test_download_of_a_version_in_no_tier_is_a_conflict(control: Control):
-    answer = await control.http.get("/v1/models/starter/files")
+    answer = await control.http.get("/v1/models/starter/archive")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "model_not_ready")
 
 

@@ -10,7 +10,7 @@ from appliance.controller.devices.mode import EnergyMeter, Mode, PowerKeeper, of
 from appliance.store.objects import jobs
 from appliance.store.records import usage
 from runtime.devices.kind import PowerLimits, PowerRefused, Reading
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from tests.unit.controller.conftest import SCOPES, Control
 
 
