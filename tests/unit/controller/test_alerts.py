@@ -133,11 +133,6 @@ def test_send_posts_and_mails():
     assert b"rcpt TO:<ops@example.org>" in mail and b"What to do: remove files" in mail and b"\nDate: " in mail
 
 
-def test_send_names_the_channel_that_refuses():
-    with http_server(500) as (url, _), pytest.raises(Undelivered, match="webhook: .*500"):
-        send(AlertSettings(webhook=url), "webhook", Message("test", "test", "a test"), "box")
-
-
 def test_problems_of_the_state_of_the_box_name_what_needs_a_person():
     findings = [
         {"check": "disk free", "state": "fail", "found": "1 GB", "remedy": "remove files"},
