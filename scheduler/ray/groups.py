@@ -244,9 +244,10 @@ class Groups:
         return None
 
     async def observe_groups(self) -> tuple[GroupView, ...]:
-        """Every group with a living rank, and groups that ended but are not cleaned up yet.
+        """Every group that was started and is not cleaned up yet.
 
-        If all ranks of a world whose controller died are there, this adopts them and they go on training.
+        This adopts ranks whose controller died: they go on training if all of their world are there and live, else
+        they end. Either way what they reported without a controller is taken.
         """
         # A world that a verb ended during the reading looks as if it had lost its controller.
         self._touched = set(self._in_hand)
@@ -254,26 +255,21 @@ class Groups:
         for device_id, status in (await self._statuses()).items():
             if status["job_id"] and status["job_id"] not in self._touched:
                 worlds.setdefault(status["job_id"], {})[device_id] = status
-        views: dict[str, GroupView] = {}
         for job_id, statuses in worlds.items():
             if job_id in self._touched or job_id in self._groups:
                 continue  # known, or a verb began in the meantime
-            if is_whole(statuses.values()):
-                await self._adopt(job_id, statuses)
-            elif any(status["alive"] for status in statuses.values()):
-                # The world was starting or dying: end it, and the job resumes from its snapshot.
-                why = "the controller restarted while the ranks were starting"
-                lost = GroupEnded("failed", 0, why, blame="outside")
-                views[job_id] = GroupView(job_id, tuple(statuses), ended=lost)
-        for job_id, running in self._groups.items():
-            views[job_id] = GroupView(job_id, running.devices, ended=running.ended, run=running.run)
-        return tuple(views.values())
+            await self._adopt(job_id, statuses)
+        return tuple(
+            GroupView(job_id, running.devices, ended=running.ended, run=running.run)
+            for job_id, running in self._groups.items()
+        )
 
     async def _adopt(self, job_id: str, statuses: dict[str, dict[str, Any]]) -> None:
-        log.info("adopted its running ranks on %s", ", ".join(sorted(statuses)), extra={"job_id": job_id})
+        log.info("adopted its ranks on %s", ", ".join(sorted(statuses)), extra={"job_id": job_id})
         devices = tuple(sorted(statuses, key=lambda device_id: statuses[device_id]["rank"]))
         group, transfer = self._new_group(job_id, self._nodes.config_of(devices))
-        await group.adopt(job_id, [_Host(self._host(device_id)) for device_id in devices])
+        hosts = [_Host(self._host(device_id)) for device_id in devices]
+        await group.adopt(job_id, hosts, whole=is_whole(statuses.values()))
         self._attend(job_id, _RunningGroup(group, "", devices, transfer))
 
 
@@ -289,10 +285,9 @@ class _RunningGroup:
 
 
 def is_whole(statuses: Collection[Mapping[str, Any]]) -> bool:
-    """Whether these ranks (see RankHost.status) are all ranks of one world, each alive or done."""
+    """Whether these ranks (see RankHost.status) are all ranks of one world, dead or alive."""
     world = sorted((status["world_size"], status["rank"]) for status in statuses)
-    complete = world == [(len(world), rank) for rank in range(len(world))]
-    return complete and all(status["alive"] or status["done"] for status in statuses)
+    return world == [(len(world), rank) for rank in range(len(world))]
 
 
 class _Host:

@@ -231,8 +231,8 @@ class JobEvents:
         # One that is done again, after the death of a rank, say, counts once.
         before = jobs.find_metric(db, row.id, step)
         if before is not None and before.created_s == at_s:
-            return  # read in the run's log by a new controller, and delivered too, by ranks that outlived the old one
-        # Not when it is read: steps of a time without a controller are read all at once.
+            return  # the last one that an earlier controller took, delivered again
+        # Not the time of reading: steps of a time without a controller are read all at once.
         created_s, measured = time.time() if at_s is None else float(at_s), _measured(row, event, "train_")
         of_step = {name: event.get(name) for name in _OF_STEP}
         jobs.upsert_metric(db, JobMetricRow(row.id, step, created_s, measured=measured, **of_step))
