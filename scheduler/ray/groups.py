@@ -68,7 +68,7 @@ class Groups:
         self._nodes, self._jobs, self._report_change = nodes, jobs, report_change
         self._hosts: dict[str, Supervisor] = {}
         self._groups: dict[str, _RunningGroup] = {}
-        self._in_hand: set[str] = set()  # jobs whose ranks a verb is starting or ending
+        self._in_hand: set[str] = set()  # jobs with ranks that a verb is starting or ending
         self._touched: set[str] = set()  # jobs in hand since the last observation began
 
     @contextlib.contextmanager
@@ -82,9 +82,11 @@ class Groups:
             self._in_hand.discard(job_id)
 
     async def start_group(self, job_id: str, devices: tuple[str, ...], run: str) -> Detail:
-        with self._handling(job_id), contextlib.ExitStack() as held:
-            held.callback(self._jobs.taken, job_id)
-            return await self._start_group(job_id, devices, run)
+        with self._handling(job_id):
+            try:
+                return await self._start_group(job_id, devices, run)
+            finally:
+                self._jobs.taken(job_id)
 
     async def _start_group(self, job_id: str, device_ids: tuple[str, ...], run: str) -> Detail:
         running = self._groups.get(job_id)
@@ -122,12 +124,12 @@ class Groups:
         }
 
     def _new_group(self, job_id: str, node_config: NodeConfig) -> tuple[Group, ResultTransfer | None]:
-        """A group for the job, and what brings the results of its ranks home from another node."""
-        tell, transfer = partial(self._jobs.on_event, job_id), None
+        """A group for the job, and the transfer of its results if its node is not home."""
+        on_event, transfer = partial(self._jobs.on_event, job_id), None
         if node_config.name != self._nodes.home.name:
-            transfer = ResultTransfer(self._nodes, node_config.name, job_id, tell)
-            tell = transfer.take
-        return Group(tell), transfer
+            transfer = ResultTransfer(self._nodes, node_config.name, job_id, on_event)
+            on_event = transfer.take
+        return Group(on_event), transfer
 
     async def suspend_group(self, job_id: str) -> Detail:
         running = self._groups.get(job_id)
@@ -191,15 +193,15 @@ class Groups:
         self._report_change()
 
     def _host(self, device_id: str) -> Supervisor:
-        """The supervisor of a device, found or created, but never one known to be dead."""
-        known = self._hosts.get(device_id)
-        if known is None or known.over:
+        """Find or create the supervisor of a device; one that is known to be dead is replaced."""
+        host = self._hosts.get(device_id)
+        if host is None or host.over:
             node_config = self._nodes.config_of((device_id,))
             numa = node_config.numa_nodes([self._nodes.device(device_id)])
             warm, logs = node_config.warm_socket("train"), str(node_config.log_dir)
             actor = self._nodes.here(RankHost, RANK + device_id, node_config, warm, logs, *numa)
-            known = self._hosts[device_id] = Supervisor(actor, RANK + device_id)
-        return known
+            host = self._hosts[device_id] = Supervisor(actor, RANK + device_id)
+        return host
 
     async def _living_host(self, job_id: str, device_id: str) -> Supervisor:
         """A device's supervisor that has just answered: the cached handle may be that of a dead one."""

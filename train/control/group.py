@@ -247,15 +247,15 @@ class Group:
 
     async def _listen(self, rank: int) -> None:
         """Take the events of a rank until it is done."""
-        heard = 0
+        acknowledged = 0
         while rank not in self._done:
             try:
-                event = await self._hosts[rank].next_event(heard)
+                event = await self._hosts[rank].next_event(acknowledged)
             except RuntimeLayerError as error:  # its supervisor is gone
                 raise _Lost(rank) from error
             if event is None:
                 raise _Lost(rank)
-            heard = event["number"]
+            acknowledged = event["number"]
             try:
                 self._take(rank, event)
             except Exception as error:  # it must not be lost silently, with all later ones
@@ -321,7 +321,7 @@ class Group:
             if isinstance(getattr(errors, kind, None), type):  # of the input, in words for who gave it
                 error |= {"retryable": False, "message": message}
             return _Failed(rank, f"raised {kind}: {message}", **error)
-        if any(isinstance(one, ChildDied) and one.starved for one in deaths.values()):
+        if any(isinstance(death, ChildDied) and death.starved for death in deaths.values()):
             return _Failed(rank, "died: the host's memory ran out", blame="memory")
         death = deaths.get(rank)
         how = f"died: {death}" if isinstance(death, SupervisorDied) else "died (killed, or out of memory)"
