@@ -1,9 +1,8 @@
 """/admin/v1/forget: deletes the data of a person who leaves.
 
 Deleted: files, uploads, stored responses, batches, evals, job folders and events. Kept without the name: usage, the
-audit log, jobs. Revoked: the keys. Models that were trained on their files are listed, and deleted only on request.
-Repeating the request continues where the last one stopped. A row belongs to its own owner, or to the owner of the key
-it was made with.
+audit log, jobs. Revoked: the keys. Models that were trained on their files are listed. Repeating the request continues
+where the last one stopped. A row belongs to its own owner, or to the owner of the key it was made with.
 """
 
 from __future__ import annotations
@@ -24,28 +23,25 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
 from appliance.controller.http.routers import needs, unaudited
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import Conflict
 from appliance.controller.interfaces.principal import ADMIN, Caller
 from appliance.controller.jobs.wanted import ask
-from appliance.controller.models import removal as models
 from appliance.store.database import TABLES, Database
 from appliance.store.objects import evals, files, jobs
 from appliance.store.records import keys
-from appliance.store.rows import UNFINISHED, KeyRow
+from appliance.store.rows import UNFINISHED
 
-_SHOWN = 10
 _COUNTED = ("files", "uploads", "batches", "responses", "jobs", "evals")
 _WAITED_FOR = ("jobs", "batches", "responses", "eval_runs")
+_NAMED = (("audit", "target"), ("model_settings", "by_whom"), ("handovers", "asked_by"))
+"""Columns that say by the name of a key or an owner who did something; the texts of `_NAMED_IN` are JSON."""
+_NAMED_IN = (("audit", "detail"), ("box", "value"))
 Owner = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class Forget(StrictBody):
-    """owner: as in keys. cancel: cancel unfinished work; without it, unfinished work makes the request fail.
-    models: also delete those trained on the owner's files."""
+    """owner: as in keys."""
 
     owner: Owner
-    cancel: bool = False
-    models: bool = False
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
@@ -53,45 +49,31 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @needs(ADMIN)  # it names an owner's keys
     def show(owner: Annotated[Owner, Query()]) -> dict[str, Any]:
         """What the box has of this owner. Changes nothing."""
-        return {"owner": owner, "done": False, "waits_for": [], **_stored_of(context.db, owner)}
+        return {"owner": owner, "done": False, **_stored_of(context.db, owner)}
 
     @router.post("/forget")
     @unaudited  # its own rows, of keys and with a pseudonym
     async def forget(body: Forget, caller: Caller) -> dict[str, Any]:
         """End an owner's work, delete what is stored of it, and take its name out of what stays. `done` false: the work
-        that `waits_for` names has not ended yet; ask again. Raises Conflict if the owner's work goes on and may not be
-        cancelled, or somebody uses one of its models."""
+        in `unfinished` has not ended yet; ask again."""
         db, owner = context.db, body.owner
-        stored = await asyncio.to_thread(_stored_of, db, owner)
-        if (unfinished := stored["unfinished"]) and not body.cancel:
-            message = f"{len(unfinished)} jobs, batches or responses of this owner have not ended: "
-            message += f"{', '.join(unfinished[:_SHOWN])}. Wait for their end, or ask with cancel (`--cancel`)."
-            raise Conflict(message, "owner", "owner_busy")
-        # Newest first: an adapter goes before its base.
-        doomed = stored["models"][::-1] if body.models else []
-        # Before the first change: a model that somebody else uses would stop the request halfway.
-        for name in doomed:
-            models.refuse_if_in_use(context, models.doomed(context, name), caller, {*unfinished, *doomed})
         # Once each: a client that asks every half second would restart what ends the work of a key over and over.
-        for row in _keys_of(db, owner):
-            if row.revoked_s is None:
-                end_key(context, row.id, caller, "key.revoke")
+        for row in keys.list_all(db, "owner = ? AND revoked_s IS NULL", owner):
+            end_key(context, row.id, caller, "key.revoke")
         context.spending.publish_keys()
         for job_id in _ids(db, "jobs", owner, f"{UNFINISHED['jobs']} AND wanted != 'cancel'"):
             ask(context, job_id, "cancel", caller)
-        if unfinished := await asyncio.to_thread(_unfinished, db, owner):
-            return {"owner": owner, "done": False, "waits_for": unfinished, **stored}
-        for name in doomed:
-            await models.remove(context, models.doomed(context, name), caller)
+        stored = await asyncio.to_thread(_stored_of, db, owner)
+        if stored["unfinished"]:
+            return {"owner": owner, "done": False, **stored}
         pseudonym = f"forgotten-{secrets.token_hex(4)}"
         await asyncio.to_thread(_delete, context, owner)
         await asyncio.to_thread(rename, db, owner, pseudonym)
         context.spending.publish_keys()
         counts = {kind: stored[kind] for kind in _COUNTED}
-        record(context, caller, "owner.forget", pseudonym, keys=len(stored["keys"]), models=len(doomed), **counts)
+        record(context, caller, "owner.forget", pseudonym, keys=len(stored["keys"]), **counts)
         await asyncio.to_thread(db.empty_log)  # what was deleted stands there until it is written over
-        done = {"done": True, "waits_for": [], "pseudonym": pseudonym, "models_deleted": doomed}
-        return {"owner": owner, **done, **stored}
+        return {"owner": owner, "done": True, "pseudonym": pseudonym, **stored}
 
 
 def _stored_of(db: Database, owner: str) -> dict[str, Any]:
@@ -104,19 +86,11 @@ def _stored_of(db: Database, owner: str) -> dict[str, Any]:
         [owner],
     )
     return {
-        "keys": [row.name for row in _keys_of(db, owner)],
+        "keys": [row.name for row in keys.list_all(db, "owner = ?", owner)],
         "models": models_of_files,
-        "unfinished": _unfinished(db, owner),
+        "unfinished": [row_id for table in _WAITED_FOR for row_id in _ids(db, table, owner, UNFINISHED[table])],
         **{kind: len(_ids(db, kind, owner)) for kind in _COUNTED},
     }
-
-
-def _unfinished(db: Database, owner: str) -> list[str]:
-    return [row_id for table in _WAITED_FOR for row_id in _ids(db, table, owner, UNFINISHED[table])]
-
-
-def _keys_of(db: Database, owner: str) -> list[KeyRow]:
-    return keys.list_all(db, "owner = ?", owner)
 
 
 def _ids(db: Database, table: str, owner: str, where: str = "1") -> list[str]:
@@ -154,10 +128,9 @@ def _delete(context: ControllerContext, owner: str) -> None:
 
 
 def rename(db: Database, owner: str, pseudonym: str) -> None:
-    """Give the owner's keys, jobs and what else stays a pseudonym, also where the audit log, hand-overs, settings and
-    the box's mode say who asked. What the owner wrote goes: a job's suffix and metadata, details of what was done. Call
-    it on a thread: it reads whole tables."""
-    known = _keys_of(db, owner)
+    """Give the owner's keys, jobs and what else stays a pseudonym. What the owner wrote goes: a job's suffix and
+    metadata, details of what was done. Call it on a thread: it reads whole tables."""
+    known = keys.list_all(db, "owner = ?", owner)
     with db.transaction():
         db.execute(
             "UPDATE jobs SET metadata = NULL, integrations = NULL, suffix = NULL, reason = '',"
@@ -166,13 +139,11 @@ def rename(db: Database, owner: str, pseudonym: str) -> None:
         )
         db.execute("UPDATE audit SET detail = '{}' WHERE key_id IN (SELECT id FROM keys WHERE owner = ?)", [owner])
         for name in {owner, *(row.name for row in known)}:
-            db.execute("UPDATE audit SET target = ? WHERE target = ?", [pseudonym, name])
-            db.execute("UPDATE model_settings SET by_whom = ? WHERE by_whom = ?", [pseudonym, name])
-            was, now = json.dumps(name), json.dumps(pseudonym)
-            db.execute("UPDATE handovers SET asked_by = ? WHERE asked_by = ?", [pseudonym, name])
-            for table, column, before in (("audit", "detail", ""), ("box", "value", '"by":')):
-                text = [before + was, before + now]
-                db.execute(f"UPDATE {table} SET {column} = replace({column}, ?1, ?2) WHERE instr({column}, ?1)", text)
+            for table, column in _NAMED:
+                db.execute(f"UPDATE {table} SET {column} = ?2 WHERE {column} = ?1", [name, pseudonym])
+            quoted = [json.dumps(name), json.dumps(pseudonym)]
+            for table, column in _NAMED_IN:
+                db.execute(f"UPDATE {table} SET {column} = replace({column}, ?1, ?2) WHERE instr({column}, ?1)", quoted)
         for number, key in enumerate(known, 1):
             keys.update(db, key.id, name=f"{pseudonym}-{number}", subject="")
         # Every table with an owner, so that one that is added later is not left out.

@@ -1,8 +1,6 @@
-"""/admin/v1/operations: long work on models, and the routes that begin it: import a model, verify.
+"""/admin/v1/operations: imports of models, each a task with a row of its own that has its progress and its result.
 
-Each is a task with a row of its own, which has its progress and its result. After a restart it starts over from what is
-on disk. Names contain ":" and may contain "/": clients send them percent-encoded in one segment or plain, hence
-`{name:path}`.
+After a restart one starts over from what is on disk.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import StringConstraints
 
-from appliance.controller.access.model_access import caller_of, stored_model
+from appliance.controller.access.model_access import caller_of
 from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name, made_by_jobs
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
@@ -22,9 +20,8 @@ from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.http.resource import RECENT, list_object
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, OperationFailed, shown
-from appliance.controller.interfaces.principal import Caller, Principal
+from appliance.controller.interfaces.principal import Caller
 from appliance.controller.models.imported import adapter_base, register
-from appliance.models.library import Report
 from appliance.store.database import Part
 from appliance.store.ids import new_id
 from appliance.store.objects import models
@@ -34,15 +31,15 @@ from appliance.store.rows import OperationRow, TaskRow, columns
 OPERATIONS = "operations"
 PROGRESS_EVERY_S = 0.5
 """Progress is written to the store at most this often, but for a new message."""
-TIERS = "tiers"
-"""Target of the operation that verifies all copies."""
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
 class Import(StrictBody):
+    """origin: where the files of a path came from, kept as the model's source."""
+
     source: Text
-    origin: Text | None = None  # where a path's files came from, kept as the model's source
+    origin: Text | None = None
     name: Text | None = None
     base: Text | None = None
     revision: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{1,255}$")] | None = None
@@ -51,22 +48,6 @@ class Import(StrictBody):
 def routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the routes to the admin router; before those of models, whose names may contain slashes."""
     db = context.db
-
-    def begin(
-        caller: Principal, action: str, target: str, body: dict[str, Any] | None = None, **arguments: Any
-    ) -> dict[str, Any]:
-        """action: "noun.kind" of the audit row; the kind is the operation's. Raises Conflict."""
-        kind = action.partition(".")[2]
-        with db.transaction():
-            for twin in operations.list_all(db, "state = 'running' AND kind = ? AND target = ?", kind, target):
-                text = f"{kind} of {shown(target)} is already running as operation {twin.id}."
-                raise Conflict(text, code="operation_running")
-            progress = {"done": 0, "total": None, "unit": "", "message": "starting"}
-            row = OperationRow(new_id("op_"), kind, target, "running", time.time(), progress=progress)
-            operations.insert(db, row)
-            context.tasks.start(OPERATIONS, row.id, caller.key_id, **arguments)
-            record(context, caller, action, target, **(body or {}))
-        return {"operation": view(row)}
 
     @router.post("/models/import", status_code=202)
     async def import_model(body: Import, caller: Caller) -> dict[str, Any]:
@@ -83,15 +64,16 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 raise Conflict(f"The model {shown(name)} exists, or a job makes it; {remedy}.", "name", "model_exists")
         context.quotas.disk.check()  # only the import itself finds out how much more it needs
         arguments = {**columns(body, "source origin name revision"), "adapter": await _adapter(context, body)}
-        return begin(caller, "model.import", body.name or body.source, body.model_dump(), **arguments)
-
-    @router.post("/models/{name:path}/verify", status_code=202)
-    async def verify(name: str, caller: Caller) -> dict[str, Any]:
-        return begin(caller, "model.verify", stored_model(db, name).id)
-
-    @router.post("/tiers/verify", status_code=202)
-    async def verify_tiers(caller: Caller) -> dict[str, Any]:
-        return begin(caller, "tiers.verify", TIERS)
+        target, progress = name or body.source, {"done": 0, "total": None, "unit": "", "message": "starting"}
+        with db.transaction():
+            for twin in operations.list_all(db, "state = 'running' AND target = ?", target):
+                text = f"import of {shown(target)} is already running as operation {twin.id}."
+                raise Conflict(text, code="operation_running")
+            row = OperationRow(new_id("op_"), "import", target, "running", time.time(), progress=progress)
+            operations.insert(db, row)
+            context.tasks.start(OPERATIONS, row.id, caller.key_id, **arguments)
+            record(context, caller, "model.import", target, **body.model_dump())
+        return {"operation": view(row)}
 
     @router.get("/operations")
     def list_operations(part: Annotated[Part, RECENT]) -> dict[str, Any]:
@@ -125,8 +107,8 @@ async def _adapter(context: ControllerContext, body: Import) -> dict[str, Any] |
 
 
 def kind(context: ControllerContext) -> Kind:
-    """The kind of task that operations are."""
-    db = context.db
+    """The kind of task that imports are."""
+    db, ops = context.db, context.model_ops
 
     async def run(task: TaskRow) -> None:
         """Raises TaskFailed."""
@@ -144,8 +126,17 @@ def kind(context: ControllerContext) -> Kind:
                 operations.update(db, task.id, progress=progress)
                 write_s = time.monotonic() + PROGRESS_EVERY_S
 
+        given = task.arguments
+        source, adapter = given["source"], given["adapter"]
         try:
-            result = await _result(context, row, task, report)
+            if adapter is not None:
+                options = {**adapter, "base_path": Path(adapter["base_path"])}
+                made, origin = await ops.run(ops.library.import_adapter, source, report=report, **options), None
+            else:
+                names = {"name": given["name"], "revision": given["revision"]}
+                made, origin = await ops.run(ops.library.import_model, source, report=report, **names), given["origin"]
+            caller = caller_of(db, task.key_id)
+            result = await register(context, made, caller, source=origin or made.source, adapter=adapter)
         except OperationFailed as error:
             raise TaskFailed(error.code, str(error)) from error
         operations.update(db, row.id, state="succeeded", result=result, progress=progress, ended_s=time.time())
@@ -157,21 +148,3 @@ def kind(context: ControllerContext) -> Kind:
             operations.update(db, row.id, state="failed", error=failure, ended_s=time.time())
 
     return Kind(OPERATIONS, run, fail, "operation")
-
-
-async def _result(context: ControllerContext, row: OperationRow, task: TaskRow, report: Report) -> dict[str, Any]:
-    """Raises OperationFailed."""
-    ops, arguments = context.model_ops, task.arguments
-    if row.kind == "verify" and row.target == TIERS:
-        return await ops.verify_tiers(report)
-    if row.kind == "verify":
-        return await ops.verify(models.list_versions(context.db, row.target), report)
-    source, adapter, origin = arguments["source"], arguments["adapter"], arguments["origin"]
-    if adapter is not None:
-        adapter_of, origin = {**adapter, "base_path": Path(adapter["base_path"])}, None
-        made = await ops.run(ops.library.import_adapter, source, report=report, **adapter_of)
-    else:
-        names = {"name": arguments["name"], "revision": arguments["revision"]}
-        made = await ops.run(ops.library.import_model, source, report=report, **names)
-    caller = caller_of(context.db, task.key_id)
-    return await register(context, made, caller, source=origin or made.source, adapter=adapter)
