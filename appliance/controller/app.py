@@ -41,7 +41,6 @@ def create_app(context: ControllerContext) -> FastAPI:
     """
     JobValidation(context)
     context.tasks.add(operations.kind(context))
-    checks = data_checks.DataWork(context)
     context.tasks.add(batches.kind(context))
     canaries, stored = Canaries(context), StoredResponses(context)
     grading = Grading(context.db, context.graders, context.asking)
@@ -78,7 +77,7 @@ def create_app(context: ControllerContext) -> FastAPI:
         logins.routes(context, admin),
         file_routes.file_routes(context),
         file_routes.upload_routes(context),
-        data_checks.routes(context, checks),
+        data_checks.routes(context),
         batches.routes(context),
         *responses.routes(context, stored),
         job_routes.routes(context),

@@ -74,8 +74,8 @@ class PageSessionRow:
 class FileRow:
     """An uploaded or produced file; its bytes lie at `files/<id>`.
 
-    report: for purpose "fine-tune", what the check at upload found (shape, n_examples, errors, warnings). check_status:
-    waiting, done or failed, of the check of what is in it; data_check: its report.
+    report: for purpose "fine-tune", what the check at upload found (shape, n_examples, errors, warnings). data_check:
+    the report of the last check of what is in it.
     """
 
     id: str
@@ -90,7 +90,6 @@ class FileRow:
     expires_s: float | None = None
     owner: str = ""
     report: dict[str, Any] | None = None
-    check_status: str | None = None
     data_check: dict[str, Any] | None = None
 
 

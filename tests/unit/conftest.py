@@ -21,20 +21,13 @@ def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("torch")  # which the check would say is not there
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setattr("appliance.controller.files.storage.check_apart", _checked)
-    monkeypatch.setattr("appliance.controller.data_checks.DataWork._process", _carried_out)
+    monkeypatch.setattr("appliance.controller.data_checks.carried_out", _carried_out)
 
 
 async def _checked(path: Path, **how: Any) -> DataReport:
     return await asyncio.to_thread(process.checked, path, **how)
 
 
-async def _carried_out(work: Any, file_id: str, options: dict[str, Any]) -> dict[str, Any]:
-    request = {"file": str(work._context.files_dir / file_id), "name": file_id, "check": options}
-    try:
-        answer = await asyncio.to_thread(process.carried_out, request)
-    except process.BadOption:
-        raise
-    except (process.CheckFailed, OSError, ValueError) as error:
-        raise process.CheckFailed(str(error).replace(f"{work._context.files_dir}/", "")) from error
-    told: dict[str, Any] = json.loads(json.dumps(answer))
-    return told
+async def _carried_out(request: dict[str, Any]) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(json.dumps(await asyncio.to_thread(process.carried_out, request)))
+    return report

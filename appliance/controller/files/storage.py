@@ -33,8 +33,6 @@ from train.methods.method import Method
 
 Purpose = Literal["assistants", "batch", "evals", "fine-tune", "vision", "user_data"]
 INCOMING_PREFIX = ".incoming-"
-DATA_CHECKS = "data_checks"
-"""Tasks that check what is in uploaded training data."""
 _BATCH_KEEP_S = 30 * 86400
 _CAUSES_SHOWN = 3
 APART_FROM_BYTES = 1 << 20
@@ -113,8 +111,6 @@ def keep(context: ControllerContext, row: FileRow, path: Path) -> None:
     """Move the bytes of a new file in place, and write its row. Call in a transaction, within `growing`."""
     os.rename(path, context.files_dir / row.id)
     files.insert(context.db, row)
-    if row.check_status == "waiting":
-        context.tasks.start(DATA_CHECKS, row.id, row.key_id)
 
 
 def row_of(
@@ -201,7 +197,6 @@ async def described(context: ControllerContext, path: Path, row: FileRow) -> Fil
         status="processed" if found.ok else "error",
         status_details=summary(found, f"/v1/files/{row.id}/errors"),
         report=report,
-        check_status="waiting" if found.ok else None,
     )
 
 
@@ -229,11 +224,9 @@ def errors_object(found: list[tuple[int, str]], total: int) -> dict[str, Any]:
 
 
 def file_object(row: FileRow) -> dict[str, Any]:
-    """OpenAI's object; of training data with `check`: how far the check of its contents is, and how many examples each
-    check found something in, where the row has it."""
-    check: dict[str, Any] = {"status": row.check_status}
-    if row.data_check:
-        found = row.data_check.get("checks", {})
-        check["found"] = {name: one["count"] for name, one in found.items() if one["count"]}
-    more = {"check": check} if row.check_status is not None else {}
+    """OpenAI's object; of data that was checked with `check`: in how many examples each check found something. A list
+    reads no reports."""
+    checks = row.data_check["checks"] if row.data_check else {}
+    found = {name: one["count"] for name, one in checks.items() if one["count"]}
+    more = {"check": {"found": found}} if row.data_check else {}
     return object_of(row, "file", "bytes filename purpose status status_details", **more)

@@ -26,21 +26,14 @@ function List() {
       [t("models.size"), (row) => bytes(row.bytes), "right"],
       [t("created"), (row) => ago(row.created_at), "nowrap"],
       [t("state"), (row) => html`<${Badge} state=${row.status === "error" ? "error" : "ok"}>${row.status}</${Badge}>`],
-      [t("data.found"), (row) => found(row)],
     ]} />`}</${Rows}>
   </${Card}>`}</${Live}>`;
-}
-
-function found({ check }) {
-  if (!check) return "–";
-  if (check.status !== "done") return html`<${Badge} state=${check.status === "failed" ? "failed" : "queued"} />`;
-  return Object.entries(check.found || {}).map(([name, n]) => `${word(name)} ${number(n)}`).join(", ") || t("data.nothing");
 }
 
 function File({ id }) {
   const shown = useLive(async (signal) => {
     const file = await get(`/v1/files/${id}`, signal);
-    const report = file.check && file.check.found ? await get(`/v1/files/${id}/check`, signal) : null;
+    const report = file.check ? await get(`/v1/files/${id}/check`, signal) : null;
     return { file, report };
   }, 2, [id]);
   const [check, { busy, error }] = useAct(async () => {
@@ -53,7 +46,7 @@ function File({ id }) {
       ${one.status_details ? html`<p class="alert bad">${one.status_details}</p>` : null}
       <${Facts} pairs=${[[t("data.file"), html`<code>${one.id}</code>`], [t("models.size"), bytes(one.bytes)], [t("created"), ago(one.created_at)], [t("owner"), one.owner]]} />
     </${Card}>
-    ${report ? html`<${Report} report=${report} />` : html`<p class="alert quiet" role="status">${t(one.check && one.check.status === "waiting" ? "data.waits" : "data.unchecked")}</p>`}`}</${Live}>`;
+    ${report ? html`<${Report} report=${report} />` : html`<p class="alert quiet" role="status">${t("data.unchecked")}</p>`}`}</${Live}>`;
 }
 
 function Report({ report }) {
