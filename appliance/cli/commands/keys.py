@@ -90,8 +90,6 @@ def rotate(session: Session, args: Namespace) -> None:
     """
     answer = session.client.post(f"{_KEYS}/{segment(args.id)}/rotate")
     _show_secret(session, answer, f"Key {answer['name']} has a new secret, and the old one is refused.")
-    if not session.as_json and (removed := answer.get("first_key_file_removed")) is not None:
-        output.say(f"{removed} had the old one and was removed.")
 
 
 def _show_secret(session: Session, answer: dict[str, Any], text: str) -> None:

@@ -6,12 +6,12 @@ The gateways apply the same rule to the table (`gateway.table.Principal`): a req
 from __future__ import annotations
 
 from appliance.controller.access.naming import Resolved, model_of, resolve
-from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidden, NotFound, shown
+from appliance.controller.interfaces.errors import ApiError, Forbidden, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, INFERENCE, Principal
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import jobs, models
-from appliance.store.records import keys, model_settings
+from appliance.store.records import keys
 from appliance.store.rows import JobRow, ModelRow, VersionRow
 
 
@@ -76,49 +76,23 @@ def caller_may_use(db: Database, caller: Principal, name: str) -> bool:
     return not names.isdisjoint(row.models) or any(jobs.has_made(db, owner, one) for one in names)
 
 
-def check_may_ask(db: Database, caller: Principal, name: str, *, chats: bool = True, param: str = "model") -> None:
-    """A caller who makes the box ask a model needs the scope of inference, whatever the route. chats: it is asked for a
-    chat completion. param: of the request, that names the model. Raises Forbidden, NotFound for a model that the caller
-    may not use, and BadRequest for one that does not chat."""
+def check_may_ask(db: Database, caller: Principal, name: str, param: str = "model") -> None:
+    """A caller who makes the box ask a model needs the scope of inference, whatever the route. param: of the request,
+    that names the model. Raises Forbidden, and NotFound for a model that the caller may not use."""
     if not caller.may(INFERENCE):
         raise Forbidden(INFERENCE)
-    check_asked(db, caller, name, chats=chats, param=param)
-
-
-def check_asked(db: Database, caller: Principal, name: str, *, chats: bool, param: str) -> None:
-    """As `check_may_ask`, of work whose key had the scope. Raises NotFound, BadRequest."""
     lacks_version = "@" in name and models.find(db, name) is None and resolve(db, name) is None
     if lacks_version or not caller_may_use(db, caller, name):
         raise unknown_model(name, param)
-    if chats and (why := _why_no_chat(db, name)):
-        raise BadRequest(f"{why}.", param, "model_not_supported")
 
 
 def why_not_asked(db: Database, key_id: str | None, name: str) -> str:
     """Why this key may not ask the model, for work that outlives its request; "" if it may."""
     try:
-        check_may_ask(db, caller_of(db, key_id), name, chats=False)
+        check_may_ask(db, caller_of(db, key_id), name)
     except ApiError as error:
         return error.message
     return ""
-
-
-def _why_no_chat(db: Database, name: str) -> str:
-    """Why this model takes no conversation, before an engine is started for it; "" if it does, or if it is unknown
-    whether it has a template."""
-    found = resolve(db, name)
-    if found is None:
-        return ""
-    model, version = found.model.id, found.version
-    if adapter := version.meta.get("adapter"):  # its base's engine answers
-        model = adapter["base"]
-        version = models.find_version(db, model, adapter["base_version"]) or version
-    if version.meta.get("chat_template", True) or model in model_settings.with_chat_template(db):
-        return ""
-    return (
-        f"The model `{name}` has no chat template, so it knows no conversations: ask it with /v1/completions, or give "
-        "it one with `appliance model deploy MODEL --chat-template FILE`"
-    )
 
 
 def base_of(db: Database, job: JobRow) -> Resolved | None:

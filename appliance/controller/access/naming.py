@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import string
-import unicodedata
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -22,12 +21,9 @@ from weights.format.names import version_name
 _MODEL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:/-]{0,254}[A-Za-z0-9._:-])?\Z")
 _STABLE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 _NOT_IN_SUFFIX = re.compile(r"[^a-z0-9_.-]+|\.\.+")
-_IN_NAMES = frozenset(string.ascii_lowercase + string.digits)
-_COMBINING = frozenset({"Mn", "Mc"})
-"""Categories of marks that are not letters, but without which words of Hindi or Thai are incomplete."""
 MAX_SUFFIX = 64
 STABLE_NAME_RULE = "1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit, without '..'"
-SUFFIX_RULE = "a string of at most 64 characters, with a letter or digit"
+SUFFIX_RULE = "a string of at most 64 characters, with a letter from a to z or a digit"
 MODEL_NAME_RULE = "letters, digits, '.', '_', ':', '-' and '/', at most 256, beginning with a letter or digit"
 
 
@@ -54,16 +50,8 @@ def is_model_name(name: str) -> bool:
 
 def suffix_in_name(suffix: str) -> str:
     """The form that a job's suffix has in a model's name, as OpenAI makes it: in lower case, with "-" for characters
-    that a name cannot have; "" if nothing is left. A suffix in another script, of which nothing would be left, is
-    encoded like a host name (two Chinese characters: `xn--ubtq9x`) and can be decoded, unless it was too long."""
-    plain = suffix.lower()
-    if any(sign in _IN_NAMES for sign in plain):
-        return _NOT_IN_SUFFIX.sub("-", plain).strip("-.")
-    if not any(map(str.isalnum, plain)):
-        return ""
-    kept = (sign if sign.isalnum() or unicodedata.category(sign) in _COMBINING else " " for sign in plain)
-    letters = "-".join("".join(kept).split())
-    return ("xn--" + letters.encode("punycode").decode())[:MAX_SUFFIX].strip("-")
+    that a name cannot have; "" if nothing is left."""
+    return _NOT_IN_SUFFIX.sub("-", suffix.lower()).strip("-._")
 
 
 def is_suffix(suffix: str) -> bool:

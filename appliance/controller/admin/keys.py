@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -24,7 +23,6 @@ from appliance.controller.interfaces.errors import BadRequest, Conflict, Invalid
 from appliance.controller.interfaces.principal import ADMIN, ANY, FINE_TUNING, INFERENCE, READ, Caller, Principal
 from appliance.controller.jobs.requests import Priority
 from appliance.controller.jobs.wanted import pause_jobs_of, pause_jobs_without_model
-from appliance.paths import BoxPaths
 from appliance.store.database import Part
 from appliance.store.errors import DuplicateRow
 from appliance.store.objects import models
@@ -149,7 +147,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             renewed, key = keys.renew(db, row.id)
             record(context, caller, "key.rotate", row.id, name=row.name)
         context.spending.publish_keys()
-        return key_view(renewed) | {"key": key, "first_key_file_removed": _drop_first_key(context, row)}
+        return key_view(renewed) | {"key": key}
 
     @router.delete("/keys/{id_or_name}")
     async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
@@ -223,7 +221,6 @@ def end_key(context: ControllerContext, key_id: str, caller: Principal, action: 
         detail = {kind: ids for kind, ids in stopped.items() if ids}
         record(context, caller, action, row.id, name=row.name, **detail)
     context.tasks.end_key(row.id)
-    _drop_first_key(context, row)
     return stopped
 
 
@@ -236,18 +233,3 @@ async def end_expired(context: ControllerContext) -> None:
     if ended:
         context.spending.publish_keys()
         context.scheduler.nudge(f"{len(ended)} keys have expired")
-
-
-def _drop_first_key(context: ControllerContext, row: KeyRow) -> str | None:
-    """Remove the file with the box's first key if it has the secret that this key had: whoever set the box up from it
-    later got 401. Returns its path; None if it has another or is gone."""
-    path = BoxPaths.of(Path(context.box["data_dir"])).first_key
-    try:
-        if keys.fingerprint(path.read_text(errors="replace").strip()) != row.sha256:
-            return None
-        path.unlink()
-    except OSError as error:
-        if path.exists():
-            log.warning("%s, which may have a key that has ended, stays: %s", path, error)
-        return None
-    return str(path)

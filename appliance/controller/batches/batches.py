@@ -21,11 +21,11 @@ from anyio import to_thread
 from fastapi import APIRouter, Request
 from pydantic import StringConstraints
 
-from appliance.controller.access.model_access import caller_of, check_asked, known_model
+from appliance.controller.access.model_access import caller_of, usable_model
 from appliance.controller.access.quotas import ANSWERS_PER_INPUT
 from appliance.controller.batches import input_lines
 from appliance.controller.batches.answers import Answers
-from appliance.controller.batches.input_lines import CONVERSING, ENDPOINTS, Line, Lines
+from appliance.controller.batches.input_lines import CONVERSING, ENDPOINTS, Line
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed, finished, is_full
 from appliance.controller.files import storage
@@ -37,7 +37,6 @@ from appliance.controller.interfaces.principal import INFERENCE, Caller
 from appliance.store.ids import new_id
 from appliance.store.objects import batches
 from appliance.store.objects import files as file_rows
-from appliance.store.records import canaries
 from appliance.store.rows import BatchRow, BatchStatus, FileRow, TaskRow, columns
 
 log = logging.getLogger(__name__)
@@ -48,7 +47,6 @@ AT_ONCE = 256
 """Lines of a batch whose requests run, or wait for a slot of an engine, at once."""
 LOOK_EVERY_S = 2.0
 _MOMENTS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
-_TASK_OF = {"/v1/embeddings": "embed"}
 _EXPIRED = {
     "code": "batch_expired",
     "message": "This request could not be executed before the completion window expired.",
@@ -195,7 +193,11 @@ class Batch:
         read = partial(input_lines.read, path, row.endpoint, config.batch_max_lines, config.json_body_bytes)
         lines = await to_thread.run_sync(read, limiter=self._context.file_threads)
         if row.status == "validating":
-            self._check_model(lines)
+            if not lines.errors:
+                try:
+                    usable_model(self._db, caller_of(self._db, row.key_id), lines.model or "")
+                except ApiError as error:
+                    lines.add_error(error.code or "", error.message, 1, "body.model")
             batches.update(self._db, row.id, total=len(lines.requests))
         if lines.errors:  # of one in progress, too: the box may have become stricter since it was validated
             await self.end("failed", errors=lines.errors)
@@ -225,31 +227,6 @@ class Batch:
                 expired = [{**_line(line), "response": None, "error": _EXPIRED} for line in unanswered()]
                 await to_thread.run_sync(self._store, expired)
         await self.end(end)
-
-    def _check_model(self, lines: Lines) -> None:
-        row, name, code, why = self._row, lines.model, "model_not_supported", ""
-        if lines.errors or name is None:
-            return
-        try:
-            caller, chats = caller_of(self._db, row.key_id), row.endpoint in CONVERSING
-            check_asked(self._db, caller, name, chats=chats, param="body.model")
-        except ApiError as error:
-            lines.add_error(error.code or code, error.message, 1, "body.model")
-            return
-        found = known_model(self._db, name)
-        if found.model.task != _TASK_OF.get(row.endpoint, "generate"):
-            why = f"The model `{name}` does not support {row.endpoint}."
-        elif found.pinned:
-            canary, active = canaries.find_running(self._db, found.model.id), found.model.active_version
-            if found.version.version not in (active, canary and canary.version):
-                # No engine would ever serve it for a batch, which would wait until it expires.
-                code = "model_version_not_served"
-                why = (
-                    f"The version of `{name}` is not served; `{active}` of the model is. `appliance model rollback` or "
-                    "`appliance model canary` serve another."
-                )
-        if why:
-            lines.add_error(code, why, 1, "body.model")
 
     async def _ask(self, line: Line, model: str, source: BinaryIO) -> dict[str, Any]:
         """The answered line."""

@@ -24,7 +24,7 @@ from weights.format.foreign_json import is_deeper
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 CONVERSING = ("/v1/chat/completions", "/v1/responses")
-"""Those that need the model's chat template."""
+"""Those whose answers a client may have stored."""
 _MAX_ERRORS = 100
 
 

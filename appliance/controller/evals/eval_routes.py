@@ -184,7 +184,7 @@ async def _check_run(context: ControllerContext, of: EvalRow, given: Jsonl | Sam
         FILES.known(context.db, given.source.id, caller, f"{param}.source.id")
     if isinstance(given, Jsonl):
         return
-    check_may_ask(context.db, caller, given.model, param=f"{param}.model")
+    check_may_ask(context.db, caller, given.model, f"{param}.model")
     try:
         check_sampled(given)
     except InvalidGrader as error:

@@ -46,7 +46,7 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
             raise BadRequest(f"{why[:1].upper()}{why[1:]}.", param=param, code="python_graders_unavailable")
         if isinstance(leaf, ScoreModel | LabelModel):
             if leaf.model not in models:
-                check_may_ask(context.db, caller, leaf.model, param=param)
+                check_may_ask(context.db, caller, leaf.model, param)
                 models.add(leaf.model)
             if (form := orjson.dumps(leaf.answers_by)) not in forms:
                 field = "labels" if isinstance(leaf, LabelModel) else "range"
@@ -119,7 +119,7 @@ def teacher_of(
         raise InvalidValue(
             f"Invalid '{param}': {shown(name)} was given, expected the name of a model (MODEL, MODEL@VERSION).", param
         )
-    check_may_ask(context.db, caller, name, chats=False, param=param)
+    check_may_ask(context.db, caller, name, param)
     teacher = resolve_model(context.db, name)
     if teacher is None:
         raise unknown_model(name, param)

@@ -69,22 +69,6 @@ async def rotated(control: Control, made: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "body"),
-    [("POST", "/keys/first/rotate", None), ("DELETE", "/keys/first", None), ("POST", "/forget", {"owner": "first"})],
-)
-async def test_the_file_of_the_first_key_goes_with_the_secret_in_it(control: Control, method: str, path: str, body):
-    first = await ask(control, "POST", "/keys", json={"name": "first"})
-    file = Path(control.context.box["data_dir"]) / "first-key"
-    file.write_text(first["key"] + "\n")
-    other = await ask(control, "POST", "/keys", json={"name": "other"})
-    assert (await ask(control, "POST", "/keys/other/rotate"))["first_key_file_removed"] is None
-    await ask(control, "DELETE", f"/keys/{other['id']}")
-    assert file.exists()
-    await ask(control, method, path, json=body)
-    assert not file.exists()
-
-
-@pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"name": "小王"}, "name"),

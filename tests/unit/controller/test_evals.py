@@ -14,8 +14,7 @@ from appliance.controller import retention
 from appliance.controller.evals import runner
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.interfaces.records import EngineAnswer
-from appliance.store.objects import evals, models
-from appliance.store.records import model_settings
+from appliance.store.objects import evals
 from tests.unit.controller.conftest import ADMIN, Control
 
 CHECK: Any = {
@@ -90,19 +89,6 @@ def asking_routes(judged: str, plain: str) -> list[tuple[str, Any]]:
         (f"/evals/{judged}/runs", {"data_source": given(("yes", "yes"))}),
         ("/fine_tuning/alpha/graders/run", {"grader": ASKERS, "model_sample": "4"}),
     ]
-
-
-async def test_a_model_without_a_chat_template_is_asked_nothing(control: Control):
-    control.as_key("ann", owner="ann")
-    sent = answers(control, "yes")
-    judged, plain = await made(control, ASKERS), await made(control)
-    models.update_version(control.db, "starter", "v1", meta={"chat_template": False})
-    for path, body in asking_routes(judged, plain):
-        error = (await control.http.post(f"/v1{path}", json=body)).json()["error"]
-        assert error["code"] == "model_not_supported", (path, error)
-    assert not sent
-    model_settings.add(control.db, "starter", {"chat_template": "{{ messages[0].content }}"}, "d", "ann", 0.0)
-    assert (await ended(control, plain, asked())).status == "completed" and sent, "it was given one"
 
 
 async def ended(control: Control, eval_id: str, source: Any) -> Any:
@@ -359,7 +345,7 @@ async def test_runs_are_forgotten_by_age_and_with_their_owner(control: Control):
     assert evals.find_run(control.db, run.id) is None
     await ended(control, eval_id, given(("a", "a")))
     control.http.headers.update(ADMIN)
-    told = await control.http.post("/admin/v1/forget", json={"owner": "carol", "cancel": True})
+    told = await control.http.post("/admin/v1/forget", json={"owner": "carol"})
     assert told.json()["evals"] == 1 and evals.find(control.db, eval_id, viewer=None) is None
 
 
