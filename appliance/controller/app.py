@@ -11,15 +11,15 @@ from functools import partial
 from fastapi import FastAPI
 
 from appliance.controller import data_checks, gates, retention
-from appliance.controller.admin import box, devices, forget, keys, logins, mode, operations, queue
+from appliance.controller.admin import box, forget, keys, logins, mode, operations, queue
 from appliance.controller.admin import models as admin_models
 from appliance.controller.batches import batches
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import eval_routes
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import file_routes, storage
-from appliance.controller.grading import grader_routes
-from appliance.controller.grading.grading import Grading
+from appliance.controller.grading import checks
+from appliance.controller.grading.judging import Grading
 from appliance.controller.http import error_handlers
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import ADMIN, READ
@@ -70,7 +70,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     error_handlers.install(app)
 
     admin = make_router("/admin/v1", ADMIN, reads=(READ,))
-    for module in (box, devices, forget, keys, mode, operations, plan_route, queue):
+    for module in (box, forget, keys, mode, operations, plan_route, queue):
         module.routes(context, admin)
     admin_models.routes(context, admin, canaries)
     for router in (
@@ -82,7 +82,7 @@ def create_app(context: ControllerContext) -> FastAPI:
         *responses.routes(context, stored),
         job_routes.routes(context),
         job_routes.method_routes(),
-        grader_routes.routes(context, grading),
+        checks.routes(context, grading),
         *eval_routes.routes(context, evaluations),
         model_routes.routes(context),
         admin,

@@ -52,8 +52,7 @@ from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.engines.settings_check import SettingsCheck
 from appliance.controller.engines.versions import AdapterSource, VersionProvider
-from appliance.controller.grading.grading import Grading
-from appliance.controller.grading.judging import Judging
+from appliance.controller.grading.judging import Grading, Judging
 from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.http.peers import Listener
 from appliance.controller.jobs.events import JobEvents

@@ -22,9 +22,8 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices import cordons
 from appliance.controller.engines.engine_sizes import EngineSizes
-from appliance.controller.grading.grading import Grading
 from appliance.controller.grading.in_tokens import Sampled
-from appliance.controller.grading.judging import Judging
+from appliance.controller.grading.judging import Grading, Judging
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.records import EngineAnswer, Mode

@@ -27,7 +27,7 @@ from appliance.controller.context.tasks import Kind, TaskFailed, finished
 from appliance.controller.evals import shapes
 from appliance.controller.evals.shapes import Entry, FileContent, FileId, Jsonl, Sampled, sample_object, sample_of
 from appliance.controller.grading.checks import MAX_DEPTH
-from appliance.controller.grading.grading import Grading, Judged
+from appliance.controller.grading.judging import Grading, Judged
 from appliance.controller.http.error_handlers import first_error
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.principal import Principal

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from appliance.controller.bus import bus as bus_module
-from appliance.controller.bus.bus import Bus
-from appliance.controller.bus.load import ModelLoad
+from appliance.controller.bus.bus import Bus, ModelLoad
 from appliance.controller.interfaces.config import ControllerConfig
 from runtime.background_tasks import BackgroundTasks
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.bus.load import Load, VersionLoad
+from appliance.controller.bus.bus import CanaryLoad, Report, VersionLoad
 from appliance.controller.models import activation
 from appliance.controller.models.canaries import Canaries, chance_of_errors, decide
 from appliance.gateway.core.table import bucket
@@ -38,7 +38,7 @@ async def ask(control: Control, method: str, path: str = PATH, status: int = 200
 def counted(control: Control, **versions: VersionLoad) -> None:
     row = canaries.find(control.db, "m")
     assert row is not None
-    control.context.bus.load = lambda: Load(canaries={("m", row.created_s): versions})
+    control.context.bus.load = lambda: Report(canaries={"m": CanaryLoad(row.created_s, versions)})
 
 
 def good(requests: int) -> VersionLoad:
