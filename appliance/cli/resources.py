@@ -261,12 +261,6 @@ ROWS = (
     Row("mode schedule remove", "DELETE /admin/v1/mode/schedule/{id}",
         "Remove a window. If it holds now, the mode that holds without it takes over at once.", "removed {id}",
         (_WINDOW,)),
-    Row("mode schedule preview", "GET /admin/v1/mode/schedule/preview",
-        """Show what will hold over the coming 24 hours, in this machine's local time.
-
-        Without a window the mode that was set by hand holds.""",
-        "from=from_s to=to_s mode=policy ?>train=train_devices >floor=serving_floor ?window ?instead_of=overridden",
-        (opt("--hours N", "How far to look.", type=number(float, 1, 744), default=24.0),)),
     Row("tier list", "GET /admin/v1/tiers",
         "List tiers: what each holds, what is still to be copied to it, its last error.",
         "tier=name where >versions >snapshots >size=bytes >backlog >bytes_of_it=backlog_bytes now=busy last_error",

@@ -18,6 +18,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -142,6 +143,7 @@ class Parts:
 
 def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     """Build everything in order of dependency. Ray must be initialised. Nothing runs or listens yet."""
+    tempfile.tempdir = str(paths.uploads)  # forms with a file are spooled there: /tmp may be memory
     floor, asleep = config.box.serving_floor, config.scheduler.max_asleep_per_device
     db = Database(paths.database)
     weights = _open_store(config, paths)

@@ -95,18 +95,12 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
         states = ModelStates(db, now)
         return list_object(models.page(db, **part), lambda row: model_view(context, row, now, states))
 
-    def deployment_of(name: str) -> DeploymentRow:
-        stored_model(db, name)
-        return deployments.find(db, name) or DeploymentRow(model=name, created_s=time.time())
-
-    @router.get("/models/{name:path}/deployment")
-    def show_deployment(name: str, now: Status) -> dict[str, Any]:
-        return deployment_view(deployment_of(name), now)
-
     @router.patch("/models/{name:path}/deployment")
     @audited("model.deploy")
     async def deploy(name: str, body: Deploy, caller: Caller) -> dict[str, Any]:
-        row, changes = deployment_of(name), body.model_dump(exclude_unset=True)
+        stored_model(db, name)
+        row = deployments.find(db, name) or DeploymentRow(model=name, created_s=time.time())
+        changes = body.model_dump(exclude_unset=True)
         for field in _NEVER_NULL:
             if changes.get(field, 0) is None:
                 raise InvalidValue(f"{field} cannot be null.", field)

@@ -56,31 +56,17 @@ class ExpiresAfter(StrictBody):
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:
-    path, removed = context.files_dir / row.id, context.files_dir / f"{INCOMING_PREFIX}{row.id}"
-    try:
-        with context.db.transaction():
-            files.delete(context.db, row.id)
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(path, removed)  # after a crash here, `sweep` does as the row says
-    except BaseException:  # the row stays, as on a full disk
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(removed, path)
-        raise
-    removed.unlink(missing_ok=True)
+    files.delete(context.db, row.id)
+    (context.files_dir / row.id).unlink(missing_ok=True)
 
 
 def sweep(context: ControllerContext) -> None:
-    """Call at start, before anything is written: delete what a crash left half written or half deleted, and what is
-    left of uploads and batches that have ended. Other bytes that no row names stay: the database that knows them may
-    come back."""
+    """Call at start, before anything is written: delete what a crash left half written, and what is left of uploads
+    and batches that have ended. Other bytes that no row names stay: the database that knows them may come back."""
     for half in context.uploads_dir.glob(f"*/{INCOMING_PREFIX}*"):
         half.unlink()
     for half in context.files_dir.glob(f"{INCOMING_PREFIX}*"):
-        file_id = half.name.removeprefix(INCOMING_PREFIX)
-        if files.find(context.db, file_id, viewer=None, now_s=0) is not None:
-            half.rename(context.files_dir / file_id)
-        else:
-            half.unlink()
+        half.unlink()
     for folder in list(context.uploads_dir.iterdir()):
         upload = uploads.find(context.db, folder.name, viewer=None)
         if upload is not None and upload.status != "pending":
