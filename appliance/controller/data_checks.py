@@ -5,9 +5,7 @@ A request waits for its answer, as an upload does; the work is done in a process
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any, Literal
-from weakref import WeakValueDictionary
 
 from fastapi import APIRouter
 from pydantic import Field, StringConstraints
@@ -39,7 +37,6 @@ class CheckRequest(StrictBody):
 
 def routes(context: ControllerContext) -> APIRouter:
     router, db = FILES.router(), context.db
-    turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # one process at a time for each owner
 
     @router.post("/{file_id}/check")
     @unaudited  # reads a file; its report alone is kept
@@ -48,7 +45,7 @@ def routes(context: ControllerContext) -> APIRouter:
         path = str(context.files_dir / row.id)
         request = {"file": path, "name": row.id, "check": await _options(context, body, caller)}
         try:
-            async with turns.setdefault(row.owner, asyncio.Lock()):
+            async with context.file_threads:
                 report = await carried_out(request)
         except (BadOption, CheckFailed) as error:
             code = "invalid_value" if isinstance(error, BadOption) else "invalid_training_file"

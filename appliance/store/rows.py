@@ -58,14 +58,12 @@ class KeyRow:
 
 @dataclass(frozen=True, slots=True)
 class PageSessionRow:
-    """A login of the page. sha256: of its token. seen_s: when its person last touched the page. until_s: its end,
-    unless that is moved. agent: what the browser calls itself."""
+    """A login of the page. sha256: of its token. until_s: its end. agent: what the browser calls itself."""
 
     id: str
     sha256: str
     key_id: str
     created_s: float
-    seen_s: float
     until_s: float
     agent: str = ""
 

@@ -89,12 +89,11 @@ class Quotas:
         row = keys.find(self._db, key_id)
         return self._config.bounds.model_copy(update=row.bounds) if row and row.bounds else self._config.bounds
 
-    def check(self, caller: Principal, more_bytes: int = 0, *, begins: bool = False, makes_model: bool = False) -> None:
+    def check(self, caller: Principal, more_bytes: int = 0, *, begins: bool = False) -> None:
         """Admits this many more bytes.
 
         Args:
             begins: it is work that ends: a job, a batch, a run of an evaluation, a response in background, an upload.
-            makes_model: it ends with a fine-tuned model.
         """
         self.disk.check(more_bytes)
         if caller.is_admin or caller.key_id is None:
@@ -112,10 +111,6 @@ class Quotas:
                 f"of at most {bounds.unfinished}. Wait for one to end or cancel one."
             )
             raise _over(429, text, "unfinished", {"retry-after": "30"})
-        # With the models that unfinished jobs are going to make.
-        if makes_model and (number := total("count(*)", _TUNED, _UNFINISHED["jobs"])) >= bounds.models:
-            text = f"Your keys have {number} fine-tuned models of at most {bounds.models}. Delete some first."
-            raise _over(429, text, "models")
         size = sum(times * total("sum(bytes)", where) for times, where in _STORED)
         if size + max(more_bytes, 1) > bounds.bytes:
             more = f"; {more_bytes} more do not fit" if more_bytes else ""

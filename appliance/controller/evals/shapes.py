@@ -23,15 +23,6 @@ MAX_DATA_BYTES = 64 << 20
 MAX_ENTRY_BYTES = 1 << 20
 NO_ERROR = {"code": "", "message": ""}
 """The SDK's types have an error in every run and sample; without a failure, it is empty."""
-_SAMPLE_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "output_text": {"type": "string"},
-        "output_json": {},
-        "output_tools": {"type": "array", "items": {"type": "object"}},
-        "choices": {"type": "array", "items": {"type": "object"}},
-    },
-}
 
 
 class CustomConfig(StrictBody):
@@ -116,9 +107,6 @@ def check_sampled(source: Sampled) -> None:
     path, messages = "input_messages", source.input_messages
     if isinstance(messages, Template):
         texts = [part for at, one in enumerate(messages.template) for part in one.parts(f"{path}.template.{at}")]
-    elif "{" in messages.item_reference:
-        why = "is a template, and names a list of messages: item.messages, without braces"
-        raise InvalidGrader(f"{path}.item_reference", why)
     else:
         texts = [(f"{path}.item_reference", f"{{{{{messages.item_reference}}}}}")]
     for param, text in texts:
@@ -184,7 +172,9 @@ def sample_of(given: dict[str, Any] | None) -> Sample:
 
 
 def eval_object(row: EvalRow) -> dict[str, Any]:
-    properties: dict[str, Any] = {"item": row.item_schema} | ({"sample": _SAMPLE_SCHEMA} if row.include_sample else {})
+    properties: dict[str, Any] = {"item": row.item_schema} | (
+        {"sample": {"type": "object"}} if row.include_sample else {}
+    )
     schema = {"type": "object", "properties": properties, "required": list(properties)}
     config = {"type": "custom", "schema": schema}
     return object_of(row, "eval", "name metadata", data_source_config=config, testing_criteria=row.criteria)

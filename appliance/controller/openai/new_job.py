@@ -60,7 +60,7 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     """With what belongs to it, in a transaction of the caller's; its validation has still to be started. Raises
     ApiError."""
     db, method = context.db, training.method
-    context.quotas.check(caller, begins=True, makes_model=True)
+    context.quotas.check(caller, begins=True)
     _check_claims(context, body, caller)
     base = _base(context, body.model, caller)
     data = {"training_file": _data_file(context, body.training_file, "training_file", caller)}

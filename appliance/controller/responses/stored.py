@@ -31,7 +31,7 @@ from appliance.controller.http.strict_body import Metadata, StrictBody
 from appliance.controller.interfaces.errors import ApiError, BadRequest, NotFound, shown
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller
 from appliance.controller.responses import objects
-from appliance.controller.responses.objects import Object, asked_messages, completion_object, items_of, turn_items
+from appliance.controller.responses.objects import Object, completion_object, items_of, turn_items
 from appliance.store.database import Part
 from appliance.store.objects import responses
 from appliance.store.objects.responses import COMPLETION
@@ -338,14 +338,9 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
         caller: Caller,
         part: Annotated[Part, part(20, most=100, order="asc")],
         model: Annotated[str | None, Query(max_length=512)] = None,
-        messages: bool = False,
     ) -> dict[str, Any]:
-        """messages: ours, each with what it was asked with."""
-        chosen = {"model": model, "metadata": metadata_of(request), "messages": messages}
-        page = responses.page_completions(db, viewer=caller.viewer, **chosen, **part)
-        return list_object(
-            page, lambda row: completion_object(row) | ({"messages": asked_messages(row)} if messages else {})
-        )
+        chosen = {"model": model, "metadata": metadata_of(request)}
+        return list_object(responses.page_completions(db, viewer=caller.viewer, **chosen, **part), completion_object)
 
     @completions.get("/{completion_id}")
     def retrieve_completion(row: Completion) -> dict[str, Any]:

@@ -73,12 +73,6 @@ async def test_sizes_are_judged_on_the_nodes_that_are_there_or_lost_for_now(cont
     assert (error["param"], error["code"]) == ("min_devices", "insufficient_devices")
 
 
-async def test_never_on_more_may_name_more_than_there_are(control: Control):
-    asked = {"max_devices": 100, "min_devices": 3}
-    job_id = await control.job(hyperparameters={"batch_size": 8}, extra_body=asked)
-    assert jobs.get(control.db, job_id).allowed_sizes == [4, 8]
-
-
 async def test_the_queue_has_the_planners_order_and_reasons(control: Control):
     first, second, third = [await control.job(suffix=name) for name in ("a", "b", "c")]
     jobs.set_phase(control.db, second, "running", devices=["n0/0", "n0/1"])

@@ -12,7 +12,6 @@ import orjson
 from appliance.controller.bus import asking
 from appliance.controller.bus.asking import Asking
 from appliance.controller.interfaces.records import EngineAnswer
-from appliance.gateway.core.errors import OVERLOADED
 from appliance.store.database import Database
 from appliance.store.records import keys
 
@@ -93,23 +92,6 @@ async def test_request_that_waits_for_its_keys_limits_says_so(db: Database, monk
     assert (await gateway.ask("other", "ben")).status == 200 and gateway.asking.why("key_ann", "m") == "quota"
     limited.cancel()
     await asyncio.gather(limited, return_exceptions=True)
-
-
-async def test_many_refused_requests_of_a_key_are_spread_over_time(db: Database, monkeypatch):
-    gateway, slept, sleep = Gateway(db), list[float](), asyncio.sleep
-
-    async def noted(seconds: float) -> None:
-        slept.append(seconds)
-        await sleep(0)
-
-    async def answer(_: httpx.Request) -> httpx.Response:
-        error = {"error": {"message": "busy", "code": OVERLOADED}}
-        return httpx.Response(200 if slept else 503, headers={"retry-after": "1"}, json=error)
-
-    gateway.answer = answer
-    monkeypatch.setattr(asking.asyncio, "sleep", noted)
-    answers = await asyncio.gather(*(gateway.ask(str(place)) for place in range(20)))
-    assert {one.status for one in answers} == {200} and max(slept) > 5
 
 
 async def test_request_is_sent_again_once_the_gateway_is_back(db: Database, monkeypatch):

@@ -56,12 +56,3 @@ def test_read_of_a_file_from_windows_skips_byte_order_marks_and_blank_lines(foun
 def test_read_of_a_file_that_is_not_json_lines_names_what_it_is(found, data, what):
     (error,) = found(data).errors
     assert (error["code"], error["line"]) == ("invalid_json_line", 1) and what in error["message"]
-
-
-@pytest.mark.parametrize("field", ["custom_id", "body"])
-def test_read_of_a_line_that_is_nested_too_deep_names_it(found, monkeypatch, field):
-    """orjson reads 1,024 levels; `repr` of as many ends with a RecursionError."""
-    monkeypatch.setattr(f"{__name__}.LINE_BYTES", 4000)
-    deep = json.dumps({**json.loads(request(1)), field: 0}).encode()
-    deep = deep.replace(b": 0", b": " + b"[" * 1000 + b"]" * 1000)
-    assert [(error["code"], error["line"]) for error in found(request(0) + deep).errors] == [("invalid_json_line", 2)]

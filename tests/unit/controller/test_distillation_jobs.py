@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.controller.grading import judging
 from appliance.controller.grading.in_tokens import Sampled
 from appliance.controller.grading.judging import CannotGoOn, Judging
 from appliance.controller.interfaces.records import EngineAnswer
@@ -150,19 +148,6 @@ async def test_a_teacher_that_fails_is_told_of_once(taught: Control):
     given.append(LineReturned("EngineCore died", yielded=False))
     with pytest.raises(CannotGoOn, match="EngineCore died"):
         await teach(taught, job_id, [3])
-
-
-async def test_a_job_says_that_it_waits_for_its_teacher(taught: Control, monkeypatch: pytest.MonkeyPatch):
-    """Without engines it stands still: its events have to say so."""
-    monkeypatch.setattr(judging, "SAY_AFTER_S", 0.01)
-    job_id = await made(taught)
-    taught.engines.lines, taught.engines.rule = 0, scored
-    asking = asyncio.create_task(teach(taught, job_id, [3]))
-    async with asyncio.timeout(60):
-        while not any("waits for its teacher" in text for text in await taught.messages(job_id)):
-            await asyncio.sleep(0)
-    taught.engines.lines = 4
-    assert (await asking)["log_probs"] == [[-0.3]]
 
 
 async def test_a_model_that_teaches_or_judges_a_job_stays_until_the_job_has_ended(taught: Control):

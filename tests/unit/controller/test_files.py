@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import stat
 import time
 from typing import Any
@@ -57,24 +56,6 @@ async def test_a_file_goes_up_comes_back_and_is_deleted(control: Control):
     assert deleted.deleted and not stored.exists()
     with pytest.raises(openai.NotFoundError, match="No such File"):
         await control.sdk.files.retrieve(made.id)
-
-
-async def test_lists_page_in_both_orders_and_by_purpose(control: Control):
-    ids = [await control.upload(b"x", f"{n}.bin", "assistants") for n in range(5)]
-    other = await control.upload(b"x", "v.bin", "vision")
-    newest_first = [item.id async for item in control.sdk.files.list(limit=2)]
-    assert newest_first == [other, *ids[::-1]]
-    oldest_first = [item.id async for item in control.sdk.files.list(limit=3, order="asc", purpose="assistants")]
-    assert oldest_first == ids
-    page = await control.sdk.files.list(after=ids[2], limit=1)
-    assert [item.id for item in page.data] == [ids[1]] and page.has_more
-    assert (await control.sdk.files.list(purpose="no-such-purpose")).data == []
-
-
-async def test_other_shapes_are_accepted_and_it_says_so(control: Control):
-    rows = [json.dumps({"instruction": f"add 1 to {n}", "input": "", "output": str(n + 1)}) for n in range(12)]
-    made = await control.sdk.files.create(file=("alpaca.jsonl", "\n".join(rows).encode()), purpose="fine-tune")
-    assert made.status == "processed" and "alpaca" in made.status_details
 
 
 async def test_expiry_is_kept_and_carried_out(control: Control):

@@ -13,7 +13,7 @@ from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import jobs, models
 from appliance.store.records import audit, deployments
-from tests.unit.controller.conftest import ADMIN, Control
+from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK
 from tests.unit.controller.test_stable_names import active, run
 
@@ -122,25 +122,6 @@ async def test_gate_without_threshold_refuses_what_is_shown_to_be_worse(
     assert gate(control, same)["verdict"] == "passed" and active(control) == v3
     assert control.scheduler.converged == ["fraud"]
     assert [one.version for one in models.list_versions(control.db, "fraud") if one.held_back] == [v2]
-
-
-async def test_gate_compares_with_the_version_that_answers_when_it_decides(
-    control: Control, events: JobEvents, answers: Answers
-):
-    eval_id = await evaluation(control)
-    v0, v1 = [run(control, events, await control.job(extra_body={"publish_as": "fraud"})) for _ in range(2)]
-    job_id = await gated(control, eval_id)
-    version = run(control, events, job_id)
-    await Gates(control.context).look()
-    await control.http.post("/admin/v1/models/fraud/rollback", headers=ADMIN, json={"version": v0})
-    await looked(control)
-    assert gate(control, job_id)["runs"].keys() == {version, v1, v0}
-    assert gate(control, job_id)["before"] == v0 and active(control) == version
-    by_hand = await gated(control, eval_id)
-    newest = run(control, events, by_hand)
-    await control.http.post("/admin/v1/models/fraud/rollback", headers=ADMIN, json={"version": newest})
-    await looked(control)
-    assert (gate(control, by_hand)["verdict"], gate(control, by_hand)["activated"]) == ("undecided", True)
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])

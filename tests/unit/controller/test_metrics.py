@@ -8,14 +8,10 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.controller.jobs.events import fail
 from appliance.store.objects import job_records, jobs
-from appliance.store.records.journal import SqliteJournal
 from appliance.store.rows import JobMetricRow
-from tests.simulator.control_plane import change
 
 from .conftest import ADMIN, Control
 
@@ -67,52 +63,6 @@ async def test_metrics_of_jobs_and_devices(control: Control) -> None:
     found = await scrape(control)
     assert (found["appliance_job_gradient_norm", job], found["appliance_job_learning_rate", job]) == (0.7, 1e-4)
     assert found["appliance_job_energy_joules", job] == 250
-
-
-async def test_metrics_count_ended_handovers(control: Control) -> None:
-    """By outcome, since the controller began."""
-    journal = SqliteJournal(control.db)
-    control.scheduler._journal = journal
-    for number, state, seconds in ((1, "done", 2.0), (2, "done", 3.5), (3, "undone", 1.0), (4, "running", None)):
-        journal.begin(number, "r", 10.0, "", "")
-        if seconds is not None:
-            journal.end(number, state, 10.0 + seconds)
-    found, series = await scrape(control), "appliance_handover_seconds"
-    assert found["appliance_handovers_running", ()] == 1
-    counted = [found[f"{series}_count", (("outcome", state),)] for state in ("done", "undone", "failed")]
-    assert counted == [2, 1, 0] and found[f"{series}_sum", (("outcome", "done"),)] == 5.5
-
-
-async def test_metrics_count_failures(control: Control) -> None:
-    found = await scrape(control)
-    assert found["appliance_jobs_failed", (("code", "training_failed"),)] == 0, "there before the first one fails"
-    context = control.context
-    change(context, main_troubles=lambda: [{"name": "tracking: MLflow of ann"}, {"name": "backup"}])
-    for code in ("training_failed", "training_failed", "invalid_training_file"):
-        fail(control.db, await control.job(), code, "so it is")
-    found = await scrape(control)
-    parts = {dict(labels)["part"] for name, labels in found if name == "appliance_degraded"}
-    assert parts == {"tracking", "backup"}, "names behind the colon are for operators"
-    assert found["appliance_jobs_failed", (("code", "training_failed"),)] == 2
-    assert found["appliance_jobs_failed", (("code", "invalid_training_file"),)] == 1
-
-
-async def test_mfu_needs_a_published_rate_and_bfloat16(control: Control) -> None:
-    running = await control.job()
-    jobs.set_phase(control.db, running, "running", devices=["n0/0", "n0/1"], tokens_per_s=9e5)
-    control.db.execute("UPDATE models SET params = ?, arch = 'LlamaForCausalLM' WHERE id = 'starter'", [10**8])
-
-    async def told(full: bool, precision: str = "bf16") -> float | None:
-        jobs.update(control.db, running, resolved={"precision": precision, "full": full})
-        found = await scrape(control)
-        return found.get(("appliance_job_mfu_ratio", (("job", running), ("model", "starter"))))
-
-    assert await told(True) is None, "nobody publishes the rate of a processor"
-    for device in control.scheduler.devices:
-        device["name"] = "NVIDIA H100 80GB HBM3"
-    assert await told(True) == pytest.approx(6 * 1e8 * 9e5 / (2 * 989e12))
-    assert await told(False) == pytest.approx(4 * 1e8 * 9e5 / (2 * 989e12))
-    assert await told(True, "fp32") is None
 
 
 # As vLLM writes them, between hundreds of others.

@@ -88,17 +88,3 @@ def test_everything_that_grows_goes_after_its_days_and_nothing_that_is_needed(tm
     for file_id in ("file-in_progress-20", "file-of-live-20"):
         assert files.find(db, file_id, viewer=None, now_s=0)
     assert not (tmp_path / "jobs" / "job-20").exists() and (tmp_path / "jobs" / "live-20").exists()
-
-
-def test_ended_jobs_go_after_their_days_and_what_they_cost_stays(tmp_path: Path, db: Database):
-    (tmp_path / "files").mkdir()
-    (tmp_path / "jobs").mkdir()
-    for name, ended_s in (("old", NOW_S - 20 * DAY_S), ("new", NOW_S - 5 * DAY_S), ("live", None)):
-        job(db, name, phase="running" if ended_s is None else "failed", finished_s=ended_s, owner="ann")
-        usage.devices_held(db, name, 2, NOW_S - 3600)
-        usage.devices_held(db, name, 0, NOW_S)
-    retention.keep_house(simulated_context(tmp_path, db, retention={"records_days": None}), NOW_S)
-    assert db.value("SELECT count(*) FROM jobs") == 3
-    retention.keep_house(simulated_context(tmp_path, db, retention={"records_days": 10}), NOW_S)
-    assert set(db.column("SELECT id FROM jobs")) == {"new", "live"}
-    assert [spent["device_hours"] for spent in usage.report(db, "owner", 0, NOW_S)] == [6.0]

@@ -208,23 +208,3 @@ async def test_step_that_cannot_be_drawn_fails_in_words(run: Run, judged, how: s
     run.publish(0)
     samples = await run.file(0)
     assert ("too long" if how == "refused" else "revoked") in samples.failed and samples.ids == []
-
-
-async def test_files_of_steps_before_the_snapshot_are_deleted(run: Run, judged):
-    run.begin()
-    run.publish(0)
-    await run.file(0)
-    jobs.update(run.control.db, run.job_id, snapshot={"step": 1, "path": "/x", "told_s": 0.0})
-    run.publish(1)
-    await run.file(1)
-    async with asyncio.timeout(20):
-        while SamplesFile("train", 0).path(run.folder).exists():
-            await asyncio.sleep(0.01)
-
-
-async def test_job_that_is_over_is_followed_no_more(run: Run, judged):
-    run.begin()
-    run.rollouts.follow()
-    jobs.set_phase(run.control.db, run.job_id, "cancelled")
-    run.rollouts.follow()
-    assert not run.rollouts._followed
