@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,13 +14,10 @@ from appliance.store.database import Database
 from appliance.store.objects import jobs
 from appliance.store.records import keys, page_sessions, usage
 from appliance.store.rows import KeyRow
-from runtime.moments import minute
 
 USAGE_EVERY_S = 5.0
 EXPIRED_TOLD_S = 90 * 86_400.0
 """How long gateways tell an expired key from one that never was."""
-ENDING_S = 7 * 86_400.0
-"""How long before its end a key is spoken of."""
 _NAMED_BY = ("key", "model", "version")
 
 
@@ -94,15 +90,6 @@ def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
     rows = keys.list_ended(db, now_s - EXPIRED_TOLD_S)
     ended: dict[str, dict[str, Any]] = {row.sha256: {"id": row.id, "expires_s": row.expires_s} for row in rows}
     return ended | {row.sha256: _key(db, row, now_s, logins.get(row.id), made) for row in keys.list_live(db)}
-
-
-def ending_soon(db: Database, now_s: float) -> list[str]:
-    """A sentence for each key that ends by itself within a week."""
-    return [
-        f"the key {row.name} expires at {minute(row.expires_s)}: "
-        f"`appliance key limit {shlex.quote(row.name)} --expires 90d` lets it last longer"
-        for row in keys.list_ending(db, now_s + ENDING_S)
-    ]
 
 
 def _key(

@@ -14,7 +14,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import StringConstraints
 from starlette.responses import PlainTextResponse
 
-from appliance.controller.access.spending import ending_soon
 from appliance.controller.admin.metrics import ControllerCollector, read_engines
 from appliance.controller.context.audit import name_of
 from appliance.controller.context.context import ControllerContext
@@ -60,14 +59,13 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
         def of_store() -> dict[str, Any]:
             holds = mode_in_force(db, now["serving_floor"], time.time()).policy
-            expiring = ending_soon(db, time.time()) if caller.is_admin else []
             return {
                 **of_loop,
                 "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
                 "devices": cordons.metered(cordons.in_view(db, now["devices"]), readings),
                 "jobs": [job_object(row, context.config.organization) for row in jobs.list_unfinished(db)],
                 "handover": handover_by_id(db, now["handover"]),
-                "notes": [*now["notes"], *floor_notes(holds, len(now["devices"])), *load.notes, *expiring],
+                "notes": [*now["notes"], *floor_notes(holds, len(now["devices"])), *load.notes],
             }
 
         return await answer(of_store)

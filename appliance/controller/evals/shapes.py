@@ -107,6 +107,8 @@ def check_sampled(source: Sampled) -> None:
     path, messages = "input_messages", source.input_messages
     if isinstance(messages, Template):
         texts = [part for at, one in enumerate(messages.template) for part in one.parts(f"{path}.template.{at}")]
+    elif "{" in messages.item_reference:
+        raise InvalidGrader(f"{path}.item_reference", "names a list of messages, without braces: item.messages")
     else:
         texts = [(f"{path}.item_reference", f"{{{{{messages.item_reference}}}}}")]
     for param, text in texts:
@@ -172,9 +174,8 @@ def sample_of(given: dict[str, Any] | None) -> Sample:
 
 
 def eval_object(row: EvalRow) -> dict[str, Any]:
-    properties: dict[str, Any] = {"item": row.item_schema} | (
-        {"sample": {"type": "object"}} if row.include_sample else {}
-    )
+    sample = {"sample": {"type": "object"}} if row.include_sample else {}
+    properties: dict[str, Any] = {"item": row.item_schema, **sample}
     schema = {"type": "object", "properties": properties, "required": list(properties)}
     config = {"type": "custom", "schema": schema}
     return object_of(row, "eval", "name metadata", data_source_config=config, testing_criteria=row.criteria)

@@ -7,7 +7,6 @@ import hashlib
 import os
 import shutil
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -191,15 +190,11 @@ def summary(report: DataReport, errors_url: str = "") -> str | None:
     errors_url: where all of them stand, as `errors_object` shows them."""
     if not report.ok:
         # Many lines often have one cause: it is said once, with its first line.
-        causes = Counter(reason for _, reason in report.errors)
         first = {reason: line for line, reason in reversed(report.errors)}
-        shown = sorted(causes, key=first.__getitem__)[:_CAUSES_SHOWN]
-        more = {reason: f" and {causes[reason] - 1} more" if causes[reason] > 1 else "" for reason in shown}
-        lines = "; ".join(f"line {first[reason]}{more[reason]}: {reason}" for reason in shown)
-        left = report.n_errors - sum(causes[reason] for reason in shown)
-        where = f" (GET {errors_url})" if errors_url else ""
-        rest = f"; and {left} more{where}" if left > 0 else where if report.n_errors > len(shown) else ""
-        return f"{report.n_errors} bad example(s): {lines}{rest}"
+        shown = sorted(first, key=first.__getitem__)[:_CAUSES_SHOWN]
+        lines = "; ".join(f"line {first[reason]}: {reason}" for reason in shown)
+        where = f"; GET {errors_url} has all of them" if errors_url and report.n_errors > len(shown) else ""
+        return f"{report.n_errors} bad example(s): {lines}{where}"
     return "; ".join([*report.warnings, *report.notes]) or None
 
 

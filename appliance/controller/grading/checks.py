@@ -62,19 +62,14 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
         raise _missing(f"{param}.{error.param}") from None
     except InvalidGrader as error:
         raise _invalid(f"{param}.{error.param}" if error.param else param, error.message, "invalid_grader") from None
-    models, forms = set[str](), set[bytes]()  # already checked: the judges of one grader mostly ask the same model
     for name, leaf in leaves(grader).items():
         if isinstance(leaf, Python) and (why := refusal()):
             raise BadRequest(f"{why[:1].upper()}{why[1:]}.", param=param, code="python_graders_unavailable")
         if isinstance(leaf, ScoreModel | LabelModel):
-            if leaf.model not in models:
-                check_may_ask(context.db, caller, leaf.model, param)
-                models.add(leaf.model)
-            if (form := orjson.dumps(leaf.answers_by)) not in forms:
-                field = "labels" if isinstance(leaf, LabelModel) else "range"
-                path = f"{param}.graders.{name}.{field}" if isinstance(grader, Multi) else f"{param}.{field}"
-                check_completion({"structured_outputs": leaf.answers_by}, path)
-                forms.add(form)
+            check_may_ask(context.db, caller, leaf.model, param)
+            field = "labels" if isinstance(leaf, LabelModel) else "range"
+            path = f"{param}.graders.{name}.{field}" if isinstance(grader, Multi) else f"{param}.{field}"
+            check_completion({"structured_outputs": leaf.answers_by}, path)
     return grader
 
 

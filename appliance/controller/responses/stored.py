@@ -338,9 +338,14 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
         caller: Caller,
         part: Annotated[Part, part(20, most=100, order="asc")],
         model: Annotated[str | None, Query(max_length=512)] = None,
+        messages: bool = False,
     ) -> dict[str, Any]:
-        chosen = {"model": model, "metadata": metadata_of(request)}
-        return list_object(responses.page_completions(db, viewer=caller.viewer, **chosen, **part), completion_object)
+        """messages: ours, each with what it was asked with."""
+        chosen = {"model": model, "metadata": metadata_of(request), "messages": messages}
+        page = responses.page_completions(db, viewer=caller.viewer, **chosen, **part)
+        return list_object(
+            page, lambda row: completion_object(row) | ({"messages": orjson.loads(row.input)} if messages else {})
+        )
 
     @completions.get("/{completion_id}")
     def retrieve_completion(row: Completion) -> dict[str, Any]:

@@ -44,15 +44,16 @@ def page_completions(
     viewer: str | None,
     model: str | None,
     metadata: Mapping[str, str],
+    messages: bool,
     **part: Unpack[Part],
 ) -> Page[ResponseRow]:
-    """Chat completions of this model, with all of this metadata; the viewer's, or all for None. Without what they were
-    asked with."""
+    """Chat completions of this model, with all of this metadata; the viewer's, or all for None. messages: with what
+    they were asked with."""
     # The kind as a literal, for the partial index.
     conditions = [f"kind = '{COMPLETION}'", "(? IS NULL OR model = ?)", *[HAS_PAIR] * len(metadata)]
     parameters = [model, model, *(part for pair in metadata.items() for part in pair)]
-    where = " AND ".join(conditions)
-    return RESPONSES.page_visible(db, viewer=viewer, where=where, parameters=parameters, unread=("input",), **part)
+    where, unread = " AND ".join(conditions), () if messages else ("input",)
+    return RESPONSES.page_visible(db, viewer=viewer, where=where, parameters=parameters, unread=unread, **part)
 
 
 def delete_before(db: Database, before_s: float) -> None:
