@@ -15,7 +15,7 @@ setup: ## virtual environment with the pinned packages for CPU or CUDA, as detec
 	@[ ! -e .git ] || git config core.hooksPath .githooks
 
 demo: setup ## the whole loop with visible progress: fine-tune, publish, chat, switch modes under load
-	@$(PY) -m appliance.demo.main
+	@$(PY) -m appliance.demo
 
 test: setup ## everything that must pass: lint, then unit, property and end-to-end tests with the time of each
 	@images/run-tests.sh "$(PY)"

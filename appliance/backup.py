@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from appliance.paths import BoxPaths
-from runtime.moments import stamp
+from runtime.logs import stamp
 from runtime.replace_file import replace_file
 from weights.format.errors import ObjectDamaged
 from weights.tiers.objects import Objects

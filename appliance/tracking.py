@@ -1,6 +1,6 @@
 """Send the figures of jobs to MLflow or W&B: a script that the box's main process starts for each tracker.
 
-    python -P appliance/tracking.py SETTINGS        JSON, see `appliance.boot.tracking`
+    python -P appliance/tracking.py SETTINGS        JSON, see `run_exporter` in `appliance.boot.main`
 
 It runs in the interpreter that has the tracker's library, which need not be the box's own, so it imports nothing of the
 box. It reads the database; no job waits for it. A file names the ended jobs that are sent. When sending fails it ends

@@ -84,7 +84,7 @@ def timed_ms(plan_input: PlanInput, box: Box) -> float:
     seconds = []
     for _ in range(9):
         began_s = time.perf_counter()
-        moves(box, plan(plan_input, NOW_S, CONFIG), plan_input.handover_id)
+        moves(box, plan(plan_input, NOW_S, CONFIG))
         seconds.append(time.perf_counter() - began_s)
     return 1e3 * statistics.median(seconds)
 

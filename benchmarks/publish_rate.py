@@ -82,7 +82,7 @@ def measure(root: Path, total_bytes: int, threads: int, rounds: int) -> Claim:
     with ThreadPoolExecutor(threads) as pool:
         published_s()  # leaves a mapped segment in the pool
         ratios = [copied_s() / published_s() for _ in range(rounds)]
-    store.trim_pool()
+    store.pool.trim(0)
     size = f"{sum(map(len, sources.values())) / 1e6:.0f} MB, {threads} thread{'s' * (threads > 1)}"
     return at_least("publish over memcpy with the same threads", size, statistics.median(ratios), "x", 0.9)
 

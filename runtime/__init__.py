@@ -1,5 +1,5 @@
 """Provides what every process of the box shares: logs, errors, small files, background tasks.
 
 Never: Knows vLLM or DeepSpeed.
-Begin with processes/ and network/, then background_tasks.py.
+Begin with processes/, then background_tasks.py and network.py.
 """

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import asdict, dataclass
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -22,16 +21,6 @@ PAUSES_S = (1.0, 60.0)
 STEADY_S = 30.0
 """A task that has run this long since its restart has recovered. A task that works in rounds has recovered after the
 first round that succeeds."""
-
-
-@dataclass(slots=True)
-class Trouble:
-    """One task's consecutive failures. `next_try_s`: when it is restarted, or was; None: not by us."""
-
-    since_s: float
-    why: str
-    failures: int = 0
-    next_try_s: float | None = None
 
 
 def first_words(error: BaseException) -> str:
@@ -65,13 +54,11 @@ class RunningTasks:
 
 
 class BackgroundTasks:
-    """The background tasks of one process, on one event loop. `clock` is Unix time."""
+    """The background tasks of one process, on one event loop."""
 
-    def __init__(
-        self, clock: Callable[[], float] = time.time, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    ):
-        self._clock, self._sleep = clock, sleep
-        self._troubles: dict[str, Trouble] = {}
+    def __init__(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep):
+        self._sleep = sleep
+        self._troubles: dict[str, dict[str, Any]] = {}
         self._running = RunningTasks()
 
     def keep(
@@ -103,22 +90,17 @@ class BackgroundTasks:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - logged and shown; the caller continues with its own work
-            self._failed(name, error, None)
+            self._failed(name, error)
         else:
             self._well(name)
 
     def names(self) -> list[str]:
         """Names of degraded tasks, safe for anybody to see: the part after a colon is only for operators of the box."""
-        return sorted({trouble["name"].partition(":")[0] for trouble in self.degraded()})
+        return sorted({name.partition(":")[0] for name in list(self._troubles)})
 
     def degraded(self) -> list[dict[str, Any]]:
-        """`[{"name", "since_s", "why", "failures", "next_try_s"}]`, by name; times are Unix seconds."""
-        now_s = self._clock()
-        for name, trouble in list(self._troubles.items()):
-            if trouble.next_try_s is not None and now_s - trouble.next_try_s >= STEADY_S:
-                self._well(name)
-        rows = [{"name": name, **asdict(trouble)} for name, trouble in sorted(self._troubles.items())]
-        return [row if (row["next_try_s"] or 0.0) > now_s else row | {"next_try_s": None} for row in rows]
+        """`[{"name", "since_s", "why", "failures"}]`, by name: failures in a row, since a Unix time."""
+        return [{"name": name, **trouble} for name, trouble in sorted(self._troubles.items())]
 
     async def stop(self) -> None:
         """Cancel all tasks and wait for them to end."""
@@ -127,32 +109,27 @@ class BackgroundTasks:
     async def _keep(self, name: str, run: Callable[[], Awaitable[None]], pauses_s: tuple[float, float]) -> None:
         pause_s = pauses_s[0]
         while True:
-            began_s = self._clock()
+            steady = asyncio.get_running_loop().call_later(STEADY_S, self._well, name)
             try:
                 await run()
                 self._well(name)
                 return
             except Exception as error:  # noqa: BLE001 - logged, shown and tried again: background tasks are for that
-                if self._clock() - began_s >= STEADY_S:
-                    pause_s = pauses_s[0]
-                    self._well(name)
+                pause_s = min(2 * pause_s, pauses_s[1]) if name in self._troubles else pauses_s[0]
+                self._failed(name, error)
                 if (task := asyncio.current_task()) is not None and task.cancelling():
-                    # Begun again it would never end: whoever cancelled it waits for that.
-                    self._failed(name, error, None)
-                    return
-                self._failed(name, error, pause_s)
+                    return  # begun again it would never end: whoever cancelled it waits for that
+            finally:
+                steady.cancel()
             await self._sleep(pause_s)
-            pause_s = min(2 * pause_s, pauses_s[1])
 
-    def _failed(self, name: str, error: Exception, pause_s: float | None) -> None:
-        now_s = self._clock()
-        trouble = self._troubles.setdefault(name, Trouble(now_s, ""))
-        trouble.failures += 1
-        trouble.why, trouble.next_try_s = first_words(error), None if pause_s is None else now_s + pause_s
-        again = "" if pause_s is None else f"; started again in {pause_s:.0f} s"
-        log.error("%s failed, time %d in a row%s", name, trouble.failures, again, exc_info=error)
+    def _failed(self, name: str, error: Exception) -> None:
+        trouble = self._troubles.setdefault(name, {"since_s": time.time(), "why": "", "failures": 0})
+        trouble["failures"] += 1
+        trouble["why"] = first_words(error)
+        log.error("%s failed, time %d in a row", name, trouble["failures"], exc_info=error)
 
     def _well(self, name: str) -> None:
         trouble = self._troubles.pop(name, None)
         if trouble is not None:
-            log.info("%s has recovered after %d failures", name, trouble.failures)
+            log.info("%s has recovered after %d failures", name, trouble["failures"])

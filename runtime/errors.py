@@ -61,3 +61,8 @@ class ChildError(RuntimeLayerError):
         super().__init__(f"{type_name}: {message}")
         self._given = (type_name, message, data)
         self.type, self.message, self.data = type_name, message, data or {}
+
+
+def words_of_check(message: str) -> str:
+    """What a check of ours says of a value; pydantic writes its own words before it."""
+    return message.removeprefix("Value error, ").removeprefix("Assertion failed, ")

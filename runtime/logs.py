@@ -11,11 +11,17 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+import time
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+_TAIL_BYTES, _TAIL_CHARACTERS, _LINE_CHARACTERS = 16_384, 2000, 500  # one line may have a traceback or all settings
+_PACKED = (".gz", ".zst")
+STAMP = "%Y-%m-%dT%H-%M-%SZ"
 IDS = tuple("request_id key_id model version replica job_id rank batch_id device node trace_id".split())
 
 # The request being answered: every line logged meanwhile carries its id.
@@ -87,3 +93,62 @@ def _readable(line: str) -> str:
     if not isinstance(record, dict) or not isinstance(record.get("event"), str):
         return line
     return "\n".join(filter(None, (f"{record.get('level', '')}: {record['event']}", record.get("exception"))))
+
+
+def tail(path: str | Path, begin: int = 0) -> str:
+    """The last 2,000 characters of a log as plain text, empty if there is no log. begin: bytes that were in it before;
+    a log that was rotated since is read from its beginning."""
+    try:
+        with open(path, "rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            begin = begin if begin <= size else 0
+            log.seek(max(begin, size - _TAIL_BYTES))
+            lines = log.read().decode(errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+    if size - _TAIL_BYTES > begin and "\n" in lines:  # half of a line is not JSON
+        lines = lines.partition("\n")[2]
+    return "\n".join(line[:_LINE_CHARACTERS] for line in readable(lines).splitlines())[-_TAIL_CHARACTERS:]
+
+
+class LogFile(NamedTuple):
+    """changed_s: Unix time. name: below the folder."""
+
+    changed_s: float
+    size: int
+    name: str
+
+    @property
+    def is_packed(self) -> bool:
+        return self.name.endswith(_PACKED)
+
+
+def logs_in(folder: Path) -> list[LogFile]:
+    """Those written last first."""
+    logs = []
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                continue  # turned over meanwhile
+            logs.append(LogFile(status.st_mtime, status.st_size, path.relative_to(folder).as_posix()))
+    return sorted(logs, reverse=True)
+
+
+def end_of(path: Path, most_bytes: int) -> tuple[str, int]:
+    """The end of a log, and how many bytes are before it: with some its first line is cut. Raises OSError."""
+    with path.open("rb") as file:
+        before = max(0, file.seek(0, 2) - most_bytes)
+        file.seek(before)
+        return file.read(most_bytes).decode(errors="replace"), before
+
+
+def minute(unix_s: float) -> str:
+    """The same words on every box, wherever it stands: 2026-11-27 20:46 UTC."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(unix_s))
+
+
+def stamp(unix_s: float) -> str:
+    """For the name of a file or a folder; names sort as their moments."""
+    return time.strftime(STAMP, time.gmtime(unix_s))

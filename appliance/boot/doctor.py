@@ -25,17 +25,15 @@ from typing import Literal
 import psutil
 
 from appliance.backup import read_last
-from appliance.boot import endpoint
-from appliance.boot.box_state import read_troubles
+from appliance.boot.main import port_taken
 from appliance.cli.locate import BoxFile
 from appliance.config import BoxConfig, load_resolved
 from appliance.gateway.core.errors import ConfigInvalid
 from appliance.gateway.server.certificates import SAID_BEFORE_S, Certificate
 from appliance.memory.memory_policy import gb
 from appliance.paths import SHM_MOUNT, BoxPaths
-from runtime.devices.cpu import host_features
 from runtime.devices.kind import DevicesRefused, Reading
-from runtime.devices.kinds import HOST, kind_of
+from runtime.devices.kinds import HOST, host_features, kind_of
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import check_build, discover_devices, foreign_use
 from scheduler.devices.host_reading import read_memory
@@ -71,7 +69,7 @@ def findings(config: BoxConfig, *, runs: bool) -> list[Finding]:
         *_memory(),
         *_disk(folder),
         *_machine(config, runs),
-        *_box(paths.state_file, runs),
+        *_box(paths.data_dir, runs),
         *_keys(paths.database),
         *_backup(paths.last_backup),
     ]
@@ -204,7 +202,7 @@ def _machine(config: BoxConfig, runs: bool) -> Iterator[Finding]:
     remedy = f"LimitNOFILE={OPEN_FILES} in the unit, or as root `ulimit -n {OPEN_FILES}` before `appliance up`"
     found = "unlimited" if files is None else f"{files:,}"
     yield _judged("open files", files is None or files >= OPEN_FILES, found, f"{OPEN_FILES:,}", remedy)
-    taken = "" if runs else endpoint.why_not(config.box.host, config.box.port)
+    taken = "" if runs else port_taken(config.box.host, config.box.port)
     yield _judged("port", not taken, "the box has it" if runs else taken or "free", "free", taken, "fail")
     cert, key = config.gateway.tls_cert_path, config.gateway.tls_key_path
     if cert is None or key is None:
@@ -219,12 +217,12 @@ def _machine(config: BoxConfig, runs: bool) -> Iterator[Finding]:
     yield _judged("certificate", left_s > SAID_BEFORE_S, left, wanted, remedy, "warn" if left_s > 0 else "fail")
 
 
-def _box(state_file: Path, runs: bool) -> Iterator[Finding]:
+def _box(data_dir: Path, runs: bool) -> Iterator[Finding]:
     if runs:
-        troubles = "; ".join(f"{one['name']}: {one['why']}" for one in read_troubles(state_file))
+        troubles = "; ".join(f"{one['name']}: {one['why']}" for one in BoxFile.read(data_dir).troubles)
         remedy = "`appliance status` says since when; the logs in `logs` of the data directory have the traceback"
         yield _judged("box", not troubles, troubles or "runs", "nothing degraded", remedy)
-    elif ended := BoxFile.read(state_file.parent).fault:
+    elif ended := BoxFile.read(data_dir).fault:
         remedy = "`appliance up --detach` goes on where it was; logs/main.log and logs/controller.log say what happened"
         yield Finding("box", "warn", f"does not run: {ended}", "runs, or ended in order", remedy)
     else:

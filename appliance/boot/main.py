@@ -18,21 +18,21 @@ import signal
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import httpx
 
-from appliance.boot import endpoint, ray_head
-from appliance.boot.box_state import BoxState
+import appliance
+from appliance.boot import ray_head
 from appliance.boot.supervised_process import LOOK_EVERY_S, Probe, Supervised, clear_leftovers, locked, own_files_only
-from appliance.boot.tracking import run_exporter
 from appliance.cli.command import Session
 from appliance.cli.commands.box import show_ready
 from appliance.cli.locate import BoxFile
-from appliance.config import BoxConfig, load_resolved
+from appliance.config import BoxConfig, TrackingSettings, load_resolved
 from appliance.invitation import InvitationError, prepare
 from appliance.paths import BoxPaths, UnsafeFolder, write_secret
 from appliance.store.database import Database
@@ -41,8 +41,9 @@ from appliance.store.records import audit, keys
 from appliance.store.rows import AuditRow
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kind import DevicesRefused
-from runtime.logs import configure_logging
-from runtime.processes.kernel import tail
+from runtime.logs import configure_logging, tail
+from runtime.network import check_free
+from runtime.processes.ended import how_it_ended
 from runtime.replace_file import replace_file
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import check_build, discover_devices, foreign_use
@@ -53,10 +54,42 @@ TROUBLES_EVERY_S = 2.0
 HOPELESS = 50
 """One more start does not help a process that failed so often in a row: the box ends, and systemd starts all again."""
 GATEWAY_GRACE_S, CONTROLLER_END_S, RAY_END_S = 5.0, 120.0, 20.0
+_QUIET = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "WANDB_ERROR_REPORTING": "false",
+    "DO_NOT_TRACK": "true",
+}
 
 
 class BoxError(RuntimeError):
     """The box could not start; the message says why and what to do."""
+
+
+class BoxState:
+    """`box.json`: what this process tells the commands about itself.
+
+    Fields: pid, url, controller_socket, state (starting|ready|stopping|stopped|failed|killed), message,
+    started_s (Unix time), first_key_file (of a box that had no key), troubles (of the supervised processes, in the form
+    of `BackgroundTasks.degraded`)."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self.fields: dict[str, Any] = {}
+
+    def update(self, **fields: Any) -> None:
+        """Raises BoxError if the first one fails."""
+        if (changed := {**self.fields, **fields}) == self.fields:
+            return
+        is_first, self.fields = not self.fields, changed
+        try:
+            replace_file(self._path, json.dumps(self.fields).encode())
+        except OSError as error:
+            if is_first:  # no command would find this box
+                raise BoxError(f"{self._path} cannot be written: {error}") from error
+            # The disk is full. The caller keeps the box's processes alive and must not end because of that.
+            log.warning("%s could not be written: %s", self._path, error)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,8 +119,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState, show: str | None) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def ask_to_stop() -> None:
+        if stop.is_set():
+            # Somebody asked twice and does not want to wait. The kernel ends everything below with this process.
+            state.update(state="killed", message="killed by a second signal; `appliance up` continues from here")
+            os.kill(os.getpid(), signal.SIGKILL)
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(number, lambda: _ask_to_stop(stop, state))
+        loop.add_signal_handler(number, ask_to_stop)
 
     known = {"pid": os.getpid(), "url": local_url(config), "controller_socket": str(paths.controller_socket)}
     state.update(state="starting", message="", started_s=time.time(), **known)
@@ -111,18 +152,22 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState, show: str | 
     return 1 if fault else 130 if starting.cancelled() else 0
 
 
-def _ask_to_stop(stop: asyncio.Event, state: BoxState) -> None:
-    if stop.is_set():
-        # Somebody asked twice and does not want to wait. The kernel ends everything below with this process.
-        state.update(state="killed", message="killed by a second signal; `appliance up` continues from here")
-        os.kill(os.getpid(), signal.SIGKILL)
-    stop.set()
-
-
 def local_url(config: BoxConfig) -> str:
     """The endpoint as this machine reaches it."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.box.host, config.box.host)
     return f"{config.scheme}://{host}:{config.box.port}"
+
+
+def port_taken(host: str, port: int) -> str:
+    """Why this box cannot listen there and what to do; "" if it can."""
+    try:
+        check_free(host, port)
+    except OSError as error:
+        return (
+            f"port {port} of {host!r} cannot be listened on: {error.strerror} (`ss -ltnp` names the process); choose "
+            "another with --port or --host ([box] port, host)"
+        )
+    return ""
 
 
 def make_first_key(paths: BoxPaths) -> bool:
@@ -148,6 +193,7 @@ class Box:
     def __init__(self, config: BoxConfig, paths: BoxPaths, state: BoxState, stop: Callable[[], None] = lambda: None):
         self._config, self._paths, self._state, self._stop = config, paths, state, stop
         self.hopeless = ""
+        self._controller_answered = False
         joinable = config.box.node_address is not None
         if joinable:
             prepare(paths, config.box.node_address, config.box.node_port)
@@ -157,7 +203,13 @@ class Box:
         self._devices: tuple[Device, ...] = ()
         background, answers = self._background, Probe("http://box", "/admin/v1/mode", str(paths.controller_socket))
         health = Probe(local_url(config), "/health")
-        self._ray = Supervised("ray", self._start_ray, background, self._on_ray_change)
+
+        def on_ray_change(message: str) -> None:
+            # The actors died with Ray; the controller starts again from the database, as after any crash.
+            self._say(message)
+            self._controller.restart()
+
+        self._ray = Supervised("ray", self._start_ray, background, on_ray_change)
         self._controller = Supervised("controller", self._start_controller, background, self._say, answers)
         self._gateway = Supervised("gateway", self._start_gateway, background, self._say, health)
 
@@ -166,7 +218,7 @@ class Box:
         if left := clear_leftovers(self._paths):
             self._say(f"ended {len(left)} processes that an earlier run left behind")
         # Check before anything starts: without its port the box is useless, and its holder might answer for us.
-        if reason := endpoint.why_not(self._config.box.host, self._config.box.port):
+        if reason := port_taken(self._config.box.host, self._config.box.port):
             raise BoxError(reason)
         try:
             self._devices = discover_devices(self._config.box.devices)
@@ -185,6 +237,7 @@ class Box:
         self._say("starting the controller")
         await self._controller.begin()
         await self._wait_for(self._controller)
+        self._controller_answered = True
         self._say("starting the gateway")
         await self._gateway.begin()
         await self._wait_for(self._gateway)
@@ -212,6 +265,8 @@ class Box:
             shutil.rmtree(self._paths.shm_root, ignore_errors=True)
             return "" if well else "something had to be forced; see the logs"
         shutil.rmtree(self._paths.run, ignore_errors=True)
+        if not self._controller_answered:  # what an earlier run left in shared memory is as it was
+            return ""
         fault = (
             f"not all that only shared memory holds was saved ({self._paths.logs / 'controller.log'} says why): "
             f"{self._paths.shm_root} is kept for the next `appliance up`, and would be lost in a reboot"
@@ -263,11 +318,6 @@ class Box:
                 self.hopeless = f"the box ended: {process.name} failed {HOPELESS} times without a steady run"
                 self._stop()
 
-    def _on_ray_change(self, message: str) -> None:
-        # The actors died with Ray; the controller starts again from the database, as after any crash.
-        self._say(message)
-        self._controller.restart()
-
     async def _wait_for(self, process: Supervised) -> None:
         """Returns when it answers with 200. Raises BoxError."""
         assert process.probe is not None
@@ -289,6 +339,41 @@ class Box:
     def _say(self, message: str) -> None:
         self._state.update(message=message)
         log.info(message)
+
+
+class ExporterEnded(RuntimeError):
+    """It says why."""
+
+
+async def run_exporter(
+    tracker: Literal["mlflow", "wandb"], settings: TrackingSettings, paths: BoxPaths, environment: Mapping[str, str]
+) -> None:
+    """Run an exporter to an experiment tracker (`appliance/tracking.py`) in the interpreter that has its library.
+    Raises ExporterEnded or OSError when it has ended; whoever calls again starts it again.
+
+    What the environment says of MLflow and W&B does not count: the configuration alone decides what leaves the box.
+    """
+    paths.tracking.mkdir(mode=0o700, exist_ok=True)
+    given = {
+        **settings.model_dump(),
+        "tracker": tracker,
+        "database": str(paths.database),
+        "folder": str(paths.tracking),
+        "wandb_dir": str(Path(settings.wandb_dir or paths.tracking).expanduser()),
+    }
+    own = {name: text for name, text in environment.items() if not name.startswith(("MLFLOW_", "WANDB_", "PYTHONPATH"))}
+    script, log = str(Path(appliance.__file__).with_name("tracking.py")), paths.logs / f"tracking-{tracker}.log"
+    python = str(Path(settings.python or sys.executable).expanduser())
+    with open(log, "ab") as output:
+        process = await ray_head.start_process(("-P", script, json.dumps(given)), output, {**own, **_QUIET}, python)
+    try:
+        await process.wait()
+        lines = tail(log).splitlines()
+        raise ExporterEnded(lines[-1] if lines else f"its process {how_it_ended(process.returncode or 0)}")
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
 
 
 if __name__ == "__main__":

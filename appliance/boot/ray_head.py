@@ -13,8 +13,8 @@ from typing import BinaryIO
 
 from appliance.boot.supervised_process import BOX_VARIABLE
 from appliance.paths import BoxPaths
-from runtime.processes.kernel import die_with_parent, tail
-from runtime.processes.oom import DiesAs
+from runtime.logs import tail
+from runtime.processes.kernel import DiesAs, die_with_parent
 
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MiB; only copies between nodes are in it, in chunks
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BoxFile:
-    """What `box.json` of a data directory says of the box there; see appliance.boot.box_state for the fields."""
+    """What `box.json` of a data directory says of the box there; see appliance.boot.main.BoxState."""
 
     data_dir: Path
     fields: dict[str, Any]
@@ -47,6 +47,11 @@ class BoxFile:
     @property
     def message(self) -> str:
         return self.fields.get("message") or ""
+
+    @property
+    def troubles(self) -> list[dict[str, Any]]:
+        """Of the processes that the main process supervises, in the form of `BackgroundTasks.degraded`."""
+        return list(self.fields.get("troubles", []))
 
     @property
     def pid(self) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from appliance.cli import output
-from appliance.cli.command import COMMANDS, TIMEOUT, WAIT, Command, Patience, Session, finish
+from appliance.cli.command import COMMANDS, Command, Patience, Session
 from appliance.cli.errors import AuthFailed, CliError, Conflict, Ended, NotFound
 from appliance.cli.options import WATCH, Option, number, opt, picked, seconds
 
@@ -30,8 +30,7 @@ class Row:
 
     request: method and path, with {id} where an argument `id` or each of `ids` goes. draw: columns of a list, a
     template of the answer's fields, or a function; "": all fields. options: their values are the query or the body.
-    empty: what is said of an empty list. own: the path for a key without the scope read. operation: the answer is one,
-    which is waited for.
+    empty: what is said of an empty list. own: the path for a key without the scope read.
     """
 
     name: str
@@ -42,7 +41,6 @@ class Row:
     empty: str = ""
     own: str = ""
     watch: bool = False
-    operation: bool = False
     timeout_s: float = 60.0
 
     def drawn(self, answer: Any) -> Any:
@@ -53,7 +51,7 @@ class Row:
         return output.listing(self.draw, answer["data"], empty=self.empty) if "data" in answer else output.view(answer)
 
     def command(self) -> Command:
-        options = [*self.options, *(WATCH if self.watch else ()), *((*WAIT, TIMEOUT) if self.operation else ())]
+        options = [*self.options, *(WATCH if self.watch else ())]
         text = inspect.cleandoc(self.help)
         if "Examples:\n" not in text:
             line = " ".join(["  appliance", self.name, *(one.shown for one in options if one.is_positional)])
@@ -83,8 +81,6 @@ class Row:
 
         if ids:
             self._run_each(session, partial(fetch, path), ids)
-        elif self.operation:
-            session.show(finish(session, answer(), args), self.drawn)
         elif self.watch and args.watch:
             first, patience = [answer()], Patience()  # what is wrong from the beginning ends the command
 
@@ -174,11 +170,6 @@ def _queue(answer: Answer) -> Any:
     return output.stack(table, output.listing("", answer["owners"]) if answer["data"] else None)
 
 
-def draw_operation(one: Answer) -> Any:
-    """An operation and what it made."""
-    return output.view({"operation": one["id"], "state": one["state"], **(one.get("result") or {})})
-
-
 MODEL = opt("id MODEL")
 JOB = opt("id JOB_ID")
 _MANY_JOBS = (opt("ids JOB_ID", nargs="+"),)
@@ -265,12 +256,6 @@ ROWS = (
         "List tiers: what each holds, what is still to be copied to it, its last error.",
         "tier=name where >versions >snapshots >size=bytes >backlog >bytes_of_it=backlog_bytes now=busy last_error",
         empty="no tiers", watch=True),
-    Row("tier verify", "POST /admin/v1/tiers/verify",
-        """Read every copy of every model, adapter and snapshot, and compare it with its checksums.
-
-        Exit code 1 names every copy that is damaged. On disk or in the remote store such a copy is replaced from
-        the next tier when it is needed; in memory it goes at once, if nobody reads it and a tier has it whole.""",
-        draw_operation, operation=True),
     Row("model list", "GET /admin/v1/models",
         """List models: the version that answers, its canary, and whether it is awake.
 
@@ -284,9 +269,6 @@ ROWS = (
         "Show one model with all its versions and the tiers that each is in.", options=(MODEL,), own="/v1/models/{id}"),
     Row("model rm", "DELETE /v1/models/{id}", "Delete a model with all its versions. Exit code 5 if a job uses it.",
         "deleted {id}", (MODEL,)),
-    Row("model verify", "POST /admin/v1/models/{id}/verify",
-        "Compare every tensor of every version with its checksum. Exit code 1 names what is damaged.", draw_operation,
-        (MODEL,), operation=True),
     Row("model promote", "POST /admin/v1/models/{id}/promote",
         "Give the canary of a model all its requests, swapped in under running ones.", "{model}: {from} -> {to}",
         (MODEL,), timeout_s=600),
@@ -325,13 +307,6 @@ ROWS = (
             ("cancel", "Cancel jobs for good. Exit code 5 if one of them has ended already."),
         )
     ),
-    Row("job profile", "POST /admin/v1/jobs/{id}/profile",
-        """Measure where the time of a job's next steps goes: compute, communication, input, idle.
-
-        `job logs` shows the shares and the trace file (for ui.perfetto.dev), `job logs -o json` the longest operators
-        too. The job continues, somewhat slower during these steps.""",
-        "profiling {steps} steps of {id}; `appliance job logs {id}` shows the result",
-        (JOB, opt("--steps N", "Steps of the first rank, within a minute.", type=number(int, 1, 50), default=3))),
     Row("batch list", "GET /v1/batches", "List batches, the newest first.",
         "id status >answered=request_counts.completed >failed=request_counts.failed >total=request_counts.total "
         "created=created_at ?waits_for=waiting_for", empty="no batches; `appliance batch create FILE` starts one"),

@@ -19,8 +19,7 @@ from appliance.controller.interfaces.errors import BadRequest, Conflict
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs import settings
 from appliance.store.objects import files
-from runtime.processes.ended import run_command
-from train.data_checks.process import BadOption, CheckFailed, answer_of, command_of
+from train.data_checks.process import BadOption, CheckFailed, report_apart
 from train.methods.methods import METHODS
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
@@ -42,11 +41,10 @@ def routes(context: ControllerContext) -> APIRouter:
     @unaudited  # reads a file; its report alone is kept
     async def check(file_id: str, body: CheckRequest, caller: Caller) -> dict[str, Any]:
         row = FILES.known(db, file_id, caller)
-        path = str(context.files_dir / row.id)
-        request = {"file": path, "name": row.id, "check": await _options(context, body, caller)}
+        options = await _options(context, body, caller)
         try:
             async with context.file_threads:
-                report = await carried_out(request)
+                report = await report_apart(context.files_dir / row.id, row.id, **options)
         except (BadOption, CheckFailed) as error:
             code = "invalid_value" if isinstance(error, BadOption) else "invalid_training_file"
             # Without the box's own paths.
@@ -64,12 +62,6 @@ def routes(context: ControllerContext) -> APIRouter:
         return row.data_check
 
     return router
-
-
-async def carried_out(request: dict[str, Any]) -> dict[str, Any]:
-    """The report of a request of train.data_checks.process; ends its process when it is cancelled. Raises BadOption,
-    CheckFailed."""
-    return answer_of(*await run_command(*command_of(request)))
 
 
 async def _options(context: ControllerContext, body: CheckRequest, caller: Principal) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from appliance.controller.access.model_access import caller_of
-from appliance.controller.context.audit import record
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.evals.runner import insert_run
 from appliance.controller.interfaces.errors import ApiError, SwapFailed
 from appliance.controller.jobs.events import add_message

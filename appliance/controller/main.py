@@ -32,7 +32,7 @@ from starlette.types import ASGIApp
 
 from appliance import invitation
 from appliance.backup import read_last
-from appliance.boot.box_state import read_troubles
+from appliance.cli.locate import BoxFile
 from appliance.config import BoxConfig, load_resolved
 from appliance.controller import alerts
 from appliance.controller.access.quotas import Disk, Quotas
@@ -41,27 +41,23 @@ from appliance.controller.app import create_app
 from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus, first_generation
 from appliance.controller.bus.demand_learning import DemandLearning
-from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.doctor import Doctor
+from appliance.controller.context.context import ControllerContext, Doctor
 from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.context.scheduler import Scheduler
 from appliance.controller.context.tasks import Tasks
-from appliance.controller.devices.device_watch import DeviceWatch
+from appliance.controller.devices.cordons import DeviceWatch
 from appliance.controller.devices.power import LOOK_EVERY_S as POWER_EVERY_S
 from appliance.controller.devices.power import EnergyMeter, PowerKeeper
-from appliance.controller.engines.engine_sizes import EngineSizes
+from appliance.controller.engines.engine_sizes import EngineSizes, SettingsCheck
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.engines.settings_check import SettingsCheck
 from appliance.controller.engines.versions import AdapterSource, VersionProvider
 from appliance.controller.grading.judging import Grading, Judging
 from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.http.peers import Listener
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import removal
-from appliance.controller.models.capacity import BoxFacts
 from appliance.controller.scheduling.job_runs import TIDY_EVERY_S, JobRuns
-from appliance.controller.scheduling.state_store import JobMemory, SqliteStateStore
-from appliance.controller.scheduling.wishes import Wishes
+from appliance.controller.scheduling.state_store import SqliteStateStore, Wishes, job_host_bytes
 from appliance.memory.box_memory import LOOK_EVERY_S, BoxMemory, Means
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
@@ -74,10 +70,9 @@ from appliance.tiers.tiers import Tiers
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kinds import kind_of
 from runtime.logs import adopt_libraries, configure_logging
-from runtime.network.sockets import private_socket
+from runtime.network import private_socket
 from runtime.processes import garbage
-from runtime.processes.kernel import die_with_parent
-from runtime.processes.oom import DiesAs, dies_as
+from runtime.processes.kernel import DiesAs, die_with_parent, dies_as
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import discover_devices
@@ -185,12 +180,9 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.
     effects = RayEffects(nodes, routing, versions, runs, config.serve, health.died)
-    least_bytes, room_bytes = min(device.memory_bytes for device in home), weights.room_bytes()
-    facts = BoxFacts(len(home), home[0].kind, least_bytes, weights.budget_bytes, room_bytes, asleep_per_device=asleep)
-    job_memory = JobMemory(db, weights, facts)
     means = Means(
         engine_bytes=versions.host_bytes,
-        job_bytes=job_memory.host_bytes,
+        job_bytes=job_host_bytes,
         devices=nodes.device_count,
         nudge=inbox.nudge,
         on_enough=partial(inbox.retry, "memory"),
@@ -206,7 +198,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         Wishes(db, bus, routing, asking, floor),
         DemandLearning(routing.traffic, bus.arrivals.take, config.scheduler, len(home)),
         memory,
-        job_memory,
+        weights,
         rollouts.starved,
     )
     journal = SqliteJournal(db)
@@ -248,13 +240,13 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         settings_check=SettingsCheck(sizes, node_config, home[0]),
         asking=asking,
         graders=graders,
-        model_ops=LibraryOps(library, weights, tiers, flow, versions.let_go, nodes.forget),
+        model_ops=LibraryOps(library, weights, flow, versions.let_go, nodes.forget),
         tiers=tiers,
         nodes=nodes,
         health=health,
         power=PowerKeeper(config.power.limits_w, db, floor, home, kind_of(home[0].kind).power_control()),
         doctor=Doctor(doctor),
-        main_troubles=partial(read_troubles, paths.state_file),
+        main_troubles=lambda: BoxFile.read(paths.data_dir).troubles,
         last_backup=partial(read_last, paths.last_backup),
         wandb_mode=config.tracking.wandb_mode,
     )
@@ -265,9 +257,8 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
 
 def _open_store(config: BoxConfig, paths: BoxPaths) -> WeightStore:
     budget_bytes = weight_budget_bytes(config, paths)
-    store = WeightStore(paths.shm_root, budget_bytes=budget_bytes, pool_bytes=config.weights.pool_bytes)
-    for error in store.sweep():
-        log.error("shared memory holds a damaged version: %s", error)
+    store = WeightStore(paths.shm_root, budget_bytes=budget_bytes)
+    store.sweep()
     return store
 
 

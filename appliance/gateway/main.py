@@ -39,9 +39,9 @@ from appliance.gateway.server.metrics import ModelLoad
 from appliance.gateway.server.state import State
 from appliance.ui.site import site
 from runtime.logs import configure_logging, timestamp
-from runtime.network.sockets import private_socket
+from runtime.network import private_socket
 from runtime.processes import garbage
-from runtime.processes.oom import DiesAs, dies_as
+from runtime.processes.kernel import DiesAs, dies_as
 
 log = logging.getLogger("appliance.gateway")
 

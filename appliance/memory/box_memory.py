@@ -1,14 +1,13 @@
 """The memory of every host of the box: `memory_policy` decides, this reads, acts and reports.
 
-It frees by itself what can go at once (freed segments, versions that nobody reads). The scheduler's loop controls
-engines and jobs: it asks here for limits, and is nudged. Everything runs on the controller's loop.
+It frees by itself what can go at once (idle weights). The scheduler's loop controls engines and jobs: it asks here for
+limits, and is nudged. Everything runs on the controller's loop.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,7 +58,7 @@ class Means:
 
 
 class HostMemory:
-    """One node's host. read: its memory now. reserve: None for the default."""
+    """One node's host. reading: its memory now. reserve: None for the default."""
 
     def __init__(
         self,
@@ -67,20 +66,19 @@ class HostMemory:
         stored: Stored,
         reserve: int | None,
         means: Means,
-        read: Callable[[], MemoryReading],
-        clock: Callable[[], float] = time.time,
-        node: str = HOME_NODE,
+        reading: MemoryReading,
+        clock: Callable[[], float],
+        node: str,
     ):
-        self._db, self._stored, self._read, self._clock, self._node = db, stored, read, clock, node
-        self._means = means
-        self._reading = read()
-        self.reserve = memory_policy.default_reserve(self._reading.total) if reserve is None else reserve
+        self._db, self._stored, self._means, self._clock, self._node = db, stored, means, clock, node
+        self._reading = reading
+        # By default a twenty-fifth of the total, at least half a GiB, at most eight.
+        self.reserve = min(max(reading.total // 25, 2**29), 8 * 2**30) if reserve is None else reserve
         self._state = MemoryState()
         self._wanted: dict[str, tuple[int, float]] = {}  # engines and jobs that wait: bytes, when the loop asked last
         self._waiting_jobs: dict[str, tuple[int, float]] = {}
         self._starting: list[tuple[float, int]] = []
-        self._barren: dict[str, float] = {}  # kinds that freed nothing, and until when they are not tried
-        self._done: deque[dict[str, Any]] = deque(maxlen=20)
+        self._barren_until_s = 0.0  # idle weights that could not be freed are not tried until then
         self._replicas: list[dict[str, Any]] = []
 
     # What the loop asks
@@ -156,13 +154,12 @@ class HostMemory:
 
     # One pass
 
-    async def look(self, status: Mapping[str, Any]) -> None:
-        """Read, decide, and do at most one thing. status: the loop's."""
-        self._replicas, now_s, self._reading = status["replicas"], self._clock(), self._read()
+    async def look(self, status: Mapping[str, Any], reading: MemoryReading) -> None:
+        """Decide, and do at most one thing. status: the loop's."""
+        self._replicas, now_s, self._reading = status["replicas"], self._clock(), reading
         for asked in (self._wanted, self._waiting_jobs):
             for name in [name for name, (_, at_s) in asked.items() if now_s - at_s >= WANTED_FOR_S]:
                 del asked[name]
-        self._barren = {kind: until_s for kind, until_s in self._barren.items() if until_s > now_s}
         self._starting = [(at_s, needed) for at_s, needed in self._starting if now_s - at_s < STARTING_FOR_S]
         wanted = sum(needed for needed, _ in self._wanted.values())
         enough = self._reading.available >= self.reserve * memory_policy.ENOUGH_OF_RESERVE + wanted
@@ -175,7 +172,7 @@ class HostMemory:
         was_short = self._state.short
         known = {job["id"] for job in status["jobs"]}
         self._state = replace(self._state, jobs=tuple(job for job in self._state.jobs if job in known))
-        holdings = await self._holdings(status, wanted)
+        holdings = await self._holdings(status, wanted, now_s)
         self._state, action = memory_policy.decide(self._reading, holdings, self._state, now_s, self.reserve)
         if self._state.short and not was_short:
             log.warning("memory is short: %s", self._state.short)
@@ -187,11 +184,9 @@ class HostMemory:
 
     async def _carry_out(self, action: Action, now_s: float) -> None:
         log.warning("%s", action.why)
-        self._done.append({"at_s": now_s, "what": action.kind, "back": action.back, "why": action.why})
-        if action.kind in ("pool", "versions"):
-            freed = self._stored("trim_pool") if action.kind == "pool" else self._stored("evict", action.nbytes)
-            if await freed == 0:
-                self._barren[action.kind] = now_s + BARREN_FOR_S
+        if action.kind == "idle":
+            if await self._stored("evict", action.nbytes) == 0:
+                self._barren_until_s = now_s + BARREN_FOR_S
         else:
             if action.kind == "job":
                 self._means.save()
@@ -201,15 +196,13 @@ class HostMemory:
             audit.insert(self._db, AuditRow(verb, target, detail=detail, created_s=now_s))
         self._means.nudge()
 
-    async def _holdings(self, status: Mapping[str, Any], wanted: int) -> Holdings:
+    async def _holdings(self, status: Mapping[str, Any], wanted: int, now_s: float) -> Holdings:
         """Nothing but what is wanted while there is clearly enough."""
         job_wanted = next((needed for needed, _ in self._waiting_jobs.values()), 0)
         if self._reading.available >= self.reserve * memory_policy.ENOUGH_OF_RESERVE + max(wanted, job_wanted):
             return Holdings(wanted=wanted)
-        pool, versions = await self._stored("idle_bytes")
         return Holdings(
-            pool=0 if "pool" in self._barren else pool,
-            versions=0 if "versions" in self._barren else versions,
+            idle=0 if now_s < self._barren_until_s else await self._stored("idle_bytes"),
             sleepers=sum(replica["state"] == "asleep" and self._has(replica) for replica in status["replicas"]),
             running=tuple(job["id"] for job in reversed(status["jobs"]) if self._has(job)),  # the last yields first
             wanted=wanted,
@@ -229,11 +222,7 @@ class HostMemory:
             "total_bytes": self._reading.total,
             "where": self._reading.where,
             "reserve_bytes": self.reserve,
-            "swap_used_bytes": self._reading.swap_used,
             "short": self._state.short,
-            "waiting_jobs": list(self._state.jobs),
-            "waiting_models": sorted(self._wanted),
-            "given_back": list(self._done),
         }
 
     def notes(self) -> list[str]:
@@ -267,10 +256,9 @@ class BoxMemory:
         read: Callable[[], MemoryReading] = read_memory,
         clock: Callable[[], float] = time.time,
     ):
-        self._db, self._nodes, self._reserve, self._means, self._clock = db, nodes, reserve, means, clock
-        self._readings: dict[str, MemoryReading] = {}
-        self._home = HostMemory(db, partial(ask_store, store), reserve, means, read, clock)
-        self._hosts = {HOME_NODE: self._home}
+        self._db, self._store, self._nodes, self._reserve = db, store, nodes, reserve
+        self._means, self._read, self._clock = means, read, clock
+        self._hosts = {HOME_NODE: self._host(HOME_NODE, read())}
 
     def job_nodes(self, row: JobRow) -> tuple[str, ...]:
         """Nodes on which this job can run, those that have memory for it if any has: a job leaves a node that is
@@ -316,24 +304,22 @@ class BoxMemory:
 
     async def look(self, status: Mapping[str, Any]) -> None:
         """Look at each host once. status: the loop's. A node that is gone affects only its own holders."""
-        self._readings = {name: _named(reading, name) for name, reading in self._nodes.memory().items()}
-        away = {name: self._hosts.get(name) or self._host(name) for name in self._readings}
-        self._hosts = {HOME_NODE: self._home, **away}
+        away = {name: _named(reading, name) for name, reading in self._nodes.memory().items()}
+        readings = {HOME_NODE: self._read(), **away}
+        self._hosts = {name: self._hosts.get(name) or self._host(name, found) for name, found in readings.items()}
         for name, host in self._hosts.items():
             try:
-                await host.look(status)
+                await host.look(status, readings[name])
             except EffectFailed as error:
                 log.warning("what memory needs on %s could not be done: %s", name, error, extra={"node": name})
 
-    def _host(self, name: str) -> HostMemory:
-        def stored(method: str, *arguments: Any) -> Awaitable[Any]:
-            return self._nodes.of_store(name, method, *arguments)
-
-        return HostMemory(self._db, stored, self._reserve, self._means, lambda: self._readings[name], self._clock, name)
+    def _host(self, name: str, reading: MemoryReading) -> HostMemory:
+        stored = partial(ask_store, self._store) if name == HOME_NODE else partial(self._nodes.of_store, name)
+        return HostMemory(self._db, stored, self._reserve, self._means, reading, self._clock, name)
 
     def status(self) -> dict[str, Any]:
         """For `/admin/v1/status`: of home, see HostMemory.status."""
-        return self._home.status()
+        return self._hosts[HOME_NODE].status()
 
     def nodes(self) -> dict[str, dict[str, Any]]:
         """The same of each node that has joined."""

@@ -4,13 +4,12 @@ a time, the output one action at a time.
 Memory is short when less than the reserve is available, when engines with waiting requests need more than there is, or
 when processes stall for lack of it (PSI). The box then gives up one item at a time, and checks the effect of each:
 
-    1. freed segments of the weights pool     nobody uses them
-    2. versions that nobody reads             a lower tier has them; reading one in again takes seconds
-    3. sleeping engines                       least recently used first; their next start is a cold one
-    4. training, last in the queue first      suspended to shared memory; once its snapshot is copied from there
-                                              to disk, (2) frees the snapshot too
+    1. idle weights in shared memory          freed segments, and versions without a reader that a lower tier has
+    2. sleeping engines                       least recently used first; their next start is a cold one
+    3. training, last in the queue first      suspended to shared memory; once its snapshot is copied from there
+                                              to disk, (1) frees the snapshot too
 
-No awake engine is stopped, and no job begins meanwhile. A job that waits for memory gets what 1 to 3 bring. Items come
+No awake engine is stopped, and no job begins meanwhile. A job that waits for memory gets what 1 and 2 bring. Items come
 back in the other order, one at a time, each after memory was clearly above the reserve for CALM_S.
 """
 
@@ -22,7 +21,7 @@ from typing import Literal
 
 from scheduler.devices.host_reading import MemoryReading
 
-Kind = Literal["pool", "versions", "sleeper", "job"]
+Kind = Literal["idle", "sleeper", "job"]
 
 ENOUGH_OF_RESERVE = 1.5
 STALLED_PERCENT = 10.0
@@ -31,7 +30,7 @@ available, memory is short."""
 CALM_S = 30.0
 LEAST_BYTES = 4 * 2**20
 """Smaller amounts are not worth giving up."""
-SETTLE_S: Mapping[Kind, float] = {"pool": 0.5, "versions": 0.5, "sleeper": 2.0, "job": 5.0}
+SETTLE_S: Mapping[Kind, float] = {"idle": 0.5, "sleeper": 2.0, "job": 5.0}
 """Time to wait after each action for its effect."""
 SUSPEND_LIMIT_S = 60.0
 """A job that is still being suspended is waited for, up to this."""
@@ -39,12 +38,11 @@ SUSPEND_LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What the box could give back now. sleepers: sleeping engines. running: jobs with ranks, first to yield first.
-    wanted: bytes that engines need for which requests wait. job_wanted: bytes that the first job needs that waits for
-    memory."""
+    """What the box could give back now. idle: bytes of idle weights. sleepers: sleeping engines. running: jobs with
+    ranks, first to yield first. wanted: bytes that engines need for which requests wait. job_wanted: bytes that the
+    first job needs that waits for memory."""
 
-    pool: int = 0
-    versions: int = 0
+    idle: int = 0
     sleepers: int = 0
     running: tuple[str, ...] = ()
     wanted: int = 0
@@ -81,37 +79,25 @@ class MemoryState:
         return bool(self.short) or self.sleepers is not None or bool(self.jobs)
 
 
-def default_reserve(total: int) -> int:
-    """Bytes kept available for other processes: a twenty-fifth of the total, at least half a GiB, at most eight."""
-    return min(max(total // 25, 2**29), 8 * 2**30)
-
-
 def decide(
     reading: MemoryReading, holdings: Holdings, state: MemoryState, now_s: float, reserve: int
 ) -> tuple[MemoryState, Action | None]:
     """The action to take now, if any, and the new state."""
     enough = int(reserve * ENOUGH_OF_RESERVE) + holdings.wanted
-    short = _short(reading, holdings, reserve)
-    state = replace(state, short=short)
-    lacking = holdings.job_wanted + reserve - reading.available
-    if short or (holdings.job_wanted and lacking > 0):
-        state = replace(state, calm_since_s=None) if short else state
+    state = replace(state, short=_short(reading, holdings, reserve))
+    if state.short:
+        lacking, why = enough - reading.available, f"memory is short, {state.short}"
+        state = replace(state, calm_since_s=None)
+    else:
+        lacking = holdings.job_wanted + reserve - reading.available
+        why = f"a job waits for {gb(holdings.job_wanted)} besides the reserve of {gb(reserve)}, {_have(reading)}"
+    if state.short or (holdings.job_wanted and lacking > 0):
         if now_s < state.next_s:
             return state, None
-        if short:
-            why = f"memory is short, {short}"
-            given = _give_idle(holdings, state, enough - reading.available, why)
-            given = given or _suspend(holdings, state, now_s, why)
-        else:
-            why = (
-                f"a job waits for {gb(holdings.job_wanted)} besides the reserve of {gb(reserve)}, "
-                f"{gb(reading.available)} of {reading.where} available"
-            )
-            given = _give_idle(holdings, state, lacking, why)
-        if given is not None:
+        if (given := _give_up(holdings, state, lacking, now_s, why)) is not None:
             state, action = given
             return replace(state, next_s=now_s + SETTLE_S[action.kind]), action
-        if short or not state.jobs:
+        if state.short or not state.jobs:
             return state, None
         # A job that waits for more than there is must not keep a suspended one from its memory.
     if not state.holds_back or reading.available < enough:
@@ -120,48 +106,50 @@ def decide(
         return replace(state, calm_since_s=now_s), None
     if now_s - state.calm_since_s < CALM_S:
         return state, None
-    has = f"{gb(reading.available)} of {reading.where} are available again"
     state = replace(state, calm_since_s=now_s)  # its use shows before the next item
     if state.jobs:
         job = state.jobs[-1]  # the job suspended last is first in the queue
-        return replace(state, jobs=state.jobs[:-1]), Action("job", True, f"job {job} may continue: {has}", job)
-    return replace(state, sleepers=None), Action("sleeper", True, f"engines may sleep as before: {has}")
+        return replace(state, jobs=state.jobs[:-1]), Action(
+            "job", True, f"job {job} may continue: {_have(reading)} again", job
+        )
+    return replace(state, sleepers=None), Action("sleeper", True, f"engines may sleep as before: {_have(reading)}")
+
+
+def _have(reading: MemoryReading) -> str:
+    return f"{gb(reading.available)} of {reading.where} available"
 
 
 def _short(reading: MemoryReading, holdings: Holdings, reserve: int) -> str:
-    have = f"{gb(reading.available)} of {reading.where} available"
     if reading.available < reserve:
-        return f"{have}, {gb(reserve)} are kept in reserve"
+        return f"{_have(reading)}, {gb(reserve)} are kept in reserve"
     if reading.stalled >= STALLED_PERCENT and reading.available < int(reserve * ENOUGH_OF_RESERVE):
-        return f"{have}, and processes stalled on memory for {reading.stalled:.0f} % of the last ten seconds"
+        return f"{_have(reading)}, processes stalled on memory for {reading.stalled:.0f} % of the last ten seconds"
     if holdings.wanted and reading.available < reserve + holdings.wanted:
-        return f"{have}, engines with waiting requests need {gb(holdings.wanted)} besides the reserve of {gb(reserve)}"
+        return (
+            f"{_have(reading)}, engines with waiting requests need {gb(holdings.wanted)} besides the reserve of "
+            f"{gb(reserve)}"
+        )
     return ""
 
 
-def _give_idle(holdings: Holdings, state: MemoryState, lacking: int, why: str) -> tuple[MemoryState, Action] | None:
-    """Gives up memory that no process computes with; None when nothing of it is left."""
-    if holdings.pool >= LEAST_BYTES:
-        text = f"{gb(holdings.pool)} of freed segments are given back: {why}"
-        return state, Action("pool", False, text, nbytes=holdings.pool)
-    if holdings.versions >= LEAST_BYTES:
-        freed = min(max(LEAST_BYTES, lacking), holdings.versions)
-        text = f"versions that nobody reads leave shared memory ({gb(freed)}): {why}"
-        return state, Action("versions", False, text, nbytes=freed)
+def _give_up(
+    holdings: Holdings, state: MemoryState, lacking: int, now_s: float, why: str
+) -> tuple[MemoryState, Action] | None:
+    """The next item to give up; None when nothing is left, or a job is still being suspended. Training is suspended
+    only while memory is short."""
+    if holdings.idle >= LEAST_BYTES:
+        freed = min(max(LEAST_BYTES, lacking), holdings.idle)
+        return state, Action("idle", False, f"idle weights leave shared memory ({gb(freed)}): {why}", nbytes=freed)
     if holdings.sleepers and (state.sleepers is None or state.sleepers >= holdings.sleepers):
         state = replace(state, sleepers=holdings.sleepers - 1)
         return state, Action("sleeper", False, f"a sleeping engine is ended: {why}")
-    return None
-
-
-def _suspend(holdings: Holdings, state: MemoryState, now_s: float, why: str) -> tuple[MemoryState, Action] | None:
     staying = [job for job in holdings.running if job not in state.jobs]
     is_leaving = len(staying) < len(holdings.running) and now_s - state.suspended_s < SUSPEND_LIMIT_S
-    if is_leaving or not staying:
+    if not state.short or is_leaving or not staying:
         return None
     job = staying[0]
-    changed = replace(state, jobs=(*state.jobs, job), suspended_s=now_s)
-    return changed, Action("job", False, f"job {job} is suspended: {why}", job)
+    state = replace(state, jobs=(*state.jobs, job), suspended_s=now_s)
+    return state, Action("job", False, f"job {job} is suspended: {why}", job)
 
 
 def gb(count: int) -> str:

@@ -29,8 +29,8 @@ from weights.checkpoint.folder import (
 from weights.checkpoint.vocabulary import tokens_of
 from weights.format.foreign_json import size, text_part, weight_bits
 from weights.format.layout import FileLayout, Layout, read_index
+from weights.format.manifest import AUX_SUFFIXES
 from weights.format.names import MANIFEST_FILE, VOCABULARIES
-from weights.format.source import AUX_SUFFIXES
 from weights.format.tool_template import with_tools
 
 Task = Literal["generate", "embed"]

@@ -24,7 +24,7 @@ from huggingface_hub.utils import validate_repo_id
 from appliance.models import adapter
 from appliance.models.checkpoint import INDEX_SUFFIX, KEPT_TEXT, WEIGHT_SUFFIX, no_weights
 from appliance.models.errors import DownloadCorrupt, HubDisallowed, HubNotFound, HubUnreachable, SourceNotFound
-from weights.format.source import AUX_SUFFIXES
+from weights.format.manifest import AUX_SUFFIXES
 
 REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,200}")
 

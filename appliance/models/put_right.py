@@ -26,8 +26,7 @@ from weights.checkpoint.folder import (
     read_tokenizer_config,
 )
 from weights.checkpoint.turns import Turns, turns_of, warnings_of
-from weights.format.layout import Layout, Placed
-from weights.format.rename import rename_tensors
+from weights.format.layout import Layout, Placed, rename_tensors
 
 PLAIN_CLASS = "PreTrainedTokenizerFast"
 # Whose classes in vLLM 0.32 take the embedding for the head whatever tie_word_embeddings says.

@@ -15,7 +15,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from runtime.processes.bounds import Bounds
+from runtime.processes.kernel import Bounds
 from weights.checkpoint.turns import PROBES
 
 CPU_S, MEMORY_BYTES, MAX_OUTPUT_CHARACTERS = 2, 1 << 30, 1_000_000

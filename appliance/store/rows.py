@@ -13,7 +13,7 @@ from appliance.store.database import sql_list
 from appliance.store.ids import new_id
 from appliance.store.table import Table
 from scheduler.core.workload import PolicyKind
-from scheduler.handover.ports import StepRecord
+from scheduler.handover.effects import StepRecord
 
 JobPhase = Literal["validating", "queued", "running", "suspended", "succeeded", "failed", "cancelled"]
 JobWanted = Literal["run", "pause", "cancel"]
@@ -228,13 +228,12 @@ class JobRow:
     snapshot: {"step", "path"} of the newest resumable state; stays after the end until its bytes were released.
     devices: device names held now.
     owner: of the key it was made with, at that time; empty for the box itself. held: an operator keeps it waiting.
-    verdict: {"code", "text"}, what its curves say of what it learned (train.plan.verdict); None until it ends.
     gate: {"eval_id", "pass_rate_at_least", "version" judged, "before" it, "runs" by version, "verdict" ("passed",
         "refused", "undecided"), "reason", "activated": None until it has ended}; None: there is none.
     joules: that its devices have counted, in `metered_s` device-seconds; None: nothing was counted.
     allowed_sizes: numbers of devices it may run on that its batch size divides by.
-    estimate: of its layout before it began (`appliance.controller.models.capacity.described`), with "measured":
-        {"device_bytes", "tokens_per_s"} once it has ended.
+    estimate: of its layout before it began (`appliance.controller.models.capacity.described`), with "memory":
+        {"store_bytes": of shared memory for its result and a snapshot, "host_bytes": by number of devices}.
     """
 
     id: str
@@ -275,7 +274,6 @@ class JobRow:
     eta_s: float | None = None
     trained_tokens: int | None = None
     result_files: list[str] = field(default_factory=list)
-    verdict: dict[str, Any] | None = None
     gate: dict[str, Any] | None = None
     started_s: float | None = None
     finished_s: float | None = None
@@ -303,9 +301,8 @@ class JobEventRow:
 class JobMetricRow:
     """One optimizer step. A step that is run again after a resume replaces its row. `memory_bytes`: the most that the
     first rank's tensors have taken of its device so far; None where that is the host. `rank_seconds`: what each rank
-    computed by itself. `communication`: the share of its time in which the first rank communicated, of steps that were
-    profiled. `measured`, `valid_measured`: what the method measures of the step, and of a validation behind it, beside
-    the loss (train.methods.method: measured)."""
+    computed by itself. `measured`, `valid_measured`: what the method measures of the step, and of a validation behind
+    it, beside the loss (train.methods.method: measured)."""
 
     job_id: str
     step: int
@@ -319,7 +316,6 @@ class JobMetricRow:
     devices: int | None = None
     memory_bytes: int | None = None
     rank_seconds: list[float] | None = None
-    communication: float | None = None
     measured: dict[str, float] | None = None
     valid_measured: dict[str, float] | None = None
 

@@ -27,7 +27,6 @@ CREATE INDEX IF NOT EXISTS jobs_making ON jobs (output_model)
     WHERE phase IN ('validating', 'queued', 'running', 'suspended');
 CREATE INDEX IF NOT EXISTS jobs_gated ON jobs (seq) WHERE gate IS NOT NULL AND gate ->> '$.activated' IS NULL;
 CREATE INDEX IF NOT EXISTS job_events_job ON job_events (job_id, seq);
-CREATE INDEX IF NOT EXISTS job_metrics_profiled ON job_metrics(job_id, step) WHERE communication IS NOT NULL;
 CREATE UNIQUE INDEX IF NOT EXISTS versions_id ON versions (id) WHERE id != '';
 CREATE UNIQUE INDEX IF NOT EXISTS versions_checkpoint ON versions (checkpoint) WHERE checkpoint IS NOT NULL;
 CREATE INDEX IF NOT EXISTS handovers_ended ON handovers (ended_s);

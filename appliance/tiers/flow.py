@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from appliance.controller.access.naming import resolve
 from appliance.store.database import Database
-from appliance.store.objects import job_records, jobs, models
-from appliance.store.records import box, canaries, tier_removals
+from appliance.store.objects import jobs, models
+from appliance.store.records import box, tier_removals
 from appliance.store.rows import TierRemovalRow, VersionRow
 from appliance.tiers.tiers import Tier, Tiers, name_of
 from train.state.cadence import every_s
@@ -216,7 +216,7 @@ def read_facts(db: Database, created: Mapping[Name, float], is_held: Callable[[N
         if (found := resolve(db, job.model)) is not None
     }
     needed |= {(below["base"], below["base_version"]) for row in rows if (below := row.meta.get("adapter"))}
-    needed |= {(canary.model, canary.version) for canary in canaries.list_running(db)}
+    needed |= {(canary.model, canary.version) for canary in models.running_canaries(db)}
     kept = {}
     for row in rows:
         name, version = name_of(row), (row.model, row.version)
@@ -228,7 +228,7 @@ def read_facts(db: Database, created: Mapping[Name, float], is_held: Callable[[N
     steps = {name: step for name in snapshots if name.model in unfinished and (step := step_of(name.version)) >= 0}
     newest = {name.model: name for name in sorted(steps, key=lambda name: steps[name])}
     for name, step in steps.items():
-        metric = job_records.find_metric(db, name.model, step)
+        metric = jobs.find_metric(db, name.model, step)
         loss = metric.valid_loss if metric is not None else None
         kept[name] = Kept(name, name.model, created[name], loss, protected=newest[name.model] == name)
     over = {name for name in snapshots if name.model not in unfinished and jobs.find(db, name.model) is not None}

@@ -7,10 +7,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from appliance.paths import BoxPaths
@@ -20,25 +19,21 @@ from appliance.store.rows import VersionRow
 from weights.format.config import KeepRules, WeightsConfig
 from weights.format.errors import (
     IntegrityError,
-    NotSealed,
     StoreFull,
     TierUnavailable,
     VersionExists,
-    VersionLeased,
     VersionNotFound,
 )
-from weights.format.manifest import Manifest
 from weights.format.names import KINDS, Name, step_of
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
-from weights.tiers.directory import DirectoryTier, verify
+from weights.tiers.directory import DirectoryTier
 from weights.tiers.objects import objects_at
 from weights.tiers.remote import RemoteTier
 
 log = logging.getLogger(__name__)
 
 NICENESS = 10
-Report = Callable[[float, float | None, str, str], None]
 
 
 @dataclass
@@ -62,20 +57,6 @@ class Tier:
     damaged: int = 0
     last_error: str | None = None
     last_error_s: float | None = None
-
-
-@dataclass
-class Checked:
-    """`whole`: {"name", "version", "path", "tensors", "bytes"} of every copy that agrees with its checksums.
-    `unsealed`: copies in shared memory whose checksums are not made yet. `faults`: what is damaged or cannot be
-    reached, as text."""
-
-    whole: list[dict[str, Any]] = field(default_factory=list)
-    unsealed: int = 0
-    faults: list[str] = field(default_factory=list)
-
-    def totals(self) -> dict[str, int]:
-        return {key: sum(copy[key] for copy in self.whole) for key in ("tensors", "bytes")}
 
 
 class Tiers:
@@ -205,65 +186,6 @@ class Tiers:
     def tiers_of_version(self, model: str, version: str) -> list[str]:
         row = models.find_version(self._db, model, version)
         return [] if row is None else self.tiers_of(name_of(row))
-
-    def known(self) -> list[Name]:
-        """Everything that any place had at the last pass."""
-        return sorted({name for tier in self.all for name in tier.here} | self.in_memory().keys())
-
-    def check(self, names: Iterable[Name], report: Report) -> Checked:
-        """Reads every copy of these and compares it with its checksums. A copy that is gone meanwhile does not count.
-
-        A damaged copy on disk or in the remote tier is replaced when it is needed, because reading it back compares it.
-        From shared memory engines load without hashing, so a damaged copy there is removed if a tier has it whole.
-        """
-        found, read_bytes = Checked(), 0
-        for name in names:
-            whole_in = []
-            for tier, where, read in self._copies(name):
-                place = tier.name if tier else "memory"
-                report(read_bytes, None, "bytes", f"reading {name} in {place}")
-                try:
-                    manifest = read()
-                except NotSealed:
-                    found.unsealed += 1
-                except (VersionNotFound, FileNotFoundError):
-                    continue
-                except IntegrityError as error:
-                    fault = f"{name} is damaged in the {place} tier: {error}"
-                    if tier is not None:
-                        self.note(tier, f"{name} is damaged: {error}")
-                    elif whole_in:
-                        fault += f"; {self._discard(name, whole_in[0])}"
-                    found.faults.append(fault)
-                except (TierUnavailable, OSError) as error:
-                    found.faults.append(f"{name} cannot be read in the {place} tier: {error}")
-                else:
-                    read_bytes += manifest.nbytes
-                    whole_in.append(place)
-                    facts = {"tensors": manifest.tensors, "bytes": manifest.nbytes}
-                    found.whole.append({"name": str(name), "version": name.version, "path": where, **facts})
-        report(read_bytes, read_bytes, "bytes", "everything was read")
-        return found
-
-    def _copies(self, name: Name) -> Iterator[tuple[Tier | None, str, Callable[[], Manifest]]]:
-        """The tier (None: memory, the last), place and reader of each copy."""
-        for tier in self.all:
-            path = tier.copies.path(name) if isinstance(tier.copies, DirectoryTier) else None
-            if name in tier.here if path is None else path.is_dir():
-                yield tier, str(path or tier.copies.where), partial(tier.copies.verify, name)
-        for root in (self.store.root, self._jobs_dir / name.model / "snapshots"):
-            if (path := root / name.key).is_dir():
-                yield None, str(path), partial(verify, path)
-                return
-
-    def _discard(self, name: Name, tier: str) -> str:
-        """Removes a copy that is damaged in memory and whole in this tier; says what came of it."""
-        ours = (self.store.root / name.key).is_dir()
-        try:
-            (self.store if ours else self.beside_job(name.model)).discard(*name)
-        except VersionLeased:
-            return "it is in use and stays; when its engine or job has let go of it, verify again"
-        return f"it was removed there, and comes from the {tier} tier when it is needed"
 
     def status(self) -> Callable[[], list[dict[str, Any]]]:
         """One entry per tier, shared memory first; sizes in bytes, times in Unix seconds. Called on any thread, for it

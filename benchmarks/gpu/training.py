@@ -185,7 +185,7 @@ def ranks(
     from deepspeed import comm
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from train.methods.supervised import METHOD
+    from train.methods.methods import DEFAULT
     from train.model import attention as packed
     from train.plan.spec import TrainSpec
     from train.trainer.engine import build_engine, init_world, meeting_url
@@ -210,7 +210,7 @@ def ranks(
         "smoke", "/b", "/t", "/r", "/shm", "ft:x",
         batch_size=of, learning_rate=1e-3, zero_stage=2, device_kind=device_kind,
     )  # fmt: skip
-    engine = build_engine(METHOD.objective(model, {}), spec)
+    engine = build_engine(DEFAULT.objective(model, {}), spec)
     batch, losses = _batch(rank, of, tokens, 2048, engine.device), []
     for _ in range(steps):
         loss = engine(batch)

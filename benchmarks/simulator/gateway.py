@@ -7,8 +7,8 @@ import math
 from dataclasses import replace
 
 from benchmarks.simulator.effects import REPORT_S, SimStore
-from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.standby import StandbyLearner
+from scheduler import autoscaler
+from scheduler.autoscaler import StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView, Standby
 from scheduler.loop.loop import SchedulerLoop
@@ -34,7 +34,7 @@ class Gateway:
         if self._learner is not None:
             self._store.standby = self._learn(self._learner, deployment, now_s)
             deployment = replace(deployment, standby=self._store.standby)
-        wanted = demand_.wanted_now(deployment, now_s, self._config)
+        wanted = autoscaler.wanted_now(deployment, now_s, self._config)
         return max(wanted, deployment.standby.replicas) if deployment.standby else wanted
 
     def _learn(self, learner: StandbyLearner, deployment: DeploymentView, now_s: float) -> Standby:
@@ -42,7 +42,7 @@ class Gateway:
         assert rate, "the engine model has a rate"
         came, self._arrived = range(self._arrived, cluster.arrived), cluster.arrived
         works_s = [cluster.requests.prompt[n] / rate for n in came]
-        return learner.seen(now_s, works_s, demand_.load(deployment, self._config))
+        return learner.seen(now_s, works_s, autoscaler.load(deployment, self._config))
 
     async def run(self, loop: SchedulerLoop, until_s: float) -> None:
         clock, cluster = asyncio.get_running_loop().time, self._store.cluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from scheduler.handover.ports import HandoverState, StepRecord
+from scheduler.handover.effects import HandoverState, StepRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from benchmarks.simulator.gateway import Gateway
 from benchmarks.simulator.journal import MemoryJournal
 from benchmarks.simulator.trace import Requests
 from runtime.devices.kinds import KINDS
-from scheduler.autoscale.standby import Bounds, StandbyLearner
+from scheduler.autoscaler import Bounds, StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
 from scheduler.core.workload import DeploymentView, Policy

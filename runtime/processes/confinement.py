@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from runtime.libc import last_error, libc
+from runtime.processes.kernel import last_error, libc
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # landlock's, the same on every architecture
 _VERSION = 1

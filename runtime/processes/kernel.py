@@ -1,19 +1,31 @@
-"""Wraps kernel calls and /proc reads about the lifetime and memory of processes."""
+"""Wraps calls of the C library and the kernel, and reads of /proc, about the lifetime and memory of processes."""
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
+import resource
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 
 import psutil
 
-from runtime.libc import last_error, libc
-from runtime.logs import readable
+log = logging.getLogger(__name__)
 
-_TAIL_BYTES, _TAIL_CHARACTERS, _LINE_CHARACTERS = 16_384, 2000, 500  # one line may have a traceback or all settings
+libc = ctypes.CDLL(None, use_errno=True)
+libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _PR_SET_PDEATHSIG = 1
+
+
+def last_error(what: str) -> OSError:
+    """Return the error of the call that has just failed; `what` says what failed."""
+    number = ctypes.get_errno()
+    return OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
@@ -92,17 +104,68 @@ def group_alive(pgid: int) -> bool:
     return bool(group_pids(pgid))
 
 
-def tail(path: str | Path, begin: int = 0) -> str:
-    """The last 2,000 characters of a log as plain text, empty if there is no log. begin: bytes that were in it before;
-    a log that was rotated since is read from its beginning."""
+class DiesAs(IntEnum):
+    """`oom_score_adj` of each kind of process, by which the kernel chooses whom it kills when memory runs out.
+
+    A process's score is its share of all memory in thousandths plus this number. The small steps only order the box's
+    own processes: a foreign program that uses a third of the machine still dies before all of them. The death of what
+    tries somebody's file or code (TRIAL) costs an error; that of a rank the job's steps since its last snapshot; that
+    of a sleeping engine a start, of an awake one its streams, of a supervisor what it supervises, and of the main
+    process, which keeps the value from its unit or shell, everything.
+    """
+
+    TRIAL = 400
+    RANK = 300
+    ASLEEP = 250
+    ENGINE = 150
+    SUPERVISOR = 100
+    GATEWAY = 60
+    CONTROLLER = 30
+
+
+def dies_as(kind: DiesAs, pid: int | str = "self") -> bool:
+    """Set one process's place in the order. False if the process is gone or the kernel refuses: an unprivileged process
+    may not go below a value that a privileged process set."""
     try:
-        with open(path, "rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            begin = begin if begin <= size else 0
-            log.seek(max(begin, size - _TAIL_BYTES))
-            lines = log.read().decode(errors="replace").strip()
-    except FileNotFoundError:
-        return ""
-    if size - _TAIL_BYTES > begin and "\n" in lines:  # half of a line is not JSON
-        lines = lines.partition("\n")[2]
-    return "\n".join(line[:_LINE_CHARACTERS] for line in readable(lines).splitlines())[-_TAIL_CHARACTERS:]
+        Path(f"/proc/{pid}/oom_score_adj").write_text(str(int(kind)))
+    except OSError as error:
+        log.info("cannot set oom_score_adj of process %s to that of %s: %s", pid, kind.name.lower(), error.strerror)
+        return False
+    return True
+
+
+def group_dies_as(kind: DiesAs, pgid: int) -> None:
+    """`dies_as` for every process of a group; processes that they fork later inherit it."""
+    for pid in group_pids(pgid):
+        dies_as(kind, pid)
+
+
+def kills_so_far() -> int:
+    """Number of processes, of any user, OOM-killed since boot; 0 if the kernel does not report it."""
+    try:
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    except OSError:
+        return 0
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    cpu_s: int
+    memory_bytes: int
+
+    def hold(self) -> None:
+        """Bounds this process from now on. Where the host's memory is short, it dies before engines and ranks."""
+        die_with_parent()
+        dies_as(DiesAs.TRIAL)
+        resource.setrlimit(resource.RLIMIT_CPU, (self.cpu_s, self.cpu_s + 1))  # SIGXCPU, which no lack of memory sends
+        resource.setrlimit(resource.RLIMIT_DATA, (self.memory_bytes, self.memory_bytes))  # not AS: arrays are mapped
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    def how_it_ended(self, status: int, last_words: str = "") -> str:
+        """Says for people how a process ended that gave no answer. status: as subprocess has it."""
+        how = f"signal {-status}" if status < 0 else f"status {status}"
+        limits = f"{self.cpu_s} s of CPU and {self.memory_bytes >> 30} GiB of memory"
+        return f"{limits} (it ended with {how}{': ' if last_words else ''}{last_words})"

@@ -38,11 +38,10 @@ from typing import Any
 from runtime.devices.kinds import KINDS
 from runtime.errors import ChannelClosed
 from runtime.logs import adopt_libraries, configure_logging
-from runtime.network.sockets import private_socket
+from runtime.network import private_socket
 from runtime.processes import numa
-from runtime.processes.channel import BlockingChannel
 from runtime.processes.kernel import die_with_parent
-from runtime.processes.lifeline import Lifeline
+from runtime.processes.lifeline import BlockingChannel, Lifeline
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from runtime.background_tasks import BackgroundTasks
 from runtime.errors import WarmParentError
+from runtime.logs import tail
 from runtime.processes.ended import how_it_ended
-from runtime.processes.kernel import tail
 
 # glibc reads these when a warm parent starts.
 # hugetlb: ranks allocate and free hundreds of MB in every step, engines when they wake. With huge pages the faults on

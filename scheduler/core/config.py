@@ -80,10 +80,12 @@ class SchedulerConfig(BaseModel):
     death_window_s: Seconds = 600.0
     """Period within which they must have died."""
     device_retry_s: Seconds = 900.0
-    """A device cordoned for deaths, heat or silence is tried again after this time. Broken hardware waits for
+    """A device cordoned for deaths, heat, slowness or silence is tried again after this time. Broken hardware waits for
     `appliance gpu undrain`."""
     hot_for_s: Seconds = 30.0
     """How long a GPU may be above its slowdown temperature before it is cordoned."""
+    slow_for_s: Seconds = 300.0
+    """How long a GPU may be slowed by its board or power supply, most of its node's not, before it is cordoned."""
     device_check_s: Seconds = 5.0
     """How often the driver is asked about the health of every GPU."""
 

@@ -4,7 +4,6 @@ SchedulerError
 ├── InvalidSchedule      a mode window with an invalid cron expression, time zone or policy
 ├── NodeNameTaken        a node joined under a name that another node of the box has
 ├── EffectFailed         a verb failed; the only exception an Effects implementation may raise
-├── StepCancelled        a drain or a start of ranks was undone, its reason being gone; stays inside a hand-over
 └── Stopped              the loop that was called has ended
 """
 
@@ -46,25 +45,15 @@ class EffectFailed(SchedulerError):
         of_settings: an engine does not start with what it was given, and no memory, device or other process has a part
             in that.
 
-    `step`: verb and target of the step that failed; `seq`: its number. `undone`: False if what came before it could not
-    be taken back.
+    `step`: verb and target of the step that failed; `seq`: its number. `cancelled`: the loop ended the step, because
+    its reason is gone. `undone`: False if what came before it could not be taken back.
     """
 
-    step, seq, undone = "", 0, True
+    step, seq, cancelled, undone = "", 0, False, True
 
     def __init__(self, reason: str, blame: Blame = "own", *, of_settings: bool = False):
         super().__init__(reason)
         self.reason, self.blame, self.of_settings = reason, blame, of_settings
-
-
-class StepCancelled(SchedulerError):
-    """The drain or the start in progress is undone; `reason` is one sentence without a full stop."""
-
-    seq, undone = 0, True
-
-    def __init__(self, reason: str):
-        super().__init__(f"cancelled: {reason}")
-        self.reason = f"cancelled: {reason}"
 
 
 class Stopped(SchedulerError):

@@ -1,23 +1,37 @@
-"""Decides when a device must not be used any more: a pure function of its readings and of process deaths on it.
+"""Reads the health of a node's devices, and decides when a device must not be used any more: a pure function of its
+readings and of process deaths on it.
 
 Rules
 - At once: a fault that its driver reports, a device that does not answer, one that is set up so that the box cannot use
   it.
 - At once: uncorrected ECC errors that were not there when the watch began.
 - Hotter than its slowdown temperature for `hot_for_s`: the cooling has failed, not the load.
+- Slowed by its board or its power supply for `slow_for_s` while most devices of its node are not: all ranks of a job
+  wait for such a device. Where most are slowed, draining them would stop the box.
 - `deaths` ranks or engines that died on it within `death_window_s`. A job or model that died on more than one device
   in that time is at fault itself, and its deaths count against none.
-- Deaths, heat, silence and settings may pass: such a device is tried again automatically. Broken hardware waits for a
-  person.
+- Deaths, heat, slowness, silence and settings may pass: such a device is tried again automatically. Broken hardware
+  waits for a person.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 from runtime.devices.kind import Reading
+from runtime.devices.kinds import kind_of
 from scheduler.core.config import SchedulerConfig
+from scheduler.core.inventory import Device
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 0.8
+"""How long a look waits for the drivers: shorter than the box waits for a node's answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +64,7 @@ def failing(
     for device_id, history in readings.items():
         if history and (fault := _fault_of_driver(history, config.hot_for_s)):
             faults[device_id] = fault
-    for device_id, reason in _died(deaths, now_s, config).items():
+    for device_id, reason in (_slowed(readings, config.slow_for_s) | _died(deaths, now_s, config)).items():
         faults.setdefault(device_id, Fault(reason, may_pass=True))
     return faults
 
@@ -79,6 +93,20 @@ def _fault_of_driver(history: tuple[Reading, ...], hot_for_s: float) -> Fault | 
     return None
 
 
+def _slowed(readings: Mapping[str, tuple[Reading, ...]], slow_for_s: float) -> dict[str, str]:
+    reasons, devices = {}, Counter(device_id.rpartition("/")[0] for device_id in readings)
+    for device_id, history in readings.items():
+        slow = tuple(takewhile(lambda reading: {"hardware", "power_brake"} & {*reading.throttled}, reversed(history)))
+        if slow and (lasted_s := slow[0].at_s - slow[-1].at_s) >= slow_for_s:
+            reasons[device_id] = f"was slowed by its board or power supply for {lasted_s:.0f} s"
+    slowed = Counter(device_id.rpartition("/")[0] for device_id in reasons)
+    return {
+        name: reason
+        for name, reason in reasons.items()
+        if 2 * slowed[(node := name.rpartition("/")[0])] < devices[node]
+    }
+
+
 def _died(deaths: Iterable[Death], now_s: float, config: SchedulerConfig) -> dict[str, str]:
     if not config.device_deaths:
         return {}
@@ -97,3 +125,31 @@ def _died(deaths: Iterable[Death], now_s: float, config: SchedulerConfig) -> dic
             when = f"within {config.death_window_s:.0f} s"
             reasons[device_id] = f"{processes} died on it {when}, the last: {here[-1].reason}"
     return reasons
+
+
+class DeviceReadings:
+    """Reads the devices of one node, which are of one kind, on demand; nothing for kinds without health data."""
+
+    def __init__(self, devices: tuple[Device, ...]):
+        self._watch = kind_of(devices[0].kind).watch({device.index: device.id for device in devices})
+        self._reading: asyncio.Task[tuple[Reading, ...]] | None = None
+        self._trouble = ""  # of the last look, to log each once
+
+    async def look(self, let_go: Collection[str] = ()) -> tuple[Reading, ...]:
+        """As `read`, beside the event loop and one at a time. Empty while a driver does not answer: a call about a GPU
+        that hangs may never end, and each would keep a thread. Its late answer is for the next look, because a driver
+        reports an error once. Raises the driver's error."""
+        self._reading = self._reading or asyncio.create_task(asyncio.to_thread(self.read, let_go))
+        done, _ = await asyncio.wait({self._reading}, timeout=PATIENCE_S)
+        reading, self._reading = self._reading, None if done else self._reading
+        error = reading.exception() if done else TimeoutError(f"no answer for {PATIENCE_S} s")
+        trouble = "" if error is None else f"{type(error).__name__}: {error}"
+        if trouble and trouble != self._trouble:  # the box takes a node that raises for one that does not answer
+            log.warning("a driver raised %s; this node's devices are not watched meanwhile", trouble)
+        self._trouble = trouble
+        return tuple(one for one in reading.result() if one.device_id not in let_go) if done else ()
+
+    def read(self, let_go: Collection[str] = ()) -> tuple[Reading, ...]:
+        """One reading per device that reports health but of those to let go, by id: nothing of them stays open. Takes
+        milliseconds: call it off the event loop."""
+        return () if self._watch is None else tuple(self._watch(let_go))

@@ -40,10 +40,7 @@ def read_memory(root: Path = Path("/")) -> MemoryReading:
 
 
 async def ask_store(store: WeightStore, method: str, *arguments: Any) -> Any:
-    """What a store answers, off the event loop: `idle_bytes` (of freed segments, and of versions that nobody reads and
-    another tier has); `trim_pool` and `evict` (of so many bytes), which return the bytes freed."""
-    if method == "idle_bytes":
-        return (await asyncio.to_thread(store.usage)).pool_bytes, await asyncio.to_thread(store.evictable_bytes)
+    """What a store answers, off the event loop: `idle_bytes`, or `evict` of so many bytes."""
     return await asyncio.to_thread(getattr(store, method), *arguments)
 
 

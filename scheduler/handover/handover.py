@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.errors import EffectFailed, StepCancelled
+from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import Policy, ReplicaState, Workload
-from scheduler.handover.effects import Box, Detail, Effects, GroupView
-from scheduler.handover.moves import SERVING, Handover, Move
-from scheduler.handover.ports import HandoverState, Journal, StepRecord, StepState
+from scheduler.handover.effects import Box, Detail, Effects, GroupView, Journal, StepRecord, StepState
+from scheduler.handover.moves import SERVING, Move
 
 log = logging.getLogger(__name__)
 
@@ -68,16 +67,17 @@ class Listener(Protocol):
 
     def step_done(self, move: Move, verb: str, took_s: float, detail: Detail) -> None: ...
 
-    def move_ended(self, move: Move, state: MoveState, failure: EffectFailed | None = None) -> None: ...
+    def move_ended(self, move: Move, state: MoveState, failure: EffectFailed | None) -> None: ...
 
 
 class Runner:
-    """One hand-over. `run` returns when every move has ended; it raises only for bugs. `before`, `policy`, `workload`:
-    as they were when it was decided."""
+    """One hand-over, whose journal record has begun. `carry_out` does one move; the last to end closes the record.
+    `before`, `policy`, `workload`: as they were when it was decided."""
 
     def __init__(
         self,
-        handover: Handover,
+        handover_id: int,
+        moves: tuple[Move, ...],
         listener: Listener,
         effects: Effects,
         journal: Journal,
@@ -86,43 +86,69 @@ class Runner:
         policy: Policy,
         workload: Workload,
     ):
-        self.handover, self.before, self.policy, self.workload = handover, listener.box, policy, workload
+        self._id, self.moves, self.before = handover_id, moves, listener.box
+        self.policy, self.workload = policy, workload
         self._loop, self._effects, self._journal = listener, effects, journal
         self._now_s, self._config = clock, config
-        self._released: dict[Holder, asyncio.Future[bool]] = {}
+        loop = asyncio.get_running_loop()
+        self._released = {move.holder: loop.create_future() for move in moves if move.side == "free"}
         self._skipped: set[Move] = set()
+        self._states: list[MoveState] = []
         self._errors: list[str] = []
         self._steps: dict[int, RunningStep] = {}
         self._seq = 0
 
-    def begin(self, reason: str, asked_by: str, asked_for: str) -> None:
-        """Write the journal record. Nothing else happens before this has returned."""
-        loop = asyncio.get_running_loop()
-        self._released = {move.holder: loop.create_future() for move in self.handover.moves if move.side == "free"}
-        self._journal.begin(self.handover.id, reason, self._now_s(), asked_by, asked_for)
-
-    async def run(self) -> None:
-        """Carry out the moves and close the journal record."""
-        states = set(await asyncio.gather(*map(self._move, self.handover.moves)))
-        state: HandoverState = "failed" if "failed" in states else "done" if states <= {"done"} else "undone"
-        self._journal.end(self.handover.id, state, self._now_s(), "; ".join(self._errors))
+    @property
+    def ended(self) -> bool:
+        return len(self._states) == len(self.moves)
 
     @property
     def running_steps(self) -> tuple[RunningStep, ...]:
         """The steps in progress that are not being cancelled."""
         return tuple(step for step in self._steps.values() if not step.cancelled)
 
+    def waiting_for(self, holder: Holder) -> list[Move]:
+        """The moves that take devices which this holder leaves."""
+        return [move for move in self.moves if move.side == "take" and holder in move.needs]
+
     def cancel(self, step: RunningStep, reason: str) -> None:
         """Undo a step in progress. Moves that wait for its holder to leave have ended when this returns: otherwise the
         devices would still look promised to them while the replica is open again."""
         step.cancelled = reason
         step.task.cancel()
-        for move in self.handover.take if step.move.side == "free" else ():
-            if step.move.holder in move.needs and move not in self._skipped:
+        for move in self.waiting_for(step.move.holder) if step.move.side == "free" else ():
+            if move not in self._skipped:
                 self._skipped.add(move)
-                self._loop.move_ended(move, "skipped")
+                self._loop.move_ended(move, "skipped", None)
 
     # --- moves ----------------------------------------------------------------------------------------------------
+
+    async def carry_out(self, move: Move) -> None:
+        """Do one of the moves once the holders that it needs to leave have left. Raises only for bugs."""
+        do = {"free": self.release_devices, "take": self.take_devices, "swap": self.change_in_place}[move.side]
+        state: MoveState = "failed"
+        failure: EffectFailed | None = None
+        try:
+            stayed = [holder for holder in sorted(move.needs) if not await asyncio.shield(self._released[holder])]
+            if stayed or move in self._skipped or self._loop.unwanted(move):
+                state = "skipped"
+            else:
+                await do(move)
+                state = "done"
+        except EffectFailed as error:
+            if error.undone:
+                state = "cancelled" if error.cancelled else "undone"
+            failure = None if error.cancelled else error
+            self._errors.append(error.reason if error.cancelled else f"{error.step}: {error.reason}")
+        finally:
+            if move.side == "free":
+                self._released[move.holder].set_result(state == "done")
+        if move not in self._skipped:
+            self._loop.move_ended(move, state, failure)
+        self._states.append(state)
+        if self.ended:
+            end = "failed" if "failed" in self._states else "done" if {*self._states} == {"done"} else "undone"
+            self._journal.end(self._id, end, self._now_s(), "; ".join(self._errors))
 
     async def release_devices(self, move: Move) -> None:
         """The holder leaves its devices. Once it sleeps, is stopped or suspended, there is no way back."""
@@ -142,7 +168,7 @@ class Runner:
                 else:
                     await self._do(move, "stop_replica", holder.id)
                     self._loop.box = self._loop.box.without(holder)
-            except (EffectFailed, StepCancelled) as error:
+            except EffectFailed as error:
                 if state == "open" and await self._undo(error, move, "open_replica"):
                     self._replica(holder.id, "open")
                 raise
@@ -175,7 +201,7 @@ class Runner:
                 self._replica(plan.id, "ready", plan.version)
                 await self._do(move, "open_replica", plan.id)
                 self._replica(plan.id, "open")
-        except (EffectFailed, StepCancelled) as error:
+        except EffectFailed as error:
             # An engine is not put to sleep again: a process that failed to wake is not reused.
             if await self._undo(error, move, "stop_group" if plan is None else "stop_replica"):
                 self._loop.box = self._loop.box.without(holder)
@@ -184,24 +210,20 @@ class Runner:
 
     def _acquire(self, move: Move) -> None:
         """Enter the holder in the box. Raises EffectFailed if a device is gone, or held by another."""
-        holders, plan = self._loop.box.holders, move.plan
-        for device_id in move.devices:
-            if device_id not in self._loop.box.devices:
-                reason = f"device {device_id} is gone"
-            elif holders.get(device_id, move.holder) != move.holder:
-                reason = f"device {device_id} is still held by {holders[device_id]}"
-            else:
-                continue
-            self._note(move, "acquire", "failed", {"error": reason})
-            failure = EffectFailed(reason, "outside")
+        box, plan = self._loop.box, move.plan
+        gone = [f"device {d} is gone" for d in move.devices if d not in box.devices]
+        held = {d: holder for d, holder in box.holders.items() if d in move.devices and holder != move.holder}
+        if wrong := gone + [f"device {d} is still held by {holder}" for d, holder in held.items()]:
+            self._note(move, "acquire", "failed", {"error": wrong[0]})
+            failure = EffectFailed(wrong[0], "outside")
             failure.step = f"acquire {self._lease(move)}"
             raise failure
         if plan is None:
             self._enter_group(move)
-        elif plan.id in self._loop.box.replicas:
+        elif plan.id in box.replicas:
             self._replica(plan.id, "starting")
         else:
-            self._loop.box = self._loop.box.with_replica(replace(plan, state="starting", since_s=self._now_s()))
+            self._loop.box = box.with_replica(replace(plan, state="starting", since_s=self._now_s()))
         self._note(move, "acquire")
 
     async def change_in_place(self, move: Move) -> None:
@@ -219,59 +241,32 @@ class Runner:
 
     def _lease(self, move: Move) -> str:
         """Names the holder's right to its devices in the history. Never used before."""
-        return f"{self.handover.id}:{move.holder.kind}:{move.holder.id}"
-
-    async def _move(self, move: Move) -> MoveState:
-        do = {"free": self.release_devices, "take": self.take_devices, "swap": self.change_in_place}[move.side]
-        state: MoveState = "failed"
-        failure: EffectFailed | None = None
-        try:
-            stayed = [holder for holder in sorted(move.needs) if not await asyncio.shield(self._released[holder])]
-            if stayed or move in self._skipped or self._loop.unwanted(move):
-                state = "skipped"
-            else:
-                await do(move)
-                state = "done"
-        except StepCancelled as cancelled:
-            state = "cancelled" if cancelled.undone else "failed"
-            self._errors.append(cancelled.reason)
-        except EffectFailed as error:
-            state, failure = "undone" if error.undone else "failed", error
-            self._errors.append(f"{error.step}: {error.reason}")
-        finally:
-            if move.side == "free":
-                self._released[move.holder].set_result(state == "done")
-        if move not in self._skipped:
-            self._loop.move_ended(move, state, failure)
-        return state
+        return f"{self._id}:{move.holder.kind}:{move.holder.id}"
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
-    async def _undo(self, cause: EffectFailed | StepCancelled, move: Move, verb: str) -> bool:
+    async def _undo(self, cause: EffectFailed, move: Move, verb: str) -> bool:
         """Take back what came before the step that failed. True if that succeeded."""
         try:
             await self._do(move, verb, move.holder.id, undoes=cause.seq)
         except EffectFailed:
             cause.undone = False
-            return False
-        return True
+        return cause.undone
 
     async def _do(self, move: Move, verb: str, *arguments: Any, undoes: int | None = None) -> None:
-        """Run one step of a move within its time limit. Raises EffectFailed, or StepCancelled where `cancel` ended
-        it."""
+        """Run one step of a move within its time limit. Raises EffectFailed, also where `cancel` ended it."""
         limit_s, task = getattr(self._config, STEPS[verb][0]), asyncio.current_task()
         assert task is not None
         step = RunningStep(move, verb, self._now_s(), limit_s, task)
-        record = StepRecord(
-            self._seq, move.name, verb, move.holder.id, "doing", step.since_s, None, _detail(move, verb), undoes
-        )
-        self._seq += 1
-        self._journal.step(self.handover.id, record)
+        detail: dict[str, Any] = {"devices": list(move.devices)} if verb in (*_LOADS, "start_group") else {}
+        if verb in _LOADS and move.plan is not None:
+            detail |= {"model": move.plan.model, "version": move.plan.version}
+        record = self._record(move, verb, move.holder.id, detail, undoes)
+        self._journal.step(self._id, record)
         self._steps[record.seq] = step
-        failure: EffectFailed | StepCancelled
         try:
             async with asyncio.timeout(limit_s):
-                detail = await getattr(self._effects, verb)(*arguments)
+                done = await getattr(self._effects, verb)(*arguments)
         except EffectFailed as error:
             failure = error
         except TimeoutError:
@@ -280,30 +275,35 @@ class Runner:
         except asyncio.CancelledError:
             if not step.cancelled or task.uncancel():  # the loop itself is ending
                 raise
-            failure = StepCancelled(step.cancelled)
+            failure = EffectFailed(f"cancelled: {step.cancelled}")
+            failure.cancelled = True
         else:
-            self._end(move, record, "done", detail)
-            return self._loop.step_done(move, verb, self._now_s() - step.since_s, detail)
+            self._end(move, record, "done", done)
+            return self._loop.step_done(move, verb, self._now_s() - step.since_s, done)
         finally:
             del self._steps[record.seq]
-        failure.seq = record.seq
-        if isinstance(failure, StepCancelled):
+        failure.step, failure.seq = f"{verb} {move.holder.id}", record.seq
+        if failure.cancelled:
             self._end(move, record, "skipped", {"reason": failure.reason})
         else:
-            failure.step = f"{verb} {move.holder.id}"
             self._end(move, record, "failed", {"error": failure.reason})
         raise failure
 
-    def _note(self, move: Move, verb: str, state: StepState = "done", detail: Mapping[str, Any] | None = None) -> None:
+    def _note(self, move: Move, verb: str, state: StepState = "done", detail: Detail = None) -> None:
         """Journal a step that takes no time: devices are in the books only."""
-        devices = {"devices": list(move.devices)}
-        record = StepRecord(self._seq, move.name, verb, self._lease(move), state, self._now_s(), None, devices)
-        self._seq += 1
+        record = self._record(move, verb, self._lease(move), {"devices": list(move.devices)})
         self._end(move, record, state, detail)
+
+    def _record(
+        self, move: Move, verb: str, target: str, detail: dict[str, Any], undoes: int | None = None
+    ) -> StepRecord:
+        record = StepRecord(self._seq, move.name, verb, target, "doing", self._now_s(), None, detail, undoes)
+        self._seq += 1
+        return record
 
     def _end(self, move: Move, record: StepRecord, state: StepState, detail: Mapping[str, Any] | None) -> None:
         merged = {**record.detail, **(detail or {})}
-        self._journal.step(self.handover.id, replace(record, state=state, ended_s=self._now_s(), detail=merged))
+        self._journal.step(self._id, replace(record, state=state, ended_s=self._now_s(), detail=merged))
         level = logging.WARNING if state == "failed" else logging.INFO
         if log.isEnabledFor(level):  # simulations run millions of steps
             ids = {"job_id" if move.holder.kind == "job" else "replica": move.holder.id}
@@ -320,11 +320,3 @@ class Runner:
         self._loop.box = self._loop.box.with_replica(
             replace(old, state=state, version=version or old.version, since_s=self._now_s())
         )
-
-
-def _detail(move: Move, verb: str) -> dict[str, Any]:
-    if verb == "start_group":
-        return {"devices": list(move.devices)}
-    if verb in _LOADS and move.plan is not None:
-        return {"model": move.plan.model, "version": move.plan.version, "devices": list(move.devices)}
-    return {}

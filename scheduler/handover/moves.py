@@ -6,11 +6,11 @@ so a device never has two holders; an engine that has not reported its devices m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from scheduler.core.inventory import Holder, node_of
+from scheduler.core.inventory import Holder
 from scheduler.core.workload import Allocation, ReplicaView
 from scheduler.handover.effects import Box
 
@@ -40,31 +40,17 @@ class Move:
         return f"{self.side} {self.holder}"
 
 
-@dataclass(frozen=True, slots=True)
-class Handover:
-    """The moves, those that leave first."""
-
-    id: int
-    moves: tuple[Move, ...] = ()
-
-    @property
-    def take(self) -> tuple[Move, ...]:
-        return tuple(move for move in self.moves if move.side == "take")
-
-
 def moves(
     box: Box,
     wanted: Allocation,
-    handover_id: int,
     *,
     busy: Collection[Holder] = (),
     over: Collection[str] = (),
     forced: Collection[str] = (),
-) -> Handover:
-    """The moves that turn `box` into `wanted`, and that clean up after a crash or a death.
+) -> tuple[Move, ...]:
+    """The moves that turn `box` into `wanted`, and that clean up after a crash or a death, those that leave first.
 
     Args:
-        handover_id: a number never used before.
         busy: holders that a hand-over in progress is moving; they are skipped.
         over: jobs that will not run again (cancelled, deleted): stopped instead of suspended.
         forced: jobs whose suspend failed too often: stopped; they resume from their last snapshot.
@@ -102,7 +88,7 @@ def moves(
             # Its own old devices too: a job must not start before it is suspended.
             needs = ({move.holder} & leaving).union(*(on.get(device, ()) for device in ("", *move.devices)))
             take.append(replace(move, needs=frozenset(needs)))
-    return Handover(handover_id, (*free, *_one_first(swap, box, busy), *take))
+    return (*free, *_one_first(swap, box, busy), *take)
 
 
 def _takes(box: Box, wanted: Allocation, leaving: Collection[Holder]) -> Iterator[Move]:
@@ -114,16 +100,6 @@ def _takes(box: Box, wanted: Allocation, leaving: Collection[Holder]) -> Iterato
         holder = Holder("job", job_id)
         if job_id not in box.groups or holder in leaving:
             yield Move(holder, "take", "train", devices)
-
-
-def only_with_room(handover: Handover, book_engine: Callable[[str, str], bool]) -> Handover:
-    """The hand-over without the engines that lack memory on the host of their node now (`book_engine`: model, node)."""
-    kept = (
-        move
-        for move in handover.moves
-        if move.side != "take" or move.plan is None or book_engine(move.plan.model, node_of(move.devices[0]))
-    )
-    return replace(handover, moves=tuple(kept))
 
 
 def _one_first(swap: Iterable[Move], box: Box, busy: Collection[Holder]) -> Iterator[Move]:

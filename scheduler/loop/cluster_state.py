@@ -14,8 +14,7 @@ from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Failures
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import ReplicaView
-from scheduler.handover.effects import Box, Effects, GroupEnded, GroupView
-from scheduler.handover.ports import StateStore
+from scheduler.handover.effects import Box, Effects, GroupEnded, GroupView, StateStore
 
 log = logging.getLogger(__name__)
 

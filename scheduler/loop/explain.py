@@ -1,4 +1,4 @@
-"""Generates the sentences for users: why a hand-over happens and what each of its moves does."""
+"""What users read of the loop: its state as plain values, and the reasons of its moves in sentences. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 
 from scheduler.core.failures import Failure
 from scheduler.core.workload import FULL, Allocation, DeploymentView, JobView, PlanInput, Policy, ReplicaView
+from scheduler.handover.effects import Box
 from scheduler.handover.handover import STEPS, RunningStep
-from scheduler.handover.moves import Handover, Move
+from scheduler.handover.moves import Move
+from scheduler.loop.mode_schedule import InForce
+from scheduler.plan.queue import positions
 
 
 def _count(n: int, noun: str) -> str:
@@ -91,9 +94,9 @@ def mode_of(policy: Policy) -> str:
     return f"mode {policy.kind}" + (f" {policy.train_devices}" if policy.kind == "split" else "")
 
 
-def reason_of(handover: Handover, policy: Policy) -> str:
+def reason_of(moves: Iterable[Move], policy: Policy) -> str:
     """One line for the history: the mode and the changes."""
-    texts = [sentence(move) for move in handover.moves]
+    texts = [sentence(move) for move in moves]
     more = f"; and {len(texts) - 4} more" if len(texts) > 4 else ""
     return f"{mode_of(policy)}: {'; '.join(texts[:4])}{more}"
 
@@ -106,25 +109,12 @@ def waits_for(step: RunningStep, now_s: float) -> str:
     )
 
 
-def not_serving(model: str, trouble: Failure, replicas: Iterable[ReplicaView], now_s: float) -> str:
-    """Status text of a model whose engines fail, without a full stop."""
-    states = {replica.state for replica in replicas if replica.model == model}
-    is_open = "open" in states
-    if "starting" in states or "ready" in states:
-        when = "it is tried again now"
-    elif trouble.not_before_s > now_s:
-        when = f"next try in {max(1.0, trouble.not_before_s - now_s):.0f} s"
-    else:
-        when = "it is tried again when it is asked for"
-    return f"{'a further engine does not start' if is_open else 'not serving'}: {trouble.reason}; {when}"
-
-
-def explain(handover: Handover, allocation: Allocation, plan_input: PlanInput, now_s: float) -> dict[str, Any]:
+def explain(moves: Iterable[Move], allocation: Allocation, plan_input: PlanInput, now_s: float) -> dict[str, Any]:
     """What would be done and why, as plain values: one sentence per move, per waiting job, per model kept short."""
     opened: dict[str, list[list[str]]] = {}
     for replica in allocation.open_replicas:
         opened.setdefault(replica.model, []).append(list(replica.devices))
-    steps = (f"{sentence(move)}, because {because(move, allocation, plan_input)}." for move in handover.moves)
+    steps = (f"{sentence(move)}, because {because(move, allocation, plan_input)}." for move in moves)
     return {
         "policy": plan_input.policy.kind,
         "train_devices": plan_input.policy.train_devices,
@@ -156,3 +146,54 @@ def _awake(deployment: DeploymentView, now_s: float) -> str:
     left_s, own_s = max(deployment.last_s + deployment.idle_after_s - now_s, 0.0), deployment.idle_sleep_s
     why = "nobody deployed it" if own_s is None else f"its idle_sleep_s is {own_s:g} s"
     return f"Stays awake for {left_s:.0f} s more without a request: {why}."
+
+
+def trouble(model: str, failure: Failure, replicas: Iterable[ReplicaView], now_s: float) -> dict[str, Any]:
+    """A model whose engines fail, as plain values for JSON."""
+    states = {replica.state for replica in replicas if replica.model == model}
+    if "starting" in states or "ready" in states:
+        when = "it is tried again now"
+    elif failure.not_before_s > now_s:
+        when = f"next try in {max(1.0, failure.not_before_s - now_s):.0f} s"
+    else:
+        when = "it is tried again when it is asked for"
+    what = "a further engine does not start" if "open" in states else "not serving"
+    shown = _fields(failure, "version reason blame count tries not_before_s lasting")
+    return {"model": model, **shown, "message": f"{what}: {failure.reason}; {when}"}
+
+
+def _fields(of: object, names: str) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names.split()}
+
+
+def status(box: Box, shown: PlanInput, allocation: Allocation, in_force: InForce, now_s: float) -> dict[str, Any]:
+    """Mode, devices with their holders, replicas and jobs (in the order of the queue) as plain values for JSON."""
+    policy, window, held = in_force.policy, in_force.window, box.holders
+    of_device = "id node index kind name memory_bytes uuid health health_reason"
+    return {
+        "policy": {
+            **_fields(policy, "kind train_devices serving_floor"),
+            **_fields(in_force, "since_s until_s"),
+            "schedule": window.cron if window else None,
+            "window": window.id if window else None,
+        },
+        "devices": [
+            {**_fields(d, of_device), "holder": _fields(held[d.id], "kind id") if d.id in held else None}
+            for d in shown.devices
+        ],
+        "replicas": [
+            {**_fields(r, "id model version state since_s"), "devices": list(r.devices)} for r in box.replicas.values()
+        ],
+        "jobs": [
+            {
+                "id": job.id,
+                "position": position,
+                "phase": "running" if job.id in box.groups else job.phase,
+                "devices": list(box.groups[job.id].devices) if job.id in box.groups else [],
+                "reason": reason,
+                "message": allocation.waiting.get(job.id, ""),
+            }
+            for position, (job, reason) in enumerate(positions(shown.jobs, now_s), 1)
+        ],
+        "notes": dict(allocation.notes),
+    }

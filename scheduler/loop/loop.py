@@ -15,30 +15,34 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed, Stopped
 from scheduler.core.failures import Failure, first_line, goes_back_to
-from scheduler.core.inventory import Holder
+from scheduler.core.inventory import Holder, node_of
 from scheduler.core.workload import Allocation, Build, PlanInput, Policy, Workload
 from scheduler.handover import moves as moves_
-from scheduler.handover.effects import Box, Detail, Effects
+from scheduler.handover.effects import Box, Detail, Effects, Journal, StateStore
 from scheduler.handover.handover import MoveState, Runner
-from scheduler.handover.moves import Handover, Move
-from scheduler.handover.ports import Journal, StateStore
-from scheduler.loop import cancellation, mode_schedule, view
+from scheduler.handover.moves import Move
+from scheduler.loop import explain, mode_schedule, view
 from scheduler.loop.cluster_state import ClusterState
-from scheduler.loop.explain import explain, mode_of, reason_of, waits_for
 from scheduler.loop.inbox import Inbox
-from scheduler.loop.job_pauses import JobPauses
 from scheduler.loop.view import Transition
 from scheduler.plan.plan import plan
 
 log = logging.getLogger(__name__)
+
+LONG_START_S = 60.0
+"""After this long a start of ranks gives way as a running job would. The next one has twice as long, up to four times:
+little of what a start does is kept, and one that always gave way would never be done."""
+USUAL_PAUSE_S = 2.25
+"""What suspending and starting ranks takes where a change of size costs `job_pause_s`. The rest of that cost (the step
+that is done again, leases, the wait for engines) shows in no step."""
 
 
 class SchedulerLoop(ClusterState):
@@ -70,8 +74,10 @@ class SchedulerLoop(ClusterState):
         self._troubles: dict[str, Failure] = {}
         self._wake, self.nudge, self.retry = self._inbox.changed, self._inbox.nudge, self._inbox.retry
         self._transitions: dict[Holder, Transition] = {}
-        self._pauses = JobPauses(self._config.job_pause_s, self._config.start_group_timeout_s)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._suspended_s: dict[str, float] = {}  # by job: what its last suspend took
+        self._pauses_s: dict[str, float] = {}  # by job: what its last change of size cost on each of its devices
+        self._gave_way: Counter[str] = Counter()  # by job: starts that gave way
+        self._tasks: set[asyncio.Task[None]] = set()
         self._running: dict[int, Runner] = {}
         self._workload = Workload(Policy())
         self._in_force = mode_schedule.InForce(Policy(), 0.0, None, None)
@@ -127,14 +133,14 @@ class SchedulerLoop(ClusterState):
         plan_input = self._plan_input()
         now_s = self._clock()
         return {
-            **view.status(self.box, plan_input, self._allocation, self._in_force, now_s),
+            **explain.status(self.box, plan_input, self._allocation, self._in_force, now_s),
             "troubles": [
-                view.trouble(deployment.model, failure, self.box.replicas.values(), now_s)
+                explain.trouble(deployment.model, failure, self.box.replicas.values(), now_s)
                 for deployment in plan_input.deployments
                 if (failure := self.trouble(deployment.model, deployment.version)) is not None
             ],
             "waits": [
-                waits_for(step, now_s)
+                explain.waits_for(step, now_s)
                 for runner in self._running.values()
                 for step in runner.running_steps
                 if now_s - step.since_s >= self._config.slow_step_s
@@ -148,9 +154,9 @@ class SchedulerLoop(ClusterState):
         plan_input = self._plan_input(policy)
         now_s = self._clock()
         allocation = plan(plan_input, now_s, self._config)
-        explanation = explain(self._moves(plan_input, allocation), allocation, plan_input, now_s)
+        explanation = explain.explain(self._moves(plan_input, allocation), allocation, plan_input, now_s)
         steps = (step for runner in self._running.values() for step in runner.running_steps)
-        return {**explanation, "under_way": [waits_for(step, now_s) for step in steps]}
+        return {**explanation, "under_way": [explain.waits_for(step, now_s) for step in steps]}
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
@@ -206,6 +212,32 @@ class SchedulerLoop(ClusterState):
 
     def _round(self) -> bool:
         """Plan and start the resulting moves. True if it started a hand-over, or has to plan again."""
+        moves, handover_id = self._planned(), self._journal.last_id() + 1
+        if not moves:
+            return moves is None
+        for move in moves:
+            moving = self._transitions.setdefault(move.holder, Transition())
+            moving.moves += 1
+            if move.side == "take":
+                moving.target, moving.take = move.devices, move
+                if move.holder.kind == "job":
+                    answering = {d for r in self.box.replicas.values() if r.awake for d in r.devices}
+                    self._store.job_coming(move.holder.id, move.devices, len(answering & set(move.devices)))
+            elif move.side == "swap":
+                moving.target = move.devices
+        policy, reason = self._in_force.policy, explain.reason_of(moves, self._in_force.policy)
+        self._journal.begin(handover_id, reason, self._clock(), *self._requested())  # before anything happens
+        runner = self._running[handover_id] = Runner(
+            handover_id, moves, self, self._effects, self._journal, self._clock, self._config, policy, self._workload
+        )
+        tasks = [asyncio.create_task(runner.carry_out(move), name=f"{handover_id}: {move.name}") for move in moves]
+        self._tasks.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._task_done)
+        return True
+
+    def _planned(self) -> tuple[Move, ...] | None:
+        """The moves that lead from the current state to the wanted one; None if it has to plan again at once."""
         self._workload = self._store.load(free_devices=len(self.box.devices.keys() - self.box.holders.keys()))
         now_s = self._clock()
         for cause in self._inbox.take_resolved():
@@ -216,7 +248,9 @@ class SchedulerLoop(ClusterState):
         self._cancel_steps(now_s)
         self.failures.keep(self._workload)
         self._report_troubles()
-        self._pauses.keep({job.id for job in self._workload.jobs})
+        for known in (self._suspended_s, self._pauses_s, self._gave_way):
+            for job_id in known.keys() - {job.id for job in self._workload.jobs}:
+                del known[job_id]
         plan_input = self._plan_input()
         if self._devices_appeared(plan_input):
             self.failures.retry("device")
@@ -224,16 +258,16 @@ class SchedulerLoop(ClusterState):
         began_s = time.perf_counter()
         self._allocation = plan(plan_input, now_s, self._config)
         self._plan_s = time.perf_counter() - began_s
-        handover = self._moves(plan_input, self._allocation)
-        if self._fail_too_large(handover):
+        moves = self._moves(plan_input, self._allocation)
+        if self._fail_too_large(moves):
             self._wake.set()  # planned again without it, before a holder releases devices for it
-            return True
-        handover = moves_.only_with_room(handover, self._book_engine)
+            return None
         self._report_waiting(plan_input, now_s)
-        if not handover.moves:
-            return False
-        self._launch(handover, reason_of(handover, plan_input.policy))
-        return True
+        return tuple(
+            move
+            for move in moves
+            if move.side != "take" or move.plan is None or self._book_engine(move.plan.model, node_of(move.devices[0]))
+        )
 
     def _report_troubles(self) -> None:
         """Tell the store which models fail, once per change."""
@@ -255,13 +289,13 @@ class SchedulerLoop(ClusterState):
                 self._store.job_waiting(job.id, reason)
             self._reasons[job.id] = current
 
-    def _fail_too_large(self, handover: Handover) -> bool:
+    def _fail_too_large(self, moves: tuple[Move, ...]) -> bool:
         """Fail the starts of engines that no host has the memory for; False if there are none. Without a failure,
         requests would wait for them as long as they are held, and no user would see why."""
         reasons = {
             (plan.model, plan.build): why
-            for move in handover.take
-            if (plan := move.plan) is not None and (why := self._too_large(plan.model))
+            for move in moves
+            if move.side == "take" and (plan := move.plan) is not None and (why := self._too_large(plan.model))
         }
         for (model, build), why in reasons.items():
             self._start_failed(model, build, EffectFailed(why, "input", of_settings=True))
@@ -292,12 +326,11 @@ class SchedulerLoop(ClusterState):
             self.failures.model_failed(model, build.version, failure.reason, now_s, blame=failure.blame, at_start=True)
         self._wake.set()  # the next try may have other settings
 
-    def _moves(self, plan_input: PlanInput, allocation: Allocation) -> Handover:
+    def _moves(self, plan_input: PlanInput, allocation: Allocation) -> tuple[Move, ...]:
         known = {j.id for j in plan_input.jobs}
         return moves_.moves(
             self.box,
             allocation,
-            plan_input.handover_id,
             busy=self._transitions.keys(),
             over={j for j in self.box.groups if j not in known},
             forced={
@@ -319,51 +352,38 @@ class SchedulerLoop(ClusterState):
             self._in_force = mode_schedule.in_force(*settings, now_s)
 
     def _cancel_steps(self, now_s: float) -> None:
-        """Cancel starts of jobs that do not run any more, and what the loop would not begin now (cancellation.py)."""
-        policy, runners = self._in_force.policy, self._running.values()
+        """Cancel starts of jobs that do not run any more, and steps that the loop would not begin now.
+
+        A drain is the one long step of a release: the engine answers its requests before it sleeps. Until then staying
+        costs nothing, so a mode that switches back, or new requests, should not wait for a sleep and a wake. Ranks may
+        prepare their data for minutes, of which only tokens are kept: a long start gives way as a running job would.
+        The planner itself decides: had the steps not begun, would it begin them?"""
+        policy, doubtful = self._in_force.policy, []
         runs = {job.id for job in self._workload.jobs if job.phase != "paused"}
-        for runner, step in cancellation.long_starts(runners, now_s, lambda job_id: inf if job_id in runs else 0.0):
-            runner.cancel(step, "the job does not run any more")
-        starts = cancellation.long_starts(runners, now_s, self._pauses.patience_s)
-        steps = [*cancellation.doubtful_drains(runners, policy, self._workload), *starts]
-        if not steps:
+        steps = [(runner, step) for runner in self._running.values() for step in runner.running_steps]
+        for runner, step in steps:
+            if step.verb == "start_group" and step.move.holder.id not in runs:
+                runner.cancel(step, "the job does not run any more")
+            elif step.verb == "start_group":
+                patience_s = LONG_START_S * 2 ** min(self._gave_way[step.move.holder.id], 2)
+                if now_s - step.since_s >= min(patience_s, self._config.start_group_timeout_s):
+                    doubtful.append((runner, step))
+            elif step.verb == "drain_replica" and view.is_doubtful_drain(runner, step, policy, self._workload):
+                doubtful.append((runner, step))
+        if not doubtful:
             return
-        box, moving = cancellation.as_if_not_begun(self.box, self._transitions, steps)
+        box, moving = view.as_if_not_begun(self.box, self._transitions, doubtful)
         wanted = plan(self._plan_input(box=box, moving=moving), now_s, self._config)
         stays = {(replica.id, replica.devices) for replica in wanted.open_replicas}
-        for runner, step in steps:
+        for runner, step in doubtful:
             holder = step.move.holder
             if holder.kind == "job":
                 if not set(step.move.devices).issubset(wanted.groups.get(holder.id, ())):
                     runner.cancel(step, "its devices are wanted, and its ranks take long to prepare")
-                    self._pauses.start_gave_way(holder.id)
+                    self._gave_way[holder.id] += 1
             elif (holder.id, devices := runner.before.replicas[holder.id].devices) in stays:
-                runner.cancel(step, f"{mode_of(policy)} keeps replica {holder.id} open")
+                runner.cancel(step, f"{explain.mode_of(policy)} keeps replica {holder.id} open")
                 self._transitions[holder].target = devices
-
-    def _launch(self, handover: Handover, reason: str) -> None:
-        for move in handover.moves:
-            moving = self._transitions.setdefault(move.holder, Transition())
-            moving.moves += 1
-            if move.side == "take":
-                moving.target, moving.take = move.devices, move
-                if move.holder.kind == "job":
-                    answering = {d for r in self.box.replicas.values() if r.awake for d in r.devices}
-                    self._store.job_coming(move.holder.id, move.devices, len(answering & set(move.devices)))
-            elif move.side == "swap":
-                moving.target = move.devices
-        policy, workload = self._in_force.policy, self._workload
-        runner = Runner(handover, self, self._effects, self._journal, self._clock, self._config, policy, workload)
-        runner.begin(reason, *self._requested())
-        self._running[handover.id] = runner
-        task = asyncio.create_task(runner.run(), name=f"handover {handover.id}")
-        self._tasks.add(task)
-
-        def ended(task: asyncio.Task[Any]) -> None:
-            self._running.pop(handover.id, None)
-            self._task_done(task)
-
-        task.add_done_callback(ended)
 
     def _requested(self) -> tuple[str, str]:
         """The origin of the hand-over that begins now (a key's name, "box", "window <id>" or "scheduler") and its
@@ -377,8 +397,9 @@ class SchedulerLoop(ClusterState):
             return f"window {now.window.id}", f"mode {now.policy.kind}"
         return "scheduler", "demand and queue"
 
-    def _task_done(self, task: asyncio.Task[Any]) -> None:
+    def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._running = {number: runner for number, runner in self._running.items() if not runner.ended}
         if not task.cancelled() and task.exception() is not None:
             self._crash = self._crash or task.exception()
         self._wake.set()
@@ -390,11 +411,16 @@ class SchedulerLoop(ClusterState):
 
     def step_done(self, move: Move, verb: str, took_s: float, detail: Detail) -> None:
         self._transitions[move.holder].over = verb == "suspend_group" and "ended" in (detail or {})
-        self._pauses.step_done(verb, move.holder.id, took_s)
-        if verb == "start_group":
-            self._store.job_running(move.holder.id, move.devices)
+        job_id = move.holder.id
+        if verb == "suspend_group":
+            self._suspended_s[job_id] = took_s
+        elif verb == "start_group":
+            if (suspended_s := self._suspended_s.pop(job_id, None)) is not None:
+                pause_s = suspended_s + took_s + self._config.job_pause_s - USUAL_PAUSE_S
+                self._pauses_s[job_id] = max(pause_s, 0.1)
+            self._store.job_running(job_id, move.devices)
 
-    def move_ended(self, move: Move, state: MoveState, failure: EffectFailed | None = None) -> None:
+    def move_ended(self, move: Move, state: MoveState, failure: EffectFailed | None) -> None:
         holder = move.holder
         if state != "done" or holder in self._discarded or self._transitions[holder].over:
             self.observe_again_s = 0.0
@@ -455,7 +481,7 @@ class SchedulerLoop(ClusterState):
         return PlanInput(
             policy=policy or self._in_force.policy,
             devices=tuple(view.device(d, workload.cordoned) for d in box.devices.values()),
-            jobs=tuple(view.job(j, box, moving, self.failures, self._pauses) for j in workload.jobs),
+            jobs=tuple(view.job(j, box, moving, self.failures, self._pauses_s) for j in workload.jobs),
             deployments=tuple(view.deployment(d, self.failures) for d in workload.deployments),
             replicas=tuple(view.replicas(box, moving, self._clock())),
             busy_devices=frozenset(busy),

@@ -1,20 +1,16 @@
-"""Converts the loop's state for the planner and for users. Pure functions; the loop owns what they read."""
+"""The loop's state as the planner sees it: every moving holder at its target. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from scheduler.core.failures import Failure, Failures
+from scheduler.core.failures import Failures
 from scheduler.core.inventory import CORDONED, Device, Holder
-from scheduler.core.workload import Allocation, DeploymentView, JobView, PlanInput, ReplicaView
+from scheduler.core.workload import DeploymentView, JobView, Policy, ReplicaView, Workload
 from scheduler.handover.effects import Box
+from scheduler.handover.handover import Runner, RunningStep
 from scheduler.handover.moves import Move
-from scheduler.loop.explain import not_serving
-from scheduler.loop.job_pauses import JobPauses
-from scheduler.loop.mode_schedule import InForce
-from scheduler.plan.queue import positions
 
 
 @dataclass(slots=True)
@@ -34,7 +30,7 @@ def device(device: Device, cordoned: frozenset[str]) -> Device:
 
 
 def job(
-    job: JobView, box: Box, all_moving: Mapping[Holder, Transition], failures: Failures, pauses: JobPauses
+    job: JobView, box: Box, all_moving: Mapping[Holder, Transition], failures: Failures, pauses_s: Mapping[str, float]
 ) -> JobView:
     group = box.groups.get(job.id)
     moving = all_moving.get(Holder("job", job.id))
@@ -56,7 +52,7 @@ def job(
         not_before_s=failure.not_before_s if failure else 0.0,
         failed=failure.reason if failure else "",
         busy=busy,
-        pause_s=pauses.pause_s.get(job.id),
+        pause_s=pauses_s.get(job.id),
     )
 
 
@@ -81,44 +77,34 @@ def replicas(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) ->
     return list(views.values())
 
 
-def trouble(model: str, failure: Failure, replicas: Iterable[ReplicaView], now_s: float) -> dict[str, Any]:
-    """A model whose engines fail, as plain values for JSON."""
-    shown = _fields(failure, "version reason blame count tries not_before_s lasting")
-    return {"model": model, **shown, "message": not_serving(model, failure, replicas, now_s)}
+def is_doubtful_drain(runner: Runner, step: RunningStep, policy: Policy, workload: Workload) -> bool:
+    """Whether the reason for the drain of an open replica may be gone: the mode changed, or its model has more requests
+    than when the hand-over was decided. Only such external changes count, so a plan cannot oscillate on its own."""
+    replica = runner.before.replicas.get(step.move.holder.id)
+    if replica is None or replica.state != "open":
+        return False
+    before, now = (
+        next((d.demand.requests for d in known.deployments if d.model == replica.model), 0)
+        for known in (runner.workload, workload)
+    )
+    return runner.policy != policy or now > before
 
 
-def _fields(of: object, names: str) -> dict[str, Any]:
-    return {name: getattr(of, name) for name in names.split()}
-
-
-def status(box: Box, shown: PlanInput, allocation: Allocation, in_force: InForce, now_s: float) -> dict[str, Any]:
-    """Mode, devices with their holders, replicas and jobs (in the order of the queue) as plain values for JSON."""
-    policy, window, held = in_force.policy, in_force.window, box.holders
-    of_device = "id node index kind name memory_bytes uuid health health_reason"
-    return {
-        "policy": {
-            **_fields(policy, "kind train_devices serving_floor"),
-            **_fields(in_force, "since_s until_s"),
-            "schedule": window.cron if window else None,
-            "window": window.id if window else None,
-        },
-        "devices": [
-            {**_fields(d, of_device), "holder": _fields(held[d.id], "kind id") if d.id in held else None}
-            for d in shown.devices
-        ],
-        "replicas": [
-            {**_fields(r, "id model version state since_s"), "devices": list(r.devices)} for r in box.replicas.values()
-        ],
-        "jobs": [
-            {
-                "id": job.id,
-                "position": position,
-                "phase": "running" if job.id in box.groups else job.phase,
-                "devices": list(box.groups[job.id].devices) if job.id in box.groups else [],
-                "reason": reason,
-                "message": allocation.waiting.get(job.id, ""),
-            }
-            for position, (job, reason) in enumerate(positions(shown.jobs, now_s), 1)
-        ],
-        "notes": dict(allocation.notes),
-    }
+def as_if_not_begun(
+    box: Box, moving: Mapping[Holder, Transition], steps: Iterable[tuple[Runner, RunningStep]]
+) -> tuple[Box, dict[Holder, Transition]]:
+    """Box and movements as if these drains, and the takes that wait for them, had not begun, and as if the ranks that
+    start were running."""
+    replicas, others = dict(box.replicas), dict(moving)
+    for runner, step in steps:
+        holder = step.move.holder
+        others.pop(holder, None)
+        if step.verb != "drain_replica":
+            continue
+        if holder.id in replicas:
+            replicas[holder.id] = runner.before.replicas[holder.id]
+        for take in runner.waiting_for(holder):
+            transition = others.pop(take.holder, None)
+            if transition is not None and transition.moves > 1:  # it also leaves devices, and continues with that
+                others[take.holder] = Transition(transition.moves - 1)
+    return replace(box, replicas=replicas), others

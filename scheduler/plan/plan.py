@@ -1,7 +1,7 @@
 """plan(plan_input, now) -> allocation: who should hold which exact devices. Pure; its only memory is an argument.
 
 Order of the decision: how many devices serving claims (policy, demand, floor) -> how many training gets (queue) -> the
-rest is lent to models with demand or stays with open engines (all of it in shares.py) -> exact devices, moving as
+rest is lent to models with demand or stays with open engines -> exact devices, moving as
 little as possible: a holder of unchanged size keeps its devices, a sleeping engine wakes where it sleeps.
 """
 
@@ -10,35 +10,44 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import inf
 
 from runtime.devices.kinds import kind_of
-from scheduler.autoscale import demand as demand_
+from scheduler import autoscaler
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import node_of
-from scheduler.core.workload import Allocation, DeploymentView, PlanInput, ReplicaState, ReplicaView
+from scheduler.core.workload import (
+    Allocation,
+    DeploymentView,
+    Hysteresis,
+    JobView,
+    PlanInput,
+    ReplicaState,
+    ReplicaView,
+)
 from scheduler.plan import queue
 from scheduler.plan.free_devices import FreeDevices
-from scheduler.plan.shares import Shares
 
 _ROUNDS = 8
 """How often to recount jobs that found fewer devices side by side; after that the next plan handles them."""
+_STARVED = "Its devices are lent to the engine that writes the answers it learns from."
 
 
 def plan(plan_input: PlanInput, now_s: float, config: SchedulerConfig | None = None) -> Allocation:
     """The allocation for this input. The same input and time always give the same result."""
-    assignment = DeviceAssignment(plan_input, now_s, config or SchedulerConfig())
-    jobs = assignment.assign()
-    assignment.keep_open()
-    assignment.defer()
-    assignment.let_sleep()
+    round_ = Round(plan_input, now_s, config or SchedulerConfig())
+    jobs = round_.assign()
+    round_.keep_open()
+    round_.defer()
+    round_.let_sleep()
     late = "Its devices are still being given back by their last holder."
-    reviews = [*assignment.reviews, *jobs.reviews]
+    reviews = [*round_.reviews, *jobs.reviews]
     return Allocation(
-        replicas=tuple(assignment.out[r] for r in sorted(assignment.out)),
-        groups=dict(sorted(assignment.groups.items())),
-        waiting={**jobs.waiting, **{job_id: late for job_id in jobs.sizes if job_id not in assignment.groups}},
-        notes=assignment.notes,
-        hysteresis=assignment.hysteresis,
+        replicas=tuple(round_.out[r] for r in sorted(round_.out)),
+        groups=dict(sorted(round_.groups.items())),
+        waiting={**jobs.waiting, **{job_id: late for job_id in jobs.sizes if job_id not in round_.groups}},
+        notes=round_.notes,
+        hysteresis=round_.hysteresis,
         review_at_s=min((t for t in reviews if t is not None and t > now_s), default=None),
     )
 
@@ -47,14 +56,26 @@ def _set_up_for(deployment: DeploymentView, replica: ReplicaView) -> bool:
     return len(replica.devices) == deployment.tensor_parallel and replica.settings == deployment.settings
 
 
-class DeviceAssignment(Shares):
-    """Exact devices for what is counted, filled by `place` (from scratch each time), then by `keep_open`, `defer` and
-    `let_sleep`. out: replicas by id, open or asleep. groups: by job."""
+class Round:
+    """One planning round: first counts, then exact devices, filled by `place` (from scratch each time), then by
+    `keep_open`, `defer` and `let_sleep`.
+
+    hysteresis: every model's, updated to now. notes: model to why it gets fewer replicas than needed. reviews: times at
+    which a number may change without an event. out: replicas by id, open or asleep. groups: by job.
+    """
 
     def __init__(self, plan_input: PlanInput, now_s: float, config: SchedulerConfig):
-        super().__init__(plan_input, now_s, config)
+        self.plan_input, self.now_s, self.config = plan_input, now_s, config
+        self.policy = plan_input.policy
+        self.jobs = {j.id: j for j in plan_input.jobs}
+        self.deployments = {d.model: d for d in plan_input.deployments}
         self.devices = {d.id: d for d in plan_input.devices}
         self.works = {d.id for d in plan_input.devices if d.usable}
+        self.works_on = Counter(d.node for d in plan_input.devices if d.usable)
+        self.total = len(self.works)
+        self.reviews: list[float | None] = []
+        self.notes: dict[str, str] = {}
+        self.hysteresis: dict[str, Hysteresis] = {}
         self.by_model: dict[str, list[ReplicaView]] = {}
         for replica in plan_input.replicas:
             self.by_model.setdefault(replica.model, []).append(replica)
@@ -65,10 +86,154 @@ class DeviceAssignment(Shares):
             if (d := self.deployments.get(r.model)) is not None
             and r.refused == d.version != r.version
             and _set_up_for(d, r)
-            and demand_.usable(d, now_s)
+            and autoscaler.usable(d, now_s)
         }
         self.out: dict[str, ReplicaView] = {}
         self.groups: dict[str, tuple[str, ...]] = {}
+        self._remember()
+
+    # --- counts -------------------------------------------------------------------------------------------------
+
+    def count(
+        self, limits: Mapping[str, int], side_by_side: Mapping[str, int]
+    ) -> tuple[dict[str, int], dict[str, int], queue.Queue]:
+        """(replicas per model that serving is entitled to, those plus lent ones, devices per job).
+
+        limits: replicas per model for which there are devices side by side, if known. side_by_side:
+        devices by job, for jobs that can get no more on one node.
+        """
+        claimed = self._replicas(self._serving_capacity(), limits, eager=self.policy.kind in ("serve", "split"))
+        budget, why = self._training_budget(claimed)
+        # A manual change of mode takes effect at once; only `auto`, which changes by itself, dwells.
+        dwell_s = self.config.job_dwell_s if self.policy.kind == "auto" else 0.0
+        waiting = self.plan_input.jobs
+
+        def serving_beside(budget: int) -> tuple[dict[str, int], queue.Queue]:
+            jobs = queue.allot(waiting, budget, self.now_s, dwell_s, why, self.works_on, side_by_side)
+            lendable = self.total - sum(jobs.sizes.values())
+            return self._replicas(lendable, limits, eager=False, base=claimed), jobs
+
+        serving, jobs = serving_beside(budget)
+        for job in self._without_engine(serving, jobs):
+            left = sum(jobs.sizes.values()) - self.deployments[job.sampled_by].tensor_parallel
+            fewer, smaller = serving_beside(left)
+            if job.id in smaller.sizes and fewer.get(job.sampled_by):
+                serving, jobs, budget = fewer, smaller, left
+            elif job.starved:  # by turns: it comes back when its samples are there
+                waiting = tuple(replace(j, lacks=_STARVED) if j is job else j for j in waiting)
+                serving, jobs = serving_beside(budget)
+        return claimed, serving, jobs
+
+    def _without_engine(self, serving: Mapping[str, int], jobs: queue.Queue) -> list[JobView]:
+        """Jobs that get devices while the engine that is wanted for their samples gets none."""
+        return [
+            job
+            for job in self.plan_input.jobs
+            if job.id in jobs.sizes and not serving.get(job.sampled_by) and job.busy is None
+            if job.sampled_by in self.deployments and self.hysteresis[job.sampled_by].replicas
+        ]
+
+    def _remember(self) -> None:
+        """Update every model's hysteresis to now."""
+        is_open = {r.model for r in self.plan_input.replicas if r.state == "open" or r.busy == "coming"}
+        # Devices come from running jobs, and a transfer stops all ranks of both jobs involved.
+        stops_s = (
+            len(j.devices) * (self.config.job_pause_s if j.pause_s is None else j.pause_s)
+            for j in self.jobs.values()
+            if j.interruptible
+        )
+        switch_device_s = 2 * max(stops_s, default=0.0) if self.policy.kind == "auto" else 0.0
+        for model, deployment in self.deployments.items():
+            hysteresis, reviews = autoscaler.required(
+                deployment,
+                self.plan_input.hysteresis.get(model, Hysteresis()),
+                self.now_s,
+                self.config,
+                switch_device_s=switch_device_s,
+            )
+            waits = deployment.demand.requests > 0 and model not in is_open
+            since_s = (hysteresis.waiting_since_s or self.now_s) if waits else None
+            if since_s != hysteresis.waiting_since_s:
+                hysteresis = replace(hysteresis, waiting_since_s=since_s)
+            self.hysteresis[model] = hysteresis
+            if deployment.idle_after_s < inf:
+                reviews.append(deployment.last_s + deployment.idle_after_s)
+            self.reviews += [*reviews, deployment.not_before_s]
+
+    def _serving_capacity(self) -> int:
+        """Devices that serving may claim before training gets any."""
+        total = self.total
+        if self.policy.kind == "split":
+            return max(total - (self.policy.train_devices or 0), min(self.policy.serving_floor, total))
+        if self.policy.kind == "train":
+            pinned = sum(d.floor_replicas * d.tensor_parallel for d in self.deployments.values() if d.pinned)
+            return min(max(self.policy.serving_floor, pinned), total)
+        return total
+
+    def _training_budget(self, replicas: Mapping[str, int]) -> tuple[int, str]:
+        """Devices that training may have, and what holds the others."""
+        total, policy = self.total, self.policy
+        kept, floor = self._serving_capacity(), min(policy.serving_floor, total)
+        if policy.kind == "serve":
+            return 0, "mode serve gives training no devices"
+        if policy.kind == "split":
+            short = total - kept < (policy.train_devices or 0)
+            why = f", because the serving floor keeps {floor} of {total} devices" if short else ""
+            return total - kept, f"mode split gives training {total - kept}{why}"
+        if policy.kind == "train":
+            return total - kept, f"mode train keeps {kept} of {total} devices for serving"
+        if floor > (claimed := self._cost(replicas)):
+            return total - floor, f"the serving floor keeps {floor} of {total} devices"
+        return total - claimed, f"serving needs {claimed} of {total} devices now{self._of_idle(replicas)}"
+
+    def _of_idle(self, replicas: Mapping[str, int]) -> str:
+        """How many of those devices no request needs now. It names no model, because the owner of a job reads it."""
+        needed = {d.model for d in self.deployments.values() if d.demand.requests or d.floor_replicas}
+        kept = self._cost({model: count for model, count in replicas.items() if model not in needed})
+        if not kept:
+            return ""
+        least_s, most_s = self.config.give_back_after_s, self.config.give_back_at_latest_s
+        return (
+            f", {kept} of them for models that were asked a moment ago, which give theirs back {least_s:g} to "
+            f"{most_s:g} s after their last request"
+        )
+
+    def _replicas(
+        self, capacity: int, limits: Mapping[str, int], *, eager: bool, base: Mapping[str, int] | None = None
+    ) -> dict[str, int]:
+        """Replicas per model within `capacity` devices, on top of `base`.
+
+        eager: also replicas without demand (the devices belong to serving anyway).
+        """
+        counts = dict(base or {})
+        stuck = sum(len(j.devices) for j in self.jobs.values() if j.keeps_devices(self.now_s))
+        left = min(capacity, self.total - stuck) - self._cost(counts)
+        wishes = autoscaler.slots(
+            tuple(self.deployments.values()), self.plan_input.replicas, self.hysteresis, self.now_s, self.config
+        )
+        if left <= 0:
+            turns = [r.since_s for r in self.plan_input.replicas if r.state == "open"]
+            turns += [d.demand.last_request_s or 0.0 for d in self.deployments.values()]
+            self.reviews += [since_s + self.config.turn_s for since_s in turns]
+        for model, nth, wanted in wishes:
+            width, have = self.deployments[model].tensor_parallel, counts.get(model, 0)
+            if nth < have or not (wanted or eager) or nth >= limits.get(model, nth + 1):
+                continue
+            if nth == have and width <= left:
+                counts[model] = nth + 1
+                left -= width
+                self.notes.pop(model, None)
+            elif wanted and model not in self.notes:
+                self.notes[model] = (
+                    f"Wants a replica on {width} device{'s' * (width > 1)}; {max(left, 0)} are left for serving in "
+                    f"mode {self.policy.kind}."
+                )
+        return counts
+
+    def _cost(self, counts: Mapping[str, int]) -> int:
+        return sum(n * self.deployments[model].tensor_parallel for model, n in counts.items())
+
+    # --- exact devices ------------------------------------------------------------------------------------------
 
     def assign(self) -> queue.Queue:
         """Count and place until every counted replica and job has devices. Returns training's queue."""
@@ -91,7 +256,9 @@ class DeviceAssignment(Shares):
             # Unavailable in this round: the devices counted for these go to others.
             limits |= self.placed(unplaced)
             side_by_side |= short
-        self.note_no_room({*unplaced, *limits})
+        for model in {*unplaced, *limits}:
+            width = self.deployments[model].tensor_parallel
+            self.notes[model] = f"No node has {width} free devices side by side for another replica."
         return jobs
 
     def placed(self, models: Iterable[str]) -> dict[str, int]:
@@ -201,11 +368,11 @@ class DeviceAssignment(Shares):
                 self.reviews.append(replica.since_s + self.config.await_sleep_s)
         for nth in range(count):
             home = next((r for r in asleep if r.id not in self.out and self.free.has(r.devices)), None)
-            if home is not None and demand_.usable(deployment, self.now_s):
+            if home is not None and autoscaler.usable(deployment, self.now_s):
                 self.note_replica(home, "open")
                 self.take(home.devices)
                 continue
-            if not demand_.usable(deployment, self.now_s) or count - nth <= falling:
+            if not autoscaler.usable(deployment, self.now_s) or count - nth <= falling:
                 return True
             devices = self.free.choose(deployment.tensor_parallel, only=self.unheld)
             if devices is None:
@@ -220,7 +387,7 @@ class DeviceAssignment(Shares):
 
     def note_replica(self, replica: ReplicaView, state: ReplicaState) -> None:
         deployment = self.deployments.get(replica.model)
-        moves = deployment is not None and not replica.busy and demand_.usable(deployment, self.now_s)
+        moves = deployment is not None and not replica.busy and autoscaler.usable(deployment, self.now_s)
         moves = moves and replica.id not in self.outdated
         version = deployment.version if deployment is not None and moves and state == "open" else replica.version
         self.out[replica.id] = replace(replica, state=state, version=version)
@@ -271,7 +438,7 @@ class DeviceAssignment(Shares):
                 continue
             if not eager or counts[replica.model] >= deployment.max_replicas or not self.fits(replica):
                 continue
-            if demand_.usable(deployment, self.now_s) and not deployment.asleep(self.now_s):
+            if autoscaler.usable(deployment, self.now_s) and not deployment.asleep(self.now_s):
                 if self.free.has(replica.devices):
                     self.note_replica(replica, "open")
                     self.take(replica.devices)

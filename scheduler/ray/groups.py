@@ -153,13 +153,6 @@ class Groups:
             self._groups.pop(job_id, None)
             return asdict(report) if report is not None else None
 
-    async def profile_group(self, job_id: str, steps: int) -> None:
-        """Have the job's first rank profile its next steps. Raises EffectFailed if it does not run."""
-        running = self._groups.get(job_id)
-        if running is None or running.ended is not None:
-            raise EffectFailed("it does not run now")
-        await ask(running.group.profile(steps))
-
     async def stop_group(self, job_id: str) -> Detail:
         with self._handling(job_id):
             running = self._groups.pop(job_id, None)

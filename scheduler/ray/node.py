@@ -1,37 +1,53 @@
-"""One node of the box, as an actor pinned to it: its configuration, warm parents, copies, and adapters for its engines.
+"""One node of the box, as an actor pinned to it: its configuration, warm parents, adapters for its engines, and its
+copies of other nodes' versions, adapters, snapshots and job data.
 
 A box of one node has only the home node's actor, beside the controller. Engines and ranks are not part of it: it may
-die and restart while they continue.
+die and restart while they continue. Rules of copies:
+- The node that needs a copy reads it from the other node's agent in chunks, which travel through Ray's object store.
+- A copy is verified against its checksums before it can be found.
+- It stays leased for the holder that it was made for ("serve <model>", "job <id> base") until that holder takes another
+  one or releases it, or home has deleted what it is a copy of.
+- What is copied home is pinned until a tier has it. A node may evict its copy of what home has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
+import shutil
 import signal
-from collections.abc import Collection, Iterable
+import uuid
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ray.exceptions import RayError
 
 from runtime.devices.kind import Reading
-from runtime.errors import RuntimeLayerError
+from runtime.errors import CopyFailed, RuntimeLayerError
 from runtime.processes.warm_parents import NodeAgent, WarmSpec
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import HOME_NODE
-from scheduler.devices.host_reading import MemoryReading, read_memory
-from scheduler.devices.readings import DeviceReadings
+from scheduler.devices.health import DeviceReadings
+from scheduler.devices.host_reading import MemoryReading, ask_store, read_memory
 from scheduler.ray.actors import find_actor
-from scheduler.ray.node_copies import NodeCopies
 from serve.core.adapter_source import AdapterServer, AdapterUnavailable, brought_in
-from weights.format.errors import WeightsError
+from weights.format.errors import IntegrityError, StoreError, StoreFull, VersionNotFound, WeightsError
 from weights.format.manifest import Manifest
-from weights.format.names import Name
-from weights.memory.lease import Lease
+from weights.format.names import Name, step_of
+from weights.memory.lease import Lease, StoredVersion, unpin
+from weights.memory.store import WeightStore
+from weights.tiers.directory import take_in
 
 NODE = "node:"
 ADAPTER_TIMEOUT_S = 60.0
+JOB_DATA = ("train.jsonl", "valid.jsonl", "tokens")
+"""In a job's folder; without its tokens one rank alone would tokenise, on devices that wait."""
+KEPT_SNAPSHOTS = 2
+CHUNK_BYTES = 8 << 20  # two of each copy are in Ray's object store of 80 MiB
 
 
 def stored_bytes(directory: Path) -> int | None:
@@ -87,13 +103,15 @@ class NodeReport:
     memory: MemoryReading
 
 
-class Node(NodeAgent, NodeCopies):
-    """Body of the actor `node:<name>`."""
+class Node(NodeAgent):
+    """Body of the actor `node:<name>`. `source`: the agent of the node that is copied from."""
 
     def __init__(self, node_config: NodeConfig):
-        NodeAgent.__init__(self, list(node_config.warm))
-        NodeCopies.__init__(self, node_config.shm_root, node_config.jobs_dir, node_config.budget_bytes)
-        self._config = node_config
+        super().__init__(list(node_config.warm))
+        self._config, self._jobs_dir = node_config, node_config.jobs_dir
+        self._store = WeightStore(node_config.shm_root, budget_bytes=node_config.budget_bytes)
+        self._copying = asyncio.Lock()
+        self._held: dict[str, Lease] = {}
         self._health = DeviceReadings(node_config.devices)
         self._adapters: AdapterServer | None = None
         self._leaves = False
@@ -139,3 +157,157 @@ class Node(NodeAgent, NodeCopies):
         """At home: have the controller bring "NAME@VERSION" into shared memory. Raises AdapterUnavailable."""
         async with brought_in(str(self._config.adapter_socket), adapter, ADAPTER_TIMEOUT_S) as path:
             return Path(path)
+
+    # --- copies
+
+    async def files(self, directory: Path) -> list[str]:
+        """Names of the files in a directory of this node, with those in folders below it. Raises FileNotFoundError."""
+        directory = directory.resolve(strict=True)
+        return sorted(str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file())
+
+    async def read(self, path: Path, offset: int) -> bytes:
+        """The next chunk of a file of this node; empty at its end."""
+        return await asyncio.to_thread(_chunk, path, offset)
+
+    async def take(self, source: Any, name: Name, remote: Path, holder: str) -> tuple[Path, int]:
+        """Copy `name` from `remote` into this node's shared memory, leased for `holder`. Returns its path here and the
+        bytes copied, 0 if it was here.
+
+        Raises CopyFailed, weights' errors, OSError.
+        """
+        lease, copied_bytes = await self.leased(source, name, remote)
+        old, self._held[holder] = self._held.get(holder), lease
+        if old is not None:
+            old.release()
+        return lease.path, copied_bytes
+
+    async def leased(self, source: Any, name: Name, remote: Path) -> tuple[Lease, int]:
+        """A lease on this node's copy, which is made if missing, and the bytes copied. Raises like `take`."""
+        store = self._store
+        async with self._copying:
+            stored, copied_bytes = await self._found_or_copied(store, source, name, remote, pinned=False)
+            return store.lease(stored), copied_bytes
+
+    async def keep(self, source: Any, name: Name, remote: Path) -> tuple[Path, int]:
+        """At home: copy in what another node made and pin it; returns its path and the bytes copied. A snapshot that
+        does not fit in shared memory goes to the job's own store on disk, as from ranks at home. Raises like `take`."""
+        store = self._store
+        async with self._copying:
+            try:
+                stored, copied_bytes = await self._found_or_copied(store, source, name, remote, pinned=True)
+            except StoreFull:
+                if name.kind != "snapshot":
+                    raise
+                store = WeightStore(self._jobs_dir / name.model / "snapshots", budget_bytes=None)
+                stored, copied_bytes = await self._found_or_copied(store, source, name, remote, pinned=True)
+            if name.kind == "snapshot":
+                await asyncio.to_thread(_forget_snapshots, store, name.model, KEPT_SNAPSHOTS)
+        return stored.path, copied_bytes
+
+    async def unpin(self, path: Path) -> None:
+        """Home has what is at `path`: this node may evict it."""
+        with contextlib.suppress(VersionNotFound, IntegrityError):
+            unpin(StoredVersion.read(path))
+
+    async def take_job(self, source: Any, remote: Path) -> Path:
+        """The job's folder with its data on this node, copied from `remote` the first time. Raises like `take`."""
+        folder = self._jobs_dir / remote.name
+        async with self._copying:
+            if not folder.exists():
+                incoming = self._jobs_dir / f".{uuid.uuid4().hex}"
+                try:
+                    await copy_directory(source, remote, incoming, JOB_DATA)
+                    incoming.rename(folder)
+                finally:
+                    shutil.rmtree(incoming, ignore_errors=True)
+        return folder
+
+    async def forget_job(self, job_id: str, leases_only: bool) -> None:
+        """Drop the job's leases here, and its snapshots and folder unless it may come back (`leases_only`)."""
+        for holder in [holder for holder in self._held if holder.startswith(f"job {job_id} ")]:
+            self._held.pop(holder).release()
+        if leases_only:
+            return
+        await asyncio.to_thread(_forget_snapshots, self._store, job_id, 0)
+        await asyncio.to_thread(shutil.rmtree, self._jobs_dir / job_id, ignore_errors=True)
+
+    async def holds_jobs(self) -> bool:
+        """Whether a job runs here, or what it made here is not yet at home."""
+        return any(holder.startswith("job ") for holder in self._held)
+
+    async def forget(self, names: list[Name]) -> None:
+        """Remove this node's copies of what home has deleted, whoever they were made for. What is still read stays
+        until its last reader has left, and may be evicted then."""
+        async with self._copying:
+            store = self._store
+            for name in names:
+                stored = await asyncio.to_thread(store.find, *name)
+                if stored is None:
+                    continue
+                for holder in [holder for holder, lease in self._held.items() if lease.path == stored.path]:
+                    self._held.pop(holder).release()
+                with contextlib.suppress(StoreError):
+                    await asyncio.to_thread(store.remove, stored)
+
+    async def of_store(self, method: str, *arguments: Any) -> Any:
+        return await ask_store(self._store, method, *arguments)
+
+    async def _found_or_copied(
+        self, store: WeightStore, source: Any, name: Name, remote: Path, *, pinned: bool
+    ) -> tuple[StoredVersion, int]:
+        """What `store` has, or what it makes of the directory copied into it, and the bytes copied. Call it holding
+        `_copying`, so that two callers who want the same copy it once."""
+        stored = await asyncio.to_thread(store.find, *name)
+        if stored is not None:
+            return stored, 0
+        incoming = store.root / "incoming" / uuid.uuid4().hex
+        try:
+            copied_bytes = await copy_directory(source, remote, incoming)
+            return await asyncio.to_thread(take_in, store, incoming, pinned=pinned), copied_bytes
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            copied = sum(file.stat().st_size for file in incoming.glob("*"))
+            raise await asyncio.to_thread(store.full, copied) from error
+        finally:
+            shutil.rmtree(incoming, ignore_errors=True)
+
+
+async def copy_directory(source: Any, remote: Path, target: Path, names: Sequence[str] | None = None) -> int:
+    """Copy the files of another node's directory, or those that are, or are in, one of `names`, into the new directory
+    `target`; returns the bytes copied. Raises CopyFailed, OSError."""
+    total = 0
+    try:
+        listed = await source.files.remote(remote)
+        target.mkdir(mode=0o700, parents=True)
+        for name in listed if names is None else [name for name in listed if Path(name).parts[0] in names]:
+            (target / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(target / name, "xb") as file:
+                offset, coming = 0, source.read.remote(remote / name, 0)
+                while coming is not None:
+                    chunk = await coming
+                    offset += len(chunk)
+                    # The next comes while this one is written. None after a short one: sealing replaces a manifest
+                    # by a longer one.
+                    coming = source.read.remote(remote / name, offset) if len(chunk) == CHUNK_BYTES else None
+                    await asyncio.to_thread(file.write, chunk)
+                total += offset
+    except RayError as error:
+        cause = getattr(error, "cause", None) or error
+        raise CopyFailed(f"{remote} could not be copied from its node: {cause}") from error
+    return total
+
+
+def _chunk(path: Path, offset: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read(CHUNK_BYTES)
+
+
+def _forget_snapshots(store: WeightStore, job_id: str, keep: int) -> None:
+    """Remove the job's snapshots except the newest `keep`."""
+    of_job = [stored for stored in store.list("snapshot") if stored.model == job_id]
+    of_job.sort(key=lambda stored: step_of(stored.version), reverse=True)
+    for stored in of_job[keep:]:
+        with contextlib.suppress(StoreError):  # a copy to disk leases it: removed next time
+            store.remove(stored)

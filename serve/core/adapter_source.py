@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from runtime.network.sockets import private_socket
+from runtime.network import private_socket
 
 log = logging.getLogger(__name__)
 

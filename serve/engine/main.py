@@ -37,12 +37,10 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from runtime.errors import ChannelClosed
+from runtime.errors import ChannelClosed, words_of_check
 from runtime.logs import configure_logging
-from runtime.network.mutual_tls import serve_machines
-from runtime.network.sockets import private_socket
+from runtime.network import private_socket, serve_machines
 from runtime.processes.lifeline import Lifeline
-from runtime.pydantic_words import words_of_check
 from serve.core.errors import EngineFailed, ServeError, VersionBroken, WrongState
 from serve.core.parsers import PARSER_TOKENS
 from serve.core.spec import ReplicaSpec, segment_prefix_of

@@ -17,8 +17,7 @@ from typing import Any
 from runtime.devices.kinds import is_of_a_device, not_ready
 from runtime.errors import ChildDied, ChildError, ChildTimeout
 from runtime.processes.child import Child
-from runtime.processes.kernel import life
-from runtime.processes.oom import DiesAs, group_dies_as
+from runtime.processes.kernel import DiesAs, group_dies_as, life
 from serve.core.config import EngineConfig
 from serve.core.errors import (
     BY_NAME,

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from runtime.devices.kind import PageLock
-from runtime.libc import last_error, libc
+from runtime.processes.kernel import last_error, libc
 from serve.core.errors import VersionUnreadable
 from weights.format.errors import WeightsError
 from weights.format.layout import Layout, Placed

@@ -27,7 +27,7 @@ from vllm.entrypoints.serve.exception_handling.handlers.exception import excepti
 from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 
-from runtime.pydantic_words import words_of_check
+from runtime.errors import words_of_check
 from weights.format import legacy_functions as legacy
 
 # The gateway reads it (appliance/gateway/server/inference.py), because its table can lag behind the engine.

@@ -13,7 +13,7 @@ import torch
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from runtime.libc import last_error, libc
+from runtime.processes.kernel import last_error, libc
 from serve.load.loader import drop_weights
 from serve.vllm.worker import ShmWorker, tensors_in
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from appliance.controller.evals.shapes import sample_object
 from appliance.controller.responses.objects import completion_row, queued
 from appliance.store.database import Database
-from appliance.store.objects import batches, evals, files, job_records, jobs, models, responses, uploads
+from appliance.store.objects import batches, evals, files, jobs, models, responses, uploads
 from appliance.store.records import keys
 from appliance.store.rows import (
     BatchRow,
@@ -76,7 +76,7 @@ def reset(db: Database, files_dir: Path) -> None:
             _file(db, files_dir, file_id)
         for job_id in (JOB, "after"):
             _job(db, job_id)
-        job_records.insert_event(db, JobEventRow("after", JOB, "info", "message", "seeded", time.time()))
+        jobs.insert_event(db, JobEventRow("after", JOB, "info", "message", "seeded", time.time()))
         made = {"id": "after", "checkpoint": f"{PERMITTED}:ckpt-step-1", "job_id": JOB, "step": 1}
         models.update_version(db, PERMITTED, "v1", metrics={"train_loss": 1.0}, **made)
         _batches(db, files_dir)

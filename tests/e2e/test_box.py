@@ -19,7 +19,7 @@ import openai
 import pytest
 import transformers
 
-from appliance.demo.load_generator import Load
+from appliance.demo import Load
 from tests.e2e.box_support import gsm8k, wait_for, whole_box
 from tests.e2e.engine_support import save_clear_model
 from tests.tools.monitored import LATER, monitored_series
@@ -354,7 +354,6 @@ def test_adapters_share_the_engine_of_their_base(box, starter):
     box.evict("adapters", second, answers[second][0])
     shutil.rmtree(box.data_dir / "models" / encode_name(second))
     assert [greedy(model) for model in (second, first)] == [answers[second], answers[first]]
-    assert box.ask("tier", "verify")["result"]["copies"] >= 7  # a base and two adapters; the second is not on disk
 
     # An adapter's request wakes its base.
     box.run("model", "deploy", starter, "--idle-sleep-s", "0.1")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from appliance.demo.load_generator import Load
+from appliance.demo import Load
 from tests.e2e.box_support import WholeBox, wait_for, whole_box
 from tests.e2e.test_box_rewards import GRADER, asked, sums, teacher
 from train.methods.methods import METHODS, method_of

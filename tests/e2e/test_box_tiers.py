@@ -77,7 +77,5 @@ def test_what_is_gone_from_memory_and_disk_or_damaged_is_served_from_the_remote_
     raw[-5] ^= 1
     (on_disk / "model.safetensors").write_bytes(raw)
     box.up()
-    box.run("tier", "verify", code=1)
     assert answer(box) == first
     wait_for(lambda: (on_disk / "model.safetensors").exists() and "disk" in tiers(box), "a whole copy on disk again")
-    assert box.ask("tier", "verify")["result"]["copies"] == 3

@@ -27,7 +27,7 @@ import httpx
 import psutil
 import pytest
 
-from appliance.demo.load_generator import Load
+from appliance.demo import Load
 from tests.e2e.box_support import WholeBox, gsm8k, wait_for
 
 FAULTS = int(os.environ.get("FAULTS", "60"))

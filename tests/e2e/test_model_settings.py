@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from appliance.demo.load_generator import Load
+from appliance.demo import Load
 from tests.e2e.box_support import COMMAND, wait_for, whole_box
 from tests.e2e.engine_support import save_model
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from appliance.demo.load_generator import Load
+from appliance.demo import Load
 from tests.e2e.box_support import WholeBox, gsm8k, wait_for
 from tests.e2e.machines_support import (
     OtherMachine,

@@ -47,7 +47,7 @@ class ImportingOps(SimulatedModelOps):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         library = ModelLibrary(folder, hub_settings=HubSettings(allowed=False))
-        real = LibraryOps(library, None, None, None, self.let_go)  # type: ignore[arg-type]
+        real = LibraryOps(library, None, None, self.let_go)  # type: ignore[arg-type]
         self.library, self.run = real.library, real.run  # type: ignore[assignment, method-assign]
 
 

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.data import messages, preferences
+from train.data import formats, messages
 from train.data.check import MAX_REASON_CHARACTERS
-from train.data.formats import MARKS, SHAPES, Shape, convert
+from train.data.formats import MARKS, OUTPUTS, SHAPES, SIDES, Shape, convert
 from train.data.lines import parse
-from train.data.preferences import OUTPUTS, SIDES
 from train.data.records import BadRecord
 from train.methods.methods import METHODS
 
@@ -52,7 +51,7 @@ def value_of(key: str, shape: Shape):
         return {"messages": turns(("user", mark)), "temperature": "mark_temperature_end"}
     if key in OUTPUTS:
         return turns(("assistant", mark))
-    if key in SIDES and shape.when is preferences.is_conversations:
+    if key in SIDES and shape.when is formats._are_conversations:
         return turns(("user", "mark_shared_end"), ("assistant", mark))
     return f"mark_shared_end, then {mark}" if key in SIDES else mark
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from weights.format.errors import IntegrityError
-from weights.format.header import DTYPE_BITS
-from weights.format.layout import Layout, TensorSpec
+from weights.format.layout import DTYPE_BITS, Layout, TensorSpec
 
 odd_numbers = st.one_of(
     st.integers(-2, 40), st.sampled_from([2**31, 2**63 - 1, 2**63, 2**64, -(2**63), 1.5, float("nan"), True, None, "8"])

@@ -10,8 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weights.format.header import ALIGN_BYTES, DTYPE_BITS
-from weights.format.layout import Layout, TensorSpec
+from weights.format.layout import ALIGN_BYTES, DTYPE_BITS, Layout, TensorSpec
 from weights.format.slices import Strided, narrow, part
 from weights.memory.segment import forget_mappings
 from weights.memory.store import WeightStore
@@ -86,7 +85,7 @@ def test_n_writers_m_readers_through_the_store(tensors, writers, readers, max_fi
         layout = Layout.plan(tensors, max_file_bytes=max_file_bytes)
         draft = store.reserve(layout, kind="snapshot", model="job", version="step-1")
         for rank in range(writers):
-            own = store.attach(draft.path)
+            own = store.attach(draft.path, layout)
             for spec in tensors:
                 mine = own_bytes(spec, rank, writers)
                 own.view(spec.name)[mine] = content(spec)[mine]

@@ -35,7 +35,7 @@ from appliance.store.rows import VersionRow
 from runtime.background_tasks import BackgroundTasks
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Policy
-from scheduler.handover.ports import StepRecord
+from scheduler.handover.effects import StepRecord
 from serve.core.config import EngineConfig
 from train.graders.hosts import GraderHosts
 from train.rollouts.samples import Prompt, Verdict
@@ -48,7 +48,6 @@ class SimulatedScheduler:
         self._db, self._journal = db, SqliteJournal(db)
         self.nudges: list[str] = []
         self.withdrawn: list[str] = []
-        self.profiled: list[tuple[str, int]] = []
         self.unloaded: list[str] = []
         self.converged: list[str] = []
         self.swap_error: str | None = None
@@ -135,11 +134,6 @@ class SimulatedScheduler:
     async def unload_adapters(self, names: list[str]) -> None:
         self.unloaded += names
 
-    async def profile_job(self, job_id: str, steps: int) -> None:
-        if jobs.get(self._db, job_id).phase != "running":
-            raise OperationFailed("it does not run now", code="not_running")
-        self.profiled.append((job_id, steps))
-
 
 class SimulatedModelOps:
     """Imports any source but one named "broken", and with a warning what ends with "bare"; holds no bytes."""
@@ -186,12 +180,6 @@ class SimulatedModelOps:
     ) -> ModelVersion:
         made = await self.import_model(source, name=name, revision=revision, report=report)
         return replace(made, info={"adapter": {"rank": min(8, rank_limit)}})
-
-    async def verify(self, rows: Sequence[VersionRow], report: Report) -> dict[str, Any]:
-        return {"versions": [row.version for row in rows], "tensors": 3, "bytes": 10}
-
-    async def verify_tiers(self, report: Report) -> dict[str, Any]:
-        return {"copies": 2, "unsealed": 0, "tensors": 3, "bytes": 10}
 
     async def remove(self, model: str, rows: Sequence[VersionRow]) -> None:
         self.removed.append((model, list(rows)))

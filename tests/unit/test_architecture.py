@@ -29,7 +29,6 @@ PACKAGES = tuple(BELOW)
 # Every subpackage, from the top down: a subpackage imports only subpackages that stand below it here. What runs nothing
 # counts too (`if TYPE_CHECKING`): it still says who knows whom.
 SUBPACKAGES = (
-    "appliance.demo",
     "appliance.controller",
     "appliance.boot",
     "appliance.cli.commands",
@@ -68,7 +67,7 @@ SUBPACKAGES = (
     "scheduler.loop",
     "scheduler.handover",
     "scheduler.plan",
-    "scheduler.autoscale",
+    "scheduler.autoscaler",
     "scheduler.core",
     "train.convert",
     "train.trainer",
@@ -90,7 +89,6 @@ SUBPACKAGES = (
     "weights.checkpoint",
     "weights.format",
     "runtime.processes",
-    "runtime.network",
     "runtime.devices",
     "runtime",
 )
@@ -104,14 +102,14 @@ FENCES = {
         "train/",
         "serve/",
         "weights/format/torch_views.py",
-        "runtime/devices/cpu.py",
+        "runtime/devices/kinds.py",
         "runtime/devices/cuda.py",
     },
     "vllm": {"serve/"},
     "deepspeed": {"train/"},
     "transformers": {"train/"},
     "peft": {"train/"},
-    "openai": {"appliance/demo/main.py", "appliance/demo/load_generator.py"},
+    "openai": {"appliance/demo.py"},
     "fastapi": {"appliance/controller/", "serve/vllm/answers.py"},
     "boto3": {"weights/tiers/objects_s3.py"},
     "botocore": {"weights/tiers/objects_s3.py"},
@@ -129,12 +127,7 @@ WITHOUT_TORCH = (
     "train/data/formats.py",
     "train/control/group.py",
     "train/control/rank_host.py",
-    "train/data/preferences.py",
     "train/graders/hosts.py",
-    "train/methods/dpo.py",
-    "train/methods/kto.py",
-    "train/methods/orpo.py",
-    "train/methods/supervised.py",
     "train/methods/methods.py",
     "runtime/devices/kinds.py",
     "serve/core/config.py",
@@ -394,7 +387,7 @@ def test_only_the_configuration_reads_the_environment():
     # Ray's names of its certificates are set by us, for every process that can reach another machine. Commands read
     # what stands for options that were not typed, and the shell's line that is completed.
     of_commands = ("appliance/cli/command.py:", "appliance/cli/main.py:")
-    allowed = ("appliance/config.py:", "runtime/network/mutual_tls.py:", *of_commands)
+    allowed = ("appliance/config.py:", "runtime/network.py:", *of_commands)
     reads = {read for path in files() for read in environment_reads(path)}
     assert reads and all(read.startswith(allowed) for read in reads), reads
 

@@ -7,9 +7,8 @@ Events handed to `on_event` (all have "event" and "job"):
               rank_seconds (of each rank: train.trainer.metrics)
   validation  step, loss
   snapshot    step, path, bytes, seconds (training stood still)
-  profiled    step, steps, seconds, share, operators (train.trainer.profiling.shares), trace, bytes
   published   version, path, step, epoch, bytes, seconds
-  policy      step: the weights after it are in shared memory, for samples (train.rollouts.policy)
+  policy      step: the weights after it are in shared memory, for samples (train.rollouts.rollouts)
   finished    outcome, step, error
 
 Rules
@@ -56,11 +55,11 @@ class Host(Protocol):
 @dataclass(frozen=True)
 class PingLimits:
     """When a rank counts as hung. A separate thread answers `ping`, so silence means that the process is stopped; but
-    a library may hold Python's lock for seconds, as torch does while a device begins and while its profiler ends."""
+    a library may hold Python's lock for seconds, as torch does while a device begins."""
 
     ping_every_s: float = 1.0
     ping_timeout_s: float = 5.0
-    long_ping_timeout_s: float = 60.0  # until it is ready, and while it is profiled
+    long_ping_timeout_s: float = 60.0  # until it is ready
     phase_limit_s: float = 900.0  # of one micro-batch, one validation, one tokenisation ...
 
 
@@ -108,7 +107,7 @@ class Group:
         self._ended: asyncio.Future[Outcome] | None = None
         self._failing: asyncio.Task | None = None
         self._started_s = 0.0
-        self._adopted = self._ending = self._profiling = False
+        self._adopted = self._ending = False
 
     async def start(
         self, spec: TrainSpec, hosts: Sequence[Host], devices: Sequence[str], snapshot: str | None = None
@@ -172,11 +171,6 @@ class Group:
         seconds = {"agree": agree_s, "snapshot": snapshot_s, "exit": total - agree_s - snapshot_s, "total": total}
         return SuspendReport(outcome.step, outcome.detail["snapshot_path"], outcome.detail["bytes"], seconds)
 
-    async def profile(self, steps: int) -> None:
-        """Have rank 0 profile its next steps; the "profiled" event has what came of it."""
-        self._profiling = True
-        await self._hosts[0].call("signal", name="profile", value=steps)
-
     async def kill(self) -> Outcome:
         """End now, as a failure that can be retried (the devices are needed, or the box goes down)."""
         self._fail(0, "was killed on request", code="killed")
@@ -216,7 +210,6 @@ class Group:
                 self._fatal[rank] = event
                 self._fail_after_grace(rank)
             else:
-                self._profiling = self._profiling and name != "profiled"
                 self._step = event.get("step", self._step)
                 self._report(**{key: value for key, value in event.items() if key != "number"})
 
@@ -232,8 +225,7 @@ class Group:
         limits = self._limits
         while True:
             await asyncio.sleep(limits.ping_every_s)
-            long = rank not in self._ready or (rank == 0 and self._profiling)
-            timeout_s = limits.long_ping_timeout_s if long else limits.ping_timeout_s
+            timeout_s = limits.ping_timeout_s if rank in self._ready else limits.long_ping_timeout_s
             try:
                 report = await self._hosts[rank].call("ping", timeout_s=timeout_s)
             except ChildTimeout:

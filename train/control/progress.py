@@ -15,20 +15,12 @@ class Events(Protocol):
 
 @dataclass
 class ControlSignals:
-    """What this rank is asked for; another thread writes it, the loop reads it between micro-batches.
-
-    profile: the number of steps to profile from the next one on; taking it resets it.
-    """
+    """What this rank is asked for; another thread writes it, the loop reads it between micro-batches."""
 
     suspend: bool = False
-    profile: int = 0
 
-    def ask(self, name: str, value: Any = True) -> None:
-        setattr(self, name, value)
-
-    def take_profile(self) -> int:
-        steps, self.profile = self.profile, 0
-        return steps
+    def ask(self, name: str) -> None:
+        setattr(self, name, True)
 
 
 @dataclass

@@ -15,8 +15,7 @@ from typing import Any
 from runtime.devices.kinds import kind_of
 from runtime.errors import ChildDied
 from runtime.processes.child import Child
-from runtime.processes.kernel import life
-from runtime.processes.oom import DiesAs, group_dies_as
+from runtime.processes.kernel import DiesAs, group_dies_as, life
 
 log = logging.getLogger(__name__)
 

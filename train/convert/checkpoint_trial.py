@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime.processes.bounds import Bounds
+from runtime.processes.kernel import Bounds
 from weights.format.layout import Layout
 
 # transformers imports them for losses, generation and training: 2.5 s of CPU.

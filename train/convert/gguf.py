@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from runtime.processes.bounds import Bounds
+from runtime.processes.kernel import Bounds
 
 MAGIC = b"GGUF"
 _FIXED_BYTES = 2 << 30  # torch, transformers and one tensor in float32

@@ -6,6 +6,8 @@ of a row is left out, and named for reports (train.data.records.Fields).
 
 from __future__ import annotations
 
+import os.path
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +15,6 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from train.data import preferences
 from train.data.messages import (
     MEDIA_REFUSES,
     drop_padded_arguments,
@@ -21,12 +22,17 @@ from train.data.messages import (
     last_role,
     read_messages,
     read_tools,
+    role_of,
     untrained,
     with_system,
 )
-from train.data.preferences import OUTPUTS, SIDES, Pair
 from train.data.records import BadRecord, Fields, NoAnswer, Record, Refuses, has_value, is_empty, kind_of, listed
 
+SIDES = ("chosen", "rejected")
+OUTPUTS = ("preferred_output", "non_preferred_output")
+# As Anthropic's and OpenAssistant's texts have the turns of a conversation.
+_DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \n]?")
+_MESSAGES_AS_TEXT = re.compile(r'\s*(?:\{\s*"(?:messages|conversations|role)"|\[\s*\{\s*"(?:role|from)")')
 _MORE = ("input", "context")
 _QUESTION = ("prompt", "question", "query", "instruction")
 _CONVERSATION = ("conversations", "conversation")
@@ -282,24 +288,6 @@ def _marked(fields: Fields, read: Callable[[Fields], Record]) -> Record:
     return {"sequences": [chat], "label": bool(mark)}
 
 
-def _openai_preference(fields: Fields) -> Record:
-    if not isinstance(given := fields.take("input"), dict):
-        raise BadRecord("'input' must be an object with 'messages', a list")
-    with Fields(given, fields.left, "input") as request:
-        return _preference(preferences.of_openai(fields, request), request)
-
-
-def _preference(pair: Pair, request: Fields) -> Record:
-    """Two chats that train only their outputs, the preferred one first."""
-    prompt, outputs = pair
-    chats = []
-    for output in outputs:
-        messages = [*map(dict, prompt), *output]
-        _train_from(messages, len(prompt))
-        chats.append(_checked(messages, request))
-    return {"sequences": chats}
-
-
 def _train_from(messages: list[Record], first: int) -> bool:
     """Trains the answers from this message on that have no weight 0; returns whether there is one."""
     for index, message in enumerate(messages):
@@ -308,15 +296,134 @@ def _train_from(messages: list[Record], first: int) -> bool:
     return any(message.get("weight") for message in messages)
 
 
+# -- pairs -------------------------------------------------------------------------------------------------------------
+
+
+def _openai_preference(fields: Fields) -> Record:
+    """{"input": {"messages"}, "preferred_output": [...], "non_preferred_output": [...]}."""
+    given = fields.take("input")
+    if not isinstance(given, dict) or not isinstance(given.get("messages"), list):
+        raise BadRecord("'input' must be an object with 'messages', a list")
+    with Fields(given, fields.left, "input") as request:
+        prompt = request.take("messages")
+        return _preference(fields, prompt, "input.messages", [_output(fields, name) for name in OUTPUTS], request)
+
+
+def _answers_to_prompt(fields: Fields, prompt: Any, name: str) -> Record:
+    """Two answers to the turns of a prompt: texts, turns or lists of messages."""
+    if not isinstance(prompt, list):
+        raise BadRecord(f"the prompt is a {kind_of(prompt)}, expected a list of messages")
+    return _preference(fields, prompt, name, _sides(fields))
+
+
+def _whole(fields: Fields, sides: list[list[Any]]) -> Record:
+    """Two whole conversations, of which the turns that both begin with are the prompt."""
+    one, other = sides
+    shared = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(map(len, sides)))
+    for name, side in zip(SIDES, sides, strict=True):
+        if any(map(_is_prompt, side[shared:])):
+            raise BadRecord(f"the prompts differ: {name}[{shared}:] has more than what the assistant answers")
+    return _preference(fields, one[:shared], SIDES[0], [side[shared:] for side in sides])
+
+
+def _two_texts(fields: Fields) -> Record:
+    """Two texts: whole conversations of "Human:" and "Assistant:", or what they both begin with is the prompt."""
+    sides = [fields.take(name) for name in SIDES]
+    dialogues = [_dialogue(side) for side in sides]
+    if all(dialogues):
+        return _whole(fields, dialogues)
+    if not all(isinstance(side, str) for side in sides if has_value(side)):
+        raise BadRecord("has no prompt: nothing that both outputs answer")
+    _sides(fields)
+    shared = os.path.commonprefix(sides)
+    if any(side[len(shared) : len(shared) + 1].isalnum() for side in sides):
+        shared = re.sub(r"\w+\Z", "", shared)  # no prompt ends within a word
+    shared = shared.rstrip()
+    prompt = [{"role": "user", "content": shared}] if shared else []
+    return _preference(
+        fields, prompt, "prompt", [[{"role": "assistant", "content": side[len(shared) :]}] for side in sides]
+    )
+
+
+def _are_conversations(record: Record) -> bool:
+    """Whether both sides are whole conversations. A list of messages as the prompt is only a repeat if they begin with
+    it."""
+    sides, prompt = [record.get(name) for name in SIDES], record.get("prompt")
+    if not all(isinstance(side, list) and any(map(_is_prompt, side)) for side in sides):
+        return False
+    return not isinstance(prompt, list) or all(side[: len(prompt)] == prompt for side in sides)
+
+
+def _is_prompt(turn: Any) -> bool:
+    return role_of(turn) in ("system", "user")
+
+
+def _dialogue(text: Any) -> list[Record]:
+    """The turns of a text that begins with "Human:"; none if it does not."""
+    if not isinstance(text, str) or not text.lstrip().startswith("Human:"):
+        return []
+    parts = _DIALOGUE.split(text.strip())[1:]
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": "user" if who == "Human" else "assistant", "content": words.strip()} for who, words in turns]
+
+
+def _sides(fields: Fields) -> list[list[Any]]:
+    sides = [fields.take(name) for name in SIDES]
+    if {isinstance(side, str) for side in sides if not is_empty(side)} == {True, False}:
+        raise BadRecord("'chosen' and 'rejected' must be both texts or both lists of messages")
+    return [_output(fields, name) for name in SIDES]
+
+
+def _output(fields: Fields, name: str) -> list[Any]:
+    """The turns of one side."""
+    output = fields.take(name)
+    if is_empty(output):
+        raise NoAnswer(f"{name!r} is empty")
+    if isinstance(output, str):
+        if _MESSAGES_AS_TEXT.match(output):
+            raise BadRecord(
+                f"{name!r} is the JSON text of messages, expected the list itself: jq -c '.{name} |= fromjson' FILE"
+            )
+        return [{"role": "assistant", "content": output}]
+    if not isinstance(output, (dict, list)):
+        raise BadRecord(f"{name!r} is a {kind_of(output)}, expected a text or a list of messages")
+    return listed(output)
+
+
+def _preference(
+    fields: Fields, prompt: list[Any], name: str, outputs: list[list[Any]], request: Fields | None = None
+) -> Record:
+    """Two chats that train only their outputs, the preferred one first. request: has the tools, if not the row."""
+    if not prompt:
+        raise BadRecord("has no prompt: nothing that both outputs answer")
+    before = read_messages(with_system(prompt, fields), fields.left, name)
+    if before[-1]["role"] == "assistant":
+        raise BadRecord("the prompt ends with a message from 'assistant'; expected the turn that is answered")
+    n_calls = sum(len(message.get("tool_calls", ())) for message in before)
+    after = []
+    for side, output in zip(SIDES if request is None else OUTPUTS, outputs, strict=True):
+        after.append(read_messages(output, fields.left, side, n_calls))
+        for index, message in enumerate(after[-1]):
+            if message["role"] not in ("assistant", "tool") or (index == 0 and message["role"] == "tool"):
+                raise BadRecord(f"{side}[{index}] is from {message['role']!r}; expected 'assistant'")
+    if after[0] == after[1]:
+        raise BadRecord("both outputs are the same, so there is nothing to prefer")
+    chats = [[*map(dict, before), *output] for output in after]
+    for chat in chats:
+        _train_from(chat, len(before))
+    return {"sequences": [_checked(chat, request or fields) for chat in chats]}
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
 def _single(name: str, question: tuple[str, ...], answer: tuple[str, ...], **more: Any) -> Shape:
     read = partial(_answered, question=question, answer=answer)
     return Shape(name, (question, answer), read, _QUESTION_REFUSES, **more)
 
 
-def _pair(read: Callable[[Fields], Pair], *needs: tuple[str, ...], **more: Any) -> Shape:
-    return Shape(
-        "preference", (SIDES, *needs), lambda fields: _preference(read(fields), fields), REFUSES, has=SIDES, **more
-    )
+def _pair(read: Callable[[Fields], Record], *needs: tuple[str, ...], **more: Any) -> Shape:
+    return Shape("preference", (SIDES, *needs), read, REFUSES, has=SIDES, **more)
 
 
 TEXT = "text"
@@ -337,10 +444,10 @@ SHAPES: tuple[Shape, ...] = (
     Shape("preference", (("input",), OUTPUTS), _openai_preference, REFUSES, has=OUTPUTS),
     # TRL's implicit prompts; answers to a prompt (TRL, orca, alpaca) or to a conversation (ShareGPT); texts that begin
     # alike.
-    _pair(preferences.of_conversations, when=preferences.is_conversations),
-    _pair(lambda fields: preferences.of_prompt(fields, _question_turns(fields, _QUESTION), "prompt"), _ASKED),
-    _pair(lambda fields: preferences.of_prompt(fields, fields.take(*_IN_TURNS), fields.name(*_IN_TURNS)), _IN_TURNS),
-    _pair(preferences.of_texts),
+    _pair(lambda fields: _whole(fields, _sides(fields)), when=_are_conversations),
+    _pair(lambda fields: _answers_to_prompt(fields, _question_turns(fields, _QUESTION), "prompt"), _ASKED),
+    _pair(lambda fields: _answers_to_prompt(fields, fields.take(*_IN_TURNS), fields.name(*_IN_TURNS)), _IN_TURNS),
+    _pair(_two_texts),
     Shape(
         "prompt", (("messages",),), _prompt, REFUSES, when=lambda record: last_role(record.get("messages")) == "user"
     ),

@@ -16,8 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from train.plan.auto import ROW_MULTIPLE
-from train.plan.best_fit import best_fit, in_order
+from train.plan.auto import ROW_MULTIPLE, best_fit, in_order
 
 
 def plan_packs(lengths: np.ndarray, capacity: int, *, packing: bool = True, as_given: bool = False) -> list[np.ndarray]:

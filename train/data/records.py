@@ -180,10 +180,9 @@ class Fields:
     def unread(self) -> Record:
         """The fields that nothing took. Raises BadRecord for one that the object must not have."""
         unread = {key: value for key, value in self.record.items() if key not in self._taken}
-        for key in self._refuses.keys() & unread.keys():
-            is_refused, why = self._refuses[key]
-            if is_refused(unread[key]):
-                raise BadRecord(f"{self._prefix}has {key!r}: {why}")
+        for key, value in unread.items():
+            if key in self._refuses and self._refuses[key][0](value):
+                raise BadRecord(f"{self._prefix}has {key!r}: {self._refuses[key][1]}")
         self._taken.update(unread)
         return unread
 

@@ -14,18 +14,16 @@ def differ(student: Path, teacher: Path) -> str:
     It may take half a second."""
     try:
         written = student.read_bytes(), teacher.read_bytes()
-        if written[0] == written[1]:
-            return ""
-        ours, theirs = map(_tokens, written)
+        ours, theirs = map(_tokens, written) if written[0] != written[1] else ({}, {})
     except OSError as error:  # without the path, which is the box's
         return f"their tokenizers could not be read: {error.strerror}"
     except (AttributeError, KeyError, IndexError, TypeError, ValueError):
         return "their tokenizers are not the same file, and one of them is not of a form that can be compared"
-    for number in sorted(ours.keys() | theirs.keys()):
-        if ours.get(number) != theirs.get(number):
-            here, there = (repr(t[:_SHOWN]) if (t := one.get(number)) is not None else "none" for one in (ours, theirs))
-            return f"it reads tokens, and their tokenizers differ: {number} is {here} to the student and {there} to it"
-    return ""
+    number = min((n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n)), default=None)
+    if number is None:
+        return ""
+    here, there = (repr(one[number][:_SHOWN]) if number in one else "none" for one in (ours, theirs))
+    return f"it reads tokens, and their tokenizers differ: {number} is {here} to the student and {there} to it"
 
 
 def _tokens(written: bytes) -> dict[int, str]:
@@ -33,7 +31,6 @@ def _tokens(written: bytes) -> dict[int, str]:
     made = orjson.loads(written)
     vocabulary = made["model"].get("vocab") or {}
     if isinstance(vocabulary, list):  # of unigrams, each with its score
-        found = {number: str(one[0]) for number, one in enumerate(vocabulary)}
-    else:
-        found = {int(number): text for text, number in vocabulary.items()}
-    return found | {int(one["id"]): str(one["content"]) for one in made.get("added_tokens") or ()}
+        vocabulary = {one[0]: number for number, one in enumerate(vocabulary)}
+    vocabulary = vocabulary | {one["content"]: one["id"] for one in made.get("added_tokens") or ()}
+    return {int(number): str(text) for text, number in vocabulary.items()}

@@ -1,9 +1,8 @@
-"""Reads training data in a process of its own: `python -m train.data_checks.process REQUEST`.
+"""Reads data files in a process of its own: `python -m train.data_checks.process REQUEST`.
 
-A request is JSON: {"job": arguments of `checked`} for the check that decides whether a job can train on a file, else
-what `command_of` takes. The last line that is printed is the result, or {"error": text} with exit code 2. The process
-ends with its parent, and is killed beyond its limits of CPU and memory: the file may be hostile, and parsing JSON
-blocks all other threads of a process.
+A request is the name of a function below and its arguments as JSON; what is printed is its result, or {"error": text,
+...} with exit code 2. The process ends with its parent, and is killed beyond its limits of CPU and memory: the file may
+be hostile, and parsing JSON blocks all other threads of a process.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from runtime.processes.bounds import Bounds
 from runtime.processes.ended import run_command
+from runtime.processes.kernel import Bounds
 from train.data.check import COUNTED_EXAMPLES, Count, DataReport, check_training_file
 from train.data.records import Record
 from train.methods import methods
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 # An 8 GiB file of chats takes some minutes of CPU to read, and hours to tokenise.
 BOUNDS = Bounds(cpu_s=4 * 3600, memory_bytes=6 << 30)
-# A job's check lowers its priority from this much processor time on: beside busy ranks, a dozen examples at low
+# A check lowers its priority from this much processor time on: beside busy ranks, a dozen examples at low
 # priority waited minutes for the 2 s that they and the import of the tokenizer's library take.
 NICE_AFTER_S, _NICENESS = 5.0, 10
 TOKENS = "tokens"
@@ -50,58 +49,51 @@ class CheckFailed(Exception):
     """A check did not finish; the text says why, for the caller."""
 
 
-def command_of(request: dict[str, Any]) -> list[str]:
-    """The command that runs a request.
-
-    Args:
-        request: "file": path; "name"?: what the report calls it; "check": {"model"?: directory with a tokenizer,
-            "max_tokens"?: in place of the context that its config.json says, "method"?: a name in train.methods,
-            "against"?: validation file}; "niceness"?.
-    """
-    return [sys.executable, "-P", "-m", "train.data_checks.process", json.dumps(request)]
-
-
-def answer_of(status: int, out: bytes, err: bytes) -> dict[str, Any]:
-    """The answer of a process of `command_of`. Raises BadOption, CheckFailed."""
+async def report_apart(path: Path, name: str, **options: Any) -> dict[str, Any]:
+    """`report_on`, in a process that ends when this is cancelled. Raises BadOption, CheckFailed."""
     try:
-        answer: dict[str, Any] = json.loads(out)
-    except ValueError:
-        last_line = err.decode(errors="replace").strip().rpartition("\n")[2][:300]
-        raise CheckFailed(f"it could not be done with {BOUNDS.how_it_ended(status, last_line)}") from None
-    if "error" not in answer:
-        return answer
-    raise (BadOption if answer["bad_option"] else CheckFailed)(answer["error"])
+        report: dict[str, Any] = await _apart("report_on", path, name=name, **options)
+        return report
+    except OSError as error:
+        raise CheckFailed(str(error)) from error
 
 
 async def check_apart(path: Path, **how: Any) -> DataReport:
     """`checked`, in a process that ends when this is cancelled. A file that takes more than the limits is a bad one.
     Raises OSError."""
-    job = {"path": path, **how}
-    request = {"job": {name: str(value) if isinstance(value, Path) else value for name, value in job.items()}}
-    status, out, _ = await run_command(*command_of(request))
+    try:
+        answer = await _apart("checked", path, **how)
+        return DataReport(**{**answer, "errors": [(line, reason) for line, reason in answer["errors"]]})
+    except CheckFailed as error:
+        report = DataReport()
+        report.add_error(1, f"the file could not be checked: {error}")
+        return report
+
+
+async def _apart(function: str, path: Path, **arguments: Any) -> Any:
+    """Raises BadOption, CheckFailed, OSError."""
+    request = json.dumps([function, {"path": path, **arguments}], default=str)
+    status, out, err = await run_command(sys.executable, "-P", "-m", "train.data_checks.process", request)
     try:
         answer = json.loads(out)
-        if number := answer.get("errno"):  # it is gone, or the disk is full
-            raise OSError(number, answer["error"])
-        return DataReport(**{**answer, "errors": [(line, reason) for line, reason in answer["errors"]]})
-    except (ValueError, TypeError, KeyError):
-        report = DataReport()
-        report.add_error(1, f"the file could not be checked with {BOUNDS.how_it_ended(status)}")
-        return report
+    except ValueError:
+        last_line = err.decode(errors="replace").strip().rpartition("\n")[2][:300]
+        raise CheckFailed(f"it could not be done with {BOUNDS.how_it_ended(status, last_line)}") from None
+    if "error" not in answer:
+        return answer
+    if number := answer["errno"]:  # it is gone, or the disk is full
+        raise OSError(number, answer["error"])
+    raise (BadOption if answer["bad_option"] else CheckFailed)(answer["error"])
 
 
 def main() -> None:
     BOUNDS.hold()
-    request = json.loads(sys.argv[1])
+    function, arguments = json.loads(sys.argv[1])
+    signal.signal(signal.SIGPROF, lambda *_: os.setpriority(os.PRIO_PROCESS, 0, max(_NICENESS, os.nice(0))))
+    signal.setitimer(signal.ITIMER_PROF, NICE_AFTER_S)
     try:
-        if "job" in request:
-            signal.signal(signal.SIGPROF, lambda *_: os.setpriority(os.PRIO_PROCESS, 0, max(_NICENESS, os.nice(0))))
-            signal.setitimer(signal.ITIMER_PROF, NICE_AFTER_S)
-            answer = asdict(checked(**request["job"]))
-        else:
-            os.nice(request.get("niceness", _NICENESS))
-            answer = carried_out(request)
-    except (BadOption, CheckFailed, OSError, ValueError) as error:
+        answer = asdict(checked(**arguments)) if function == "checked" else report_on(**arguments)
+    except (BadOption, OSError, ValueError) as error:
         bad, number = isinstance(error, BadOption), getattr(error, "errno", None)
         print(json.dumps({"error": str(error), "bad_option": bad, "errno": number}))
         sys.exit(2)
@@ -144,24 +136,37 @@ def checked(
     return report
 
 
-def carried_out(request: dict[str, Any]) -> dict[str, Any]:
-    """Runs a request of `command_of` in this process. Raises BadOption, CheckFailed, OSError, ValueError."""
-    # Compiled libraries, which take half a second: the controller imports this file for `command_of`.
+def report_on(
+    path: str | Path,
+    name: str,
+    model: str | Path | None = None,
+    max_tokens: int | None = None,
+    method: str | None = None,
+    against: str | Path | None = None,
+) -> dict[str, Any]:
+    """The report on a file (train.data_checks.check). Raises BadOption, OSError, ValueError.
+
+    Args:
+        name: what the report calls the file.
+        model: directory with a tokenizer, which counts tokens.
+        max_tokens: in place of the context that the model's config.json says.
+        method: name of what the file is for.
+        against: the validation file.
+    """
+    # Compiled libraries, which take half a second: the controller imports this file too.
     from train.data_checks.check import Check
 
-    options, path = request["check"], Path(request["file"])
     try:
-        method = methods.method_of(options["method"]) if options.get("method") else None
+        how = methods.method_of(method) if method else methods.DEFAULT
     except InvalidSpec as error:
         raise BadOption(str(error)) from error
-    count, max_tokens = None, options.get("max_tokens")
-    if model := options.get("model"):
+    count = None
+    if model:
         if (encoder := encoder_of(Path(model))) is None:
             raise BadOption(f"{model} has no tokenizer with a chat template that can be used to count tokens")
-        count, max_tokens = _counter(method or methods.DEFAULT, encoder), max_tokens or _context_of(Path(model))
-    against = Path(options["against"]) if options.get("against") else None
-    check = Check(CHECKS, method.refuses if method else None, count, max_tokens, against)
-    return check.report(path, request.get("name", str(path)))
+        count, max_tokens = _counter(how, encoder), max_tokens or _context_of(Path(model))
+    against = Path(against) if against else None
+    return Check(CHECKS, how.refuses if method else None, count, max_tokens, against).report(Path(path), name)
 
 
 def encoder_of(tokenizer: Path) -> ChatEncoder | None:

@@ -209,18 +209,10 @@ class Sampling(_Strict):
 
 
 def filled(messages: Sequence[Message], sample: templates.Sample, item: Any) -> list[dict[str, Any]]:
-    """The messages of a chat completion. Raises GradingFailed when the data lacks a variable, or makes them too
-    long."""
-    contents = [
-        # A lone surrogate, which JSON may contain, cannot be sent.
-        "\n".join(templates.fill(text, sample, item) for _, text in message.parts()).encode(errors="replace").decode()
-        for message in messages
-    ]
-    if (size := sum(map(len, contents))) > templates.MAX_TEXT:
-        raise GradingFailed(
-            f"what the model is to read has {size} characters; at most {templates.MAX_TEXT} are asked",
-            GradingErrors(other_error=True),
-        )
+    """The messages of a chat completion. Raises GradingFailed when the data lacks a variable, or makes one too long."""
+    texts = [[templates.fill(text, sample, item) for _, text in message.parts()] for message in messages]
+    # A lone surrogate, which JSON may contain, cannot be sent.
+    contents = ["\n".join(parts).encode(errors="replace").decode() for parts in texts]
     return [{"role": one.role, "content": text} for one, text in zip(messages, contents, strict=True)]
 
 

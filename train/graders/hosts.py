@@ -11,7 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakValueDictionary
 
 from pydantic import TypeAdapter
@@ -35,16 +35,11 @@ MOST_BROKEN = 3
 devices would wait two minutes for each of its answers."""
 START_S = 60.0
 """For the worker, which imports packages for a second or more, to fork a child."""
-MOST_ROWS = 256
-"""Rows that one process grades where no code of users runs."""
-RETRY_S = 1.0
-"""Before a retry: the ended process is reaped meanwhile, and a machine without memory may have some."""
 _RESULT_BYTES = 256 << 10  # of one sample
 _REAPED_S = 0.1
 _ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 _BEGIN = f"import sys; sys.path.insert(0, {_ROOT!r}); from train.graders.worker import main; main()"
 _GRADED = TypeAdapter(Graded)
-Result = TypeVar("Result")
 
 
 class WorkerBroke(Exception):
@@ -55,14 +50,19 @@ class ForkBroke(WorkerBroke):
     """The request ended the process that handled it, or took too long."""
 
 
+class NotRun(ForkBroke):
+    """The calls before it all ended their processes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """time_s: of each result. cpu_s, memory_bytes: of a process. The clock also bounds what waits; the CPU limit
-    refuses no honest request on a busy machine."""
+    """time_s: of each result. The rest: of a process. The clock also bounds what waits; the CPU limit refuses no honest
+    request on a busy machine."""
 
     time_s: float
     cpu_s: int
     memory_bytes: int = 2 << 30
+    nice: int = NICENESS
 
 
 CHECK = Bounds(time_s=30, cpu_s=30)
@@ -88,36 +88,28 @@ class GraderHosts:
         answers: Sequence[dict[str, ModelAnswer]] | None = None,
         waited_for: bool = False,
     ) -> list[Graded]:
-        """In the order of the samples; one that ends its process has no reward and a flag.
+        """In the order of the samples; one whose code ends its process has no reward and a flag.
 
         waited_for: work of the box stands still meanwhile, so that the worker has its priority. Raises WorkerBroke.
         """
+        head = {"kind": "grade", "grader": grader.as_given()}
         rows = [
             {"sample": asdict(sample), "item": item, "answers": {name: asdict(of) for name, of in by_name.items()}}
             for (sample, item), by_name in zip(samples, answers or [{} for _ in samples], strict=True)
         ]
+        nice = 0 if waited_for else NICENESS
         calls = sum(isinstance(leaf, Python) for leaf in leaves(grader).values())
-        time_s = TIME_S * calls or OWN_TIME_S
-        bounds = Bounds(time_s, max(1, round(time_s)))
-
-        def broken(why: str, ran: bool) -> Graded:
-            flags = GradingErrors(other_error=True)
-            if calls and ran:
-                flags = GradingErrors(python_grader_runtime_error=True, python_grader_runtime_error_details=why)
-            return Graded(0.0, False, errors=flags, messages=[why])
-
         async with self._turn(owner, "grade"), self._free:
-            head = {"kind": "grade", "grader": grader.as_given()}
-            nice = 0 if waited_for else NICENESS
-            # What code of a user or of a model's answer does to its process must change no other reward.
-            at_once = 1 if calls else MOST_ROWS
-            return await self._each(head, rows, bounds, _GRADED.validate_json, broken, nice, at_once, alone=True)
+            if not calls:
+                bounds = Bounds(OWN_TIME_S, OWN_TIME_S * max(1, len(rows)), nice=nice)
+                return await self._together(head, rows, bounds)
+            found = await self._apart(head, rows, Bounds(calls * TIME_S, calls * TIME_S, nice=nice))
+        return [_without_reward(one) if isinstance(one, ForkBroke) else one for one in found]
 
     async def unusable(self, owner: str, sources: Mapping[str, str]) -> list[tuple[str, str]]:
         """(path, why) of the code, by its path, that cannot grade. Raises WorkerBroke."""
         async with self._turn(owner, "check"):
-            rows = list(sources.values())
-            reasons = await self._each({"kind": "code"}, rows, CHECK, json.loads, lambda why, ran: why, at_once=1)
+            reasons = await self._apart({"kind": "code"}, list(sources.values()), CHECK)
         return [(path, str(why)) for path, why in zip(sources, reasons, strict=True) if why]
 
     async def refused_items(
@@ -125,13 +117,8 @@ class GraderHosts:
     ) -> list[tuple[int, str]]:
         """(place, why) of the items that do not follow a JSON schema; place -1: it is not a schema. Raises WorkerBroke,
         for one that takes more than its bounds ForkBroke."""
-
-        def broken(why: str, ran: bool) -> Any:
-            raise ForkBroke(why)
-
         async with self._turn(owner, "check"):
-            head = {"kind": "jsonschema", "schema": schema}
-            found = await self._each(head, items, bounds, json.loads, broken)
+            found = await self._together({"kind": "jsonschema", "schema": schema}, items, bounds)
         if found and found[0][0]:
             return [(-1, found[0][1])]
         return [(place, why) for place, (_, why) in enumerate(found) if why]
@@ -153,58 +140,39 @@ class GraderHosts:
     def _turn(self, owner: str, lane: str) -> asyncio.Lock:
         return self._turns.setdefault((owner, lane), asyncio.Lock())
 
-    async def _each(
-        self,
-        head: dict[str, Any],
-        rows: Sequence[Any],
-        bounds: Bounds,
-        read: Callable[[bytes], Result],
-        broken: Callable[[str, bool], Result],
-        nice: int = NICENESS,
-        at_once: int = MOST_ROWS,
-        alone: bool = False,
-    ) -> list[Result]:
-        """The worker's result of each row, as `read` has it. The process of a row that breaks it is followed by another
-        for the rows after it. Raises WorkerBroke.
-
-        Args:
-            at_once: the most rows of a process.
-            broken: the result of a row that ended its process, or (False) was not run, and why.
-            alone: a row that ended its process after others did not use up the limits by itself: it begins the next.
-        """
-        results, n_broken, retried = list[Result](), 0, False
-        while len(results) < len(rows):
-            if MOST_BROKEN <= n_broken == len(results):
+    async def _apart(self, head: dict[str, Any], rows: Sequence[Any], bounds: Bounds) -> list[Any]:
+        """As `_together`, each row in a child of its own, or the ForkBroke of one without a result: what users' code or
+        a model's answer does to its process changes no other result."""
+        results: list[Any] = []
+        for row in rows:
+            if len(results) == MOST_BROKEN and all(isinstance(one, ForkBroke) for one in results):
                 why = f"it was not run: the first {MOST_BROKEN} calls all ended without a result"
-                return results + [broken(why, False)] * (len(rows) - len(results))
-            begun = len(results)
-            sent = rows[begun : begun + at_once]
+                return results + [NotRun(why)] * (len(rows) - MOST_BROKEN)
             try:
-                async with self._child(head, sent, bounds, nice) as lines:
-                    for _ in sent:
-                        async with asyncio.timeout(bounds.time_s):
-                            results.append(read(await lines.readuntil()))
+                results += await self._together(head, [row], bounds)
             except ForkBroke as error:
-                if alone and len(results) > begun:
-                    continue
-                n_broken += 1
-                results.append(broken(str(error), True))
-            except WorkerBroke:  # maybe at another owner's request
-                if retried:
-                    raise
-                retried = True
-                await asyncio.sleep(RETRY_S)
+                results.append(error)
+        return results
+
+    async def _together(self, head: dict[str, Any], rows: Sequence[Any], bounds: Bounds) -> list[Any]:
+        """The result of each row, from one child of the worker. Raises WorkerBroke."""
+        read: Callable[[bytes], Any] = _GRADED.validate_json if head["kind"] == "grade" else json.loads
+        results = []
+        async with self._child(head, rows, bounds) as lines:
+            for _ in rows:
+                async with asyncio.timeout(bounds.time_s):
+                    results.append(read(await lines.readuntil()))
         return results
 
     @asynccontextmanager
     async def _child(
-        self, head: dict[str, Any], rows: Sequence[Any], bounds: Bounds, nice: int
+        self, head: dict[str, Any], rows: Sequence[Any], bounds: Bounds
     ) -> AsyncIterator[asyncio.StreamReader]:
         """The lines that a new child of the worker writes about a request. Raises WorkerBroke, also for what is raised
         within."""
         first, *others = await asyncio.to_thread(_lines, head, rows)
         loads = [name for name in LOADED if name.encode() in first]
-        message = {"loads": loads, "nice": nice, "memory_bytes": bounds.memory_bytes, "cpu_s": bounds.cpu_s}
+        message = {"loads": loads, "nice": bounds.nice, "memory_bytes": bounds.memory_bytes, "cpu_s": bounds.cpu_s}
         control, worker = await self._started()
         mine, theirs = socket.socketpair()
         with theirs:
@@ -257,6 +225,13 @@ class GraderHosts:
                         env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
                     )
             return self._control, self._process
+
+
+def _without_reward(why: ForkBroke) -> Graded:
+    errors = GradingErrors(python_grader_runtime_error=True, python_grader_runtime_error_details=str(why))
+    if isinstance(why, NotRun):
+        errors = GradingErrors(other_error=True)
+    return Graded(0.0, False, errors=errors, messages=[str(why)])
 
 
 async def _has_ended(worker: asyncio.subprocess.Process) -> bool:

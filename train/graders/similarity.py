@@ -17,6 +17,8 @@ MAX_WORDS = 20_000
 """Words that are read of each text; METEOR's cost grows with the product of both, so it takes `MAX_METEOR_WORDS`.
 Longer texts are cut."""
 MAX_METEOR_WORDS = 1_000
+MAX_CHARACTERS = 200_000
+"""Of each text for `fuzzy_match`, whose cost grows with the product too."""
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
 
@@ -27,7 +29,8 @@ def similarity(metric: str, text: str, reference: str) -> tuple[float, bool]:
     if measure is None:
         from rapidfuzz import fuzz
 
-        return fuzz.ratio(text, reference) / 100, False
+        cut = max(len(text), len(reference)) > most
+        return fuzz.ratio(text[:most], reference[:most]) / 100, cut
     words, expected = _words(text), _words(reference)
     cut = max(len(words), len(expected)) > most
     words, expected = words[:most], expected[:most]
@@ -85,9 +88,9 @@ def _f_measure(common: int, given: int, expected: int) -> float:
     return 2 * common / (given + expected) if common else 0.0
 
 
-# Measure of words (None: of the texts themselves) and the most words that it takes.
+# Measure of words (None: of the characters of the texts) and the most that it takes of them.
 METRICS: dict[str, tuple[Callable[[Sequence[str], Sequence[str]], float] | None, int]] = {
-    "fuzzy_match": (None, 0),
+    "fuzzy_match": (None, MAX_CHARACTERS),
     "bleu": (_bleu, MAX_WORDS),
     "gleu": (_gleu, MAX_WORDS),
     "meteor": (_meteor, MAX_METEOR_WORDS),

@@ -1,4 +1,7 @@
-"""Templates of graders: `{{ item.a.b }}` and `{{ sample.output_text }}` in a text, filled from the data."""
+"""Templates of graders, filled from the data: `{{ item.a.b }}` and `{{ sample.output_text }}` in a text.
+
+Jinja parses them; of its language only such paths and quoted texts are taken.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
+from jinja2 import Environment, TemplateSyntaxError, nodes
+
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
 
 NAMESPACES = {"item", "sample"}
@@ -17,14 +22,11 @@ MAX_TEXT = 1 << 20
 """Characters of what a template becomes."""
 _SHOWN = 200
 _PLACE = re.compile(r"[0-9]{1,9}")
-_NAME = r"""[^\s.\[\]{}'"|(),:;=<>!?~+*/%^&`\\]+"""
-_STEP = rf"""\s*(?:\.\s*({_NAME})|\[\s*(?:(\d+)|'([^']*)'|"([^"]*)")\s*\])"""
-_PATH = re.compile(rf"\s*({_NAME})((?:{_STEP})*)\s*")
-_BRACES = ("'{{'", '"{{"')
-"""Two literal braces, as Jinja writes them: `{{ '{{' }}`."""
-_UNENDED = re.compile(r"\{\{\s*(?:item|sample)\s*[.\[]")
-# Linear in the text: a beginning ends at the next brace, unless it is the text of two literal ones.
-_VARIABLE = re.compile(r"""(\{\{\s*(?:'\{\{'|"\{\{")\s*\}\}|\{\{[^{}]*\}\})""")
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+# Only variables are special: {% and {# are texts.
+_JINJA = Environment(block_start_string="\0block", comment_start_string="\0comment", keep_trailing_newline=True)
+
+Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,18 @@ class Sample:
 
     output_text: str
     output_tools: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def with_calls(cls, text: str) -> Sample:
+        """Of the text of an answer to a prompt with tools. A call is JSON between the tags of Hermes, which Qwen and
+        SmolLM have too, or, as Llama's, the whole answer. Everything else is text."""
+        begin = _CALL.search(text)
+        found = _CALL.findall(text) if begin else [text]
+        calls = [call for one in found if (call := _call(one))]
+        if not calls or len(calls) < len(found):
+            return cls(text)
+        tools = [{"id": f"call_{n}", "type": "function", "function": call} for n, call in enumerate(calls)]
+        return cls(text[: begin.start()].strip() if begin else "", tools)
 
     @cached_property
     def output_json(self) -> Any:
@@ -63,54 +77,80 @@ class Sample:
         }
 
 
+def _call(text: str) -> dict[str, str] | None:
+    match _parsed(text):
+        case {"name": str(name), "arguments": dict(arguments)} | {"name": str(name), "parameters": dict(arguments)}:
+            return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return None
+
+
 def check(template: str, param: str) -> None:
-    """Raises InvalidGrader for a variable that no item or sample can have."""
-    for text, path in _pieces(template):
-        if path is None:
-            if _UNENDED.search(text):
-                raise InvalidGrader(param, "begins a variable with '{{' and does not end it with '}}'")
-            continue
-        steps = _steps(path, param)
-        if steps[0] not in NAMESPACES:
+    """Raises InvalidGrader for what is no template, and for a variable that no item or sample can have."""
+    try:
+        paths = list(variables(template))
+    except (TemplateSyntaxError, ValueError, RecursionError) as error:
+        raise InvalidGrader(
+            param,
+            f"cannot be read: {error}; write a variable as {{{{ item.a.b }}}}, or {{{{ item['a b'] }}}} for a name "
+            "with other signs, without filters, calls and expressions, and braces that are to stay as {{ '{{' }}",
+        ) from None
+    for namespace, *steps in paths:
+        if namespace not in NAMESPACES:
             raise InvalidGrader(
                 param,
-                f"the variable {_shown(path)} begins with neither `item` nor `sample`: {{{{ item.answer }}}}; "
+                f"the variable {namespace[:_SHOWN]!r} begins with neither `item` nor `sample`: {{{{ item.answer }}}}; "
                 "braces that are to stay are written {{ '{{' }}",
             )
-        if steps[0] == "sample" and (len(steps) < 2 or steps[1] not in SAMPLE_FIELDS):
-            raise InvalidGrader(
-                param, f"the variable {_shown(path)} is not known; a sample has {', '.join(sorted(SAMPLE_FIELDS))}"
-            )
+        if namespace == "sample" and (not steps or steps[0] not in SAMPLE_FIELDS):
+            known = ", ".join(sorted(SAMPLE_FIELDS))
+            raise InvalidGrader(param, f"the variable sample.{'.'.join(steps)[:_SHOWN]} is not known; it has {known}")
 
 
-def variables(template: str) -> Iterator[list[str]]:
+def variables(template: str) -> Iterator[Path]:
     """The steps of each variable of a template that `check` has taken: `item`, `answer`."""
-    yield from (_steps(path, "") for _, path in _pieces(template) if path is not None)
+    return (piece for piece in _pieces(template) if isinstance(piece, tuple))
 
 
 def fill(template: str, sample: Sample, item: Any) -> str:
     """The text with its variables filled in: texts as they are, all else as JSON. Raises GradingFailed when the data
     lacks one."""
     size, filled = 0, []
-    for text, path in _pieces(template):
-        filled.append(text)
-        if path is not None:
-            filled.append(found := _text(value(path, sample, item)))
-            size += len(found)
-            if size > MAX_TEXT:
-                raise GradingFailed(
-                    f"the text of a grader is longer than {MAX_TEXT} characters", GradingErrors(other_error=True)
-                )
+    for piece in _pieces(template):
+        found = piece if isinstance(piece, str) else _value(piece, sample, item)
+        filled.append(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False))
+        size += len(filled[-1]) * (found is not piece)
+        if size > MAX_TEXT:
+            raise GradingFailed(
+                f"the text of a grader is longer than {MAX_TEXT} characters", GradingErrors(other_error=True)
+            )
     return "".join(filled)
 
 
-def _pieces(template: str) -> Iterator[tuple[str, str | None]]:
-    """Its texts, each with the variable that follows it between `{{` and `}}`; literal braces are a text."""
-    parts = _VARIABLE.split(template)
-    for place in range(0, len(parts), 2):
-        path = parts[place + 1][2:-2] if place + 1 < len(parts) else None
-        literal = path is not None and path.strip() in _BRACES
-        yield parts[place] + ("{{" if literal else ""), None if literal else path
+def value(path: str, sample: Sample, item: Any) -> Any:
+    """The value at `item.a.b`, a path that `check` has taken between braces. Raises GradingFailed if it is missing."""
+    return _value(next(variables(f"{{{{{path}}}}}")), sample, item)
+
+
+@lru_cache(maxsize=64)
+def _pieces(template: str) -> tuple[str | Path, ...]:
+    """Its texts and the paths of its variables. Raises ValueError for another expression, and what Jinja raises."""
+    return tuple(map(_piece, (node for output in _JINJA.parse(template).body for node in output.nodes)))
+
+
+def _piece(node: nodes.Node) -> str | Path:
+    steps: list[str] = []
+    while True:
+        match node:
+            case nodes.TemplateData(data=text) | nodes.Const(value=str(text)) if not steps:
+                return text
+            case nodes.Name(name=name):
+                return (name, *reversed(steps))
+            case nodes.Getattr(node=node, attr=step):
+                steps.append(step)
+            case nodes.Getitem(node=node, arg=nodes.Const(value=str() | int() as step)):
+                steps.append(str(step))
+            case _:
+                raise ValueError("it has an expression that is not a variable")
 
 
 @lru_cache(maxsize=16)  # a template may ask 2,000 times
@@ -122,13 +162,8 @@ def _parsed(text: str) -> Any:
         return text
 
 
-def _shown(path: str) -> str:
-    return repr(f"{{{{{path[:_SHOWN]}}}}}")
-
-
-def value(path: str, sample: Sample, item: Any) -> Any:
-    """The value at `item.a.b`. Raises GradingFailed if it is missing, InvalidGrader for what is not a path."""
-    namespace, *steps = _steps(path, "")
+def _value(path: Path, sample: Sample, item: Any) -> Any:
+    namespace, *steps = path
     found: Any = item
     if namespace == "sample":
         found, steps = getattr(sample, steps[0]), steps[1:]
@@ -142,20 +177,6 @@ def value(path: str, sample: Sample, item: Any) -> Any:
         else:
             # If an answer lacks it, the answer is at fault, not the grader, and a model has to learn to avoid that.
             lacks = GradingErrors(**{"sample_parse_error" if namespace == "sample" else "invalid_variable_error": True})
-            raise GradingFailed(f"the variable {_shown(path)} has no value: {step[:_SHOWN]!r} is not there", lacks)
+            shown = ".".join(path)[:_SHOWN]
+            raise GradingFailed(f"the variable {shown!r} has no value: {step[:_SHOWN]!r} is not there", lacks)
     return found
-
-
-def _steps(path: str, param: str) -> list[str]:
-    if (match := _PATH.fullmatch(path)) is None:
-        raise InvalidGrader(
-            param,
-            f"the variable {_shown(path)} cannot be read: write it as {{{{ item.a.b }}}}, or {{{{ item['a b'] }}}} for "
-            "a name with other signs; filters, calls and expressions are not taken, and braces that are to stay are "
-            "written {{ '{{' }}",
-        )
-    return [match[1], *("".join(names) for names in re.findall(_STEP, match[2]))]
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,9 +1,8 @@
 """The process that grades, started by hosts.py, which sends it one end of a socket for each request.
 
 It forks a child for each request, so that it never holds an owner's data. The child writes its pid, by which the
-client ends it; confines itself
-to computing (runtime/processes/confinement.py); reads the request, lines of JSON: {"kind", ...}, then one for each row;
-and writes the result of each row as a line of JSON.
+client ends it; confines itself to computing (runtime/processes/confinement.py); reads the request, lines of JSON:
+{"kind", ...}, then one for each row; and writes the result of each row as a line of JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ import site
 import socket
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -27,8 +28,7 @@ from typing import Any, NoReturn
 
 from runtime.processes.confinement import confine, missing
 from runtime.processes.confinement import prepare as prepare_confinement
-from runtime.processes.kernel import die_with_parent
-from runtime.processes.oom import DiesAs, dies_as
+from runtime.processes.kernel import DiesAs, die_with_parent, dies_as
 from train.graders.errors import GradingErrors, GradingFailed
 from train.graders.graders import ModelAnswer, parse
 from train.graders.grading import grade
@@ -225,12 +225,12 @@ def why_unusable(source: str) -> str:
         function = _function(source)
         if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
             raise _Unfit("`grade` is a coroutine or a generator; expected a function that returns a number")
-        try:
-            inspect.signature(function).bind({}, {})
-        except TypeError as error:
-            raise _Unfit(f"`grade` is called as `grade(sample, item)`: {error}") from None
-        except ValueError:  # a builtin, which has no signature
-            pass
+        with suppress(ValueError):  # a builtin, which has no signature
+            signature = inspect.signature(function)
+            try:
+                signature.bind({}, {})
+            except TypeError as error:
+                raise _Unfit(f"`grade` is called as `grade(sample, item)`: {error}") from None
     except BaseException as error:  # noqa: BLE001 - as above
         return _described(error)
     return ""
@@ -257,16 +257,9 @@ def _function(source: str) -> Callable[..., Any]:
 def _described(error: BaseException) -> str:
     if isinstance(error, _Unfit):
         return str(error)
-    place, trace = "", error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == "grader.py":
-            place = f" (line {trace.tb_lineno})"
-        trace = trace.tb_next
-    try:
-        text = str(error)
-    except Exception as hidden:  # noqa: BLE001 - as above
-        text = f"its text cannot be had ({type(hidden).__name__})"
-    return f"{type(error).__name__}: {text}"[:_DETAIL_CHARACTERS] + place
+    read = traceback.TracebackException.from_exception(error)  # whose text cannot fail
+    places = [f" (line {frame.lineno})" for frame in read.stack if frame.filename == "grader.py"]
+    return f"{type(error).__name__}: {read}"[:_DETAIL_CHARACTERS] + "".join(places[-1:])
 
 
 if __name__ == "__main__":

@@ -2,5 +2,5 @@
 
 Never: Runs a step or moves data; train.trainer and train.data ask the method's object. A method's own file imports
 no torch until its objective is made.
-Begin with method.py, then supervised.py and methods.py.
+Begin with method.py, then methods.py.
 """

@@ -103,6 +103,3 @@ class Dpo(Compared, Pairs):
         margins = rewards[:, 0] - rewards[:, 1]
         metrics = [*rewards.unbind(1), (margins > 0).float(), margins, *log_probs.view(-1, 2).unbind(1)]
         return -logsigmoid(margins).sum(), metrics
-
-
-METHOD = Dpo()

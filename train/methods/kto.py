@@ -60,6 +60,3 @@ class Kto(Compared):
         weights = torch.where(good, options["desirable_weight"], options["undesirable_weight"])
         values = [(margins > 0).float(), margins, kl.expand_as(margins), log_probs]
         return (weights * torch.sigmoid(-margins)).sum(), values
-
-
-METHOD = Kto()

@@ -1,15 +1,37 @@
-"""The table of methods."""
+"""The table of methods, and the plainest of them."""
 
 from __future__ import annotations
 
-from train.methods import distillation, dpo, kto, orpo, reinforcement, supervised
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from train.methods.dpo import Dpo
+from train.methods.kto import Kto
 from train.methods.method import Method
+from train.methods.orpo import Orpo
+from train.methods.own_answers import Distillation, Reinforcement
 from train.plan.errors import InvalidSpec
 
-DEFAULT = supervised.METHOD
-METHODS: dict[str, Method] = {
-    one.METHOD.name: one.METHOD for one in (supervised, dpo, kto, orpo, reinforcement, distillation)
-}
+if TYPE_CHECKING:
+    import torch
+
+
+class Supervised(Method):
+    """The cross entropy of what the assistant says, on conversations of any shape we know."""
+
+    name = "supervised"
+    summary = "learns what the assistant says in conversations"
+    sums = True
+
+    def loss(
+        self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The sum of the cross entropy of all trained tokens."""
+        return -log_probs.sum(), []
+
+
+DEFAULT = Supervised()
+METHODS: dict[str, Method] = {one.name: one for one in (DEFAULT, Dpo(), Kto(), Orpo(), Reinforcement(), Distillation())}
 
 
 def method_of(name: str) -> Method:

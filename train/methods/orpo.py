@@ -48,6 +48,3 @@ class Orpo(Pairs):
         margins = beta * (chosen - rejected)
         values = [(margins > 0).float(), margins, log_odds, ratio, -chosen, chosen, rejected]
         return -(chosen + beta * ratio).sum(), values
-
-
-METHOD = Orpo()

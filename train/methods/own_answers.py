@@ -1,5 +1,8 @@
-"""What methods share that learn from the model's own answers: how long an answer may be, how many are made of each
-prompt, as what engines serve the model that samples them, and what that takes."""
+"""Methods that learn from the model's own answers: rewards of a grader (reinforcement), and a teacher (distillation).
+
+They share how long an answer may be, how many are made of each prompt, as what engines serve the model that samples
+them, and what that takes.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ if TYPE_CHECKING:
     from train.plan.auto import DatasetStats, Given, ModelStats
     from train.plan.estimate import ModelShape, RankMemory
 
+GROUP = 8
+"""Answers of each prompt, as TRL and verl have it; `compute_multiplier` multiplies it."""
 _HOST_ROW, _DEVICE_ROW = 1024, 8192
 """Tokens of the answers that are learnt from at the same time, if one alone is not longer."""
-
-
 MOST_STALE = 4
 """By how many updates the weights that write an answer may be behind those that learn from it. Each keeps one more
 version in shared memory, and takes one more slot for adapters of an engine."""
@@ -124,14 +127,68 @@ class OwnAnswers(Method, ABC):
             )
 
     def objective(self, model: Any, options: Mapping[str, Any]) -> torch.nn.Module:
-        from train.methods.reinforcement_objective import ReinforcementObjective
+        from train.methods.packed_objective import ReinforcementObjective
 
         return ReinforcementObjective(model)
 
     def batch(self, row: Row, scale: float, device: torch.device | str) -> Any:
-        from train.methods.reinforcement_objective import to_batch
+        from train.methods.packed_objective import to_batch_of_samples
 
-        return to_batch(row, scale, device)
+        return to_batch_of_samples(row, scale, device)
+
+
+class Reinforcement(OwnAnswers):
+    """A grader gives each answer a reward, and answers that are better than the others for their prompt become more
+    likely (group relative policy optimisation: Shao et al., 2024, arXiv:2402.03300), by OpenAI's schema."""
+
+    name = "reinforcement"
+    summary = "learns from the rewards that a grader gives its answers"
+    options = (
+        Option(
+            "compute_multiplier", 1e-5, 10, 1, f"answers of each prompt in a step are {GROUP} times this, at least 2"
+        ),
+        *ANSWER_OPTIONS,
+    )
+    judged_by = "grader"
+    takes = ("grader", "response_format")
+    measured = ("mean_reward", "equal_rewards")
+    # 1e-6 for all weights of 7e9 parameters, as TRL, verl and PipelineRL do.
+    rate_share = 0.1
+
+    def own_hyperparameters(self, given: Given, fields: dict[str, Any]) -> None:
+        super().own_hyperparameters(given, fields)
+        effort = given.choice("reasoning_effort", ("default", "low", "medium", "high"), auto="default")
+        if effort != "default":  # kept for the run to say that it changes nothing
+            fields["options"]["reasoning_effort"] = effort
+
+    def group(self, options: Mapping[str, Any]) -> int:
+        return max(2, round(GROUP * options["compute_multiplier"]))
+
+
+class Distillation(OwnAnswers):
+    """A teacher says how likely each token of an answer is to it, and the model comes nearer to the teacher where it
+    goes itself.
+
+    The loss is the reverse KL divergence of student and teacher at each token of the student's own answers, in its
+    policy-gradient form: the advantage of a sampled token is log p(teacher) - log p(student), nothing is discounted
+    over later tokens, and the teacher needs to say no more than one number for each token (Thinking Machines Lab, 2025,
+    "On-Policy Distillation"; GKD, arXiv:2306.13649, TRL's beta 1 and lambda 1; MiniLLM, arXiv:2306.08543).
+    """
+
+    name = "distillation"
+    summary = "learns from a teacher, which says how likely it finds what the model answers"
+    options = (
+        Option("samples", 1, 64, 4, "answers of each prompt in a step"),
+        *ANSWER_OPTIONS,
+    )
+    judged_by = "teacher"
+    takes = ("teacher",)
+    measured = ("reverse_kl", "entropy")
+    # Larger than with one reward for a whole answer: every token has a signal of its own.
+    rate_share = 0.3
+
+    def group(self, options: Mapping[str, Any]) -> int:
+        return int(options["samples"])
 
 
 def _shares(group: int, rows: int) -> int:

@@ -16,7 +16,7 @@ from peft.utils import load_peft_weights
 from peft.utils.other import get_pattern_key
 from transformers import PreTrainedModel
 
-from runtime.devices.cpu import HOST_MEMORY
+from runtime.devices.kinds import HOST_MEMORY
 from train.plan.errors import UnsupportedModel
 
 ADAPTER = "default"

@@ -9,11 +9,12 @@ was interrupted before its update.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,16 +24,15 @@ from train.data.packing import Row, StepPlan, build_row
 from train.data.token_set import TokenSet
 from train.methods.method import Method
 from train.model.model import load_tokenizer
-from train.plan.errors import NothingGraded
+from train.plan.errors import InvalidSpec, NothingGraded
 from train.plan.spec import TrainSpec
-from train.rollouts.judges import Grader, Judge, Teacher
-from train.rollouts.policy import Policy
+from train.rollouts.judges import Graded, Taught
 from train.rollouts.samples import Facts, Samples, SamplesFile, SamplesPlan
 from train.state.fragments import Grid
+from train.state.publish import fingerprint, publish
+from weights.format.errors import VersionLeased, VersionNotFound
+from weights.format.names import policy_name, step_of, version_name
 from weights.memory.store import WeightStore
-
-if TYPE_CHECKING:
-    from train.rollouts.form import Form
 
 _POLL_S = 0.01
 
@@ -56,16 +56,19 @@ class Rollouts:
         self._spec, self._engine, self._grid, self._plan = spec, engine, grid, plan
         self._train, valid = sets
         self._emit, self._signals, self._progress = emit, signals, progress
-        self._judge: Judge = Teacher() if method.judged_by == "teacher" else Grader()
+        self._judge: type[Graded | Taught] = Taught if method.judged_by == "teacher" else Graded
         facts = Facts(str(self._train.directory), str(valid.directory) if valid else None, self._ends)
         if grid.rank == 0:
             facts.write(spec.run_dir)
         self._files = SamplesPlan(spec, facts)
         self._counts = self._files.counts
-        self._policy = Policy(spec, engine, grid, store, self._files.staleness)
+        # An adapter of its base where the base's engines take it, else whole weights, under a private name.
+        kind: Any = "adapter" if spec.options["policy"] == "adapter" else "merged"
+        self._policy = replace(spec, lora_publish=kind, output_model=policy_name(spec.job_id))
+        self._store = store
         self._step = -1  # the one that is ready
-        self._samples = Samples([], [], {}, 0)
-        self._advantages: list[np.ndarray | None] = []
+        self._samples: Samples
+        self._judged: Graded | Taught
         self._seconds: dict[str, float] = {}
 
     # --- a step
@@ -81,7 +84,7 @@ class Rollouts:
         if samples is None:
             return False
         self._step, self._samples = step, samples
-        self._advantages = self._judge.advantages(samples.verdict, samples.log_probs, self._counts.group)
+        self._judged = self._judge(samples.verdict, samples.log_probs, self._counts.group)
         self._seconds = {"publishing": published_s, "sampling": time.perf_counter() - began_s - published_s}
         return True
 
@@ -98,7 +101,7 @@ class Rollouts:
 
     def denominator(self) -> int:
         """The number of tokens in the step's answers that count."""
-        return max(1, int(self._sizes[self._judge.counted(self._advantages, self._counts.group)].sum()))
+        return max(1, int(self._sizes[self._judged.counted].sum()))
 
     def tokens(self) -> int:
         """The tokens of the step's prompts and answers."""
@@ -112,7 +115,7 @@ class Rollouts:
         """The contents of the step's event, by OpenAI's names where those exist."""
         samples, last = self._samples, [ids[-1] for ids in self._samples.ids]
         return {
-            **self._judge.step_metrics(samples.verdict, samples.log_probs, self._counts.group),
+            **self._judged.step_metrics(),
             "completion_tokens_mean": float(self._sizes.mean()),
             "cut_answers": float((~np.isin(last, self._ends)).mean()),
             "staleness": self._step - samples.weights_step,
@@ -124,7 +127,7 @@ class Rollouts:
 
     def _row(self, prompt: np.ndarray, members: Sequence[int]) -> Row:
         # Answers without an advantage change nothing, but every rank runs equally many forward passes.
-        ids, log_probs, advantages = self._samples.ids, self._samples.log_probs, self._advantages
+        ids, log_probs, advantages = self._samples.ids, self._samples.log_probs, self._judged.advantages
         learnt = [(ids[n], log_probs[n], advantages[n]) for n in members if advantages[n] is not None]
         learnt = learnt or [(ids[members[0]][:1], log_probs[members[0]][:1], np.zeros(1, np.float32))]
         answers, sampled, better = zip(*learnt, strict=True)
@@ -146,20 +149,38 @@ class Rollouts:
         samples = self._received(SamplesFile("valid", step))
         if samples is None:
             return None
-        metrics = self._judge.validated(samples.verdict, samples.log_probs, self._counts.valid)
+        metrics = self._judge(samples.verdict, samples.log_probs, self._counts.valid).validated()
         return {**metrics, "completion_tokens_mean": sum(map(len, samples.ids)) / len(samples.ids)}
 
     # --- how
 
     def _publish(self, step: int) -> float:
-        """Collective: the weights of this step, if a file is to be sampled from them. Returns the seconds it took."""
+        """Collective: publish the weights of this step, if a file is to be sampled from them. Returns the seconds it
+        took. An earlier world may have published them: it came to them by the same samples. Raises StoreFull, on every
+        rank."""
         if not any_rank(bool(self._files.missing(step)))[0]:
             return 0.0
         self._progress.enter("publishing")
-        seconds = self._policy.publish(step)
+        began_s, spec = time.perf_counter(), self._policy
+        if self._grid.rank == 0:
+            self._forget_before(step - self._files.staleness)
+        meta = {"job": spec.job_id, "base": spec.base_model, "base_version": spec.base_version, "step": step}
+        if spec.published_kind == "version":
+            meta["fingerprint"] = fingerprint(self._engine)
+        publish(self._engine, spec, self._store, version=version_name(step), meta=meta)
         if self._grid.rank == 0:
             self._emit("policy", step=step)
-        return seconds
+        return time.perf_counter() - began_s
+
+    def _forget_before(self, step: int) -> None:
+        """Remove versions that no step samples from any more. One that an engine still has is removed by whoever makes
+        the engine unload it."""
+        for stored in self._store.list(self._policy.published_kind, self._policy.output_model):
+            if step_of(stored.version) < step:
+                try:
+                    self._store.remove(stored)
+                except (VersionLeased, VersionNotFound):
+                    continue
 
     def _received(self, file: SamplesFile) -> Samples | None:
         """Collective: the samples, once their file is there; None if the devices were wanted before. Raises
@@ -176,7 +197,6 @@ class Rollouts:
         assert samples is not None
         if samples.failed:
             raise NothingGraded(samples.failed)
-        self._judge.check(samples.verdict)
         return samples
 
     @cached_property
@@ -195,6 +215,46 @@ class Rollouts:
         form = self._spec.options.get("response_format")
         if form is None:
             return None
-        from train.rollouts.form import Form  # loads xgrammar, which few jobs need
-
         return Form(form, self._tokenizer, self._engine.module.model.config.get_text_config().vocab_size, self._ends)
+
+
+class Form:
+    """The form of a job's answers (OpenAI's `response_format`): which tokens could have followed each of an answer.
+
+    Under a form an engine draws a token from the model's distribution without the tokens that the form forbids there,
+    and records the log-probability in that distribution. Learning must be restricted to the same tokens: if the form
+    leaves only a brace, the brace has probability 1, whatever the model thinks of braces, and teaches nothing.
+
+    form: a `response_format` of the type json_schema or json_object. vocabulary: tokens that the model's head
+    tells apart. ends: tokens that end an answer. Raises InvalidSpec for one that is not followed."""
+
+    def __init__(self, form: dict[str, Any], tokenizer: Any, vocabulary: int, ends: Sequence[int]):
+        import xgrammar  # which few jobs need
+
+        self._vocabulary, self._ends, self._xgrammar = vocabulary, list(ends), xgrammar
+        schema = form["json_schema"]["schema"] if form["type"] == "json_schema" else {"type": "object"}
+        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary)
+        try:
+            compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+            # As engines compile it (serve.vllm.arguments: disable_any_whitespace).
+            self._grammar = compiler.compile_json_schema(
+                json.dumps(schema), any_whitespace=False, separators=(",", ":")
+            )
+        except RuntimeError as error:
+            raise InvalidSpec(f"response_format: xgrammar does not follow its schema: {error}") from None
+
+    def allowed(self, ids: Iterable[int]) -> np.ndarray:
+        """The tokens that could be in the place of each of an answer's: (tokens, words) int32, a bit for each, the
+        lowest first. Raises InvalidSpec for a form that no answer can have."""
+        xgrammar = self._xgrammar
+        matcher = xgrammar.GrammarMatcher(self._grammar, override_stop_tokens=self._ends)
+        found = []
+        for token in ids:
+            mask = xgrammar.allocate_token_bitmask(1, self._vocabulary)
+            if not matcher.is_terminated():
+                matcher.fill_next_token_bitmask(mask)
+            if not mask.any():
+                raise InvalidSpec("response_format: no text fits its schema")
+            found.append(mask[0].numpy())
+            matcher.accept_token(int(token))
+        return np.stack(found)

@@ -42,15 +42,6 @@ class SamplesFile:
     def path(self, run_dir: str | Path) -> Path:
         return Path(run_dir) / FOLDER / f"{self.purpose}-{self.step}.npz"
 
-    def numbers(self, seed: int, place: int) -> np.random.Generator:
-        """The random numbers of an answer, by the job's seed and the answer's place. Those of validations are the same
-        after every step."""
-        of_validation = self.purpose == "valid"
-        purpose, step = (1, 0) if of_validation else (0, self.step)
-        return np.random.Generator(
-            np.random.Philox(key=np.array([seed, purpose << 63 | step << 32 | place], np.uint64))
-        )
-
 
 @dataclass(frozen=True)
 class Samples:
@@ -182,8 +173,11 @@ class SamplesPlan:
         if file.purpose == "valid":
             assert self._valid is not None
             source, order = self._valid, range(len(self._valid))
+        # Validations have the same random numbers after every step.
+        purpose, step = (1, 0) if file.purpose == "valid" else (0, file.step)
         group, prompts = self.group(file), []
         for nth, index in enumerate(order):
-            seed = int(file.numbers(self.spec.seed, nth * group).integers(1 << 62))
+            key = np.array([self.spec.seed, purpose << 63 | step << 32 | nth * group], np.uint64)
+            seed = int(np.random.Generator(np.random.Philox(key=key)).integers(1 << 62))
             prompts.append(Prompt(source.tokens(index), source.record(index), seed))
         return prompts

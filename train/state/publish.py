@@ -27,9 +27,9 @@ from train.state.fragments import Fragment
 from train.state.stored_names import StoredNames, stored_names
 from train.state.writing import Written, write_together
 from weights.format.layout import Layout, TensorSpec
+from weights.format.manifest import AUX_SUFFIXES
 from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE
 from weights.format.slices import Strided
-from weights.format.source import AUX_SUFFIXES
 from weights.format.torch_views import dtype_code
 from weights.memory.store import WeightStore
 

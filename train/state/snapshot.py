@@ -27,9 +27,8 @@ from weights.format.layout import Layout, TensorSpec
 from weights.format.names import version_name
 from weights.format.slices import Strided
 from weights.format.torch_views import as_tensor
-from weights.memory.draft import Draft
 from weights.memory.lease import StoredVersion
-from weights.memory.store import WeightStore
+from weights.memory.store import Draft, WeightStore
 
 KIND = "snapshot"
 PARTS = ("master", *fragments.MOMENTS)

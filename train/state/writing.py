@@ -42,17 +42,17 @@ def write_together(
     none (see `is_full`). Every error frees what was written.
     """
     began_s = time.perf_counter()
-    draft = _reserve_together(store, reserve, layout)
+    draft, target = _reserve_together(store, reserve, layout)
     rank = distributed.get_rank()
     try:
         with torch.no_grad():
             fill(draft)
         barrier()
         if rank > 0:
-            path, nbytes = draft.target, draft.layout.nbytes
+            path, nbytes = target, draft.layout.nbytes
             draft.close()
         else:
-            # Checksums would double the time the devices are held; WeightStore.seal adds them afterwards.
+            # Checksums would double the time the devices are held; a copy to a tier adds them.
             stored = draft.commit(meta=meta, checksums=False)
             path, nbytes = stored.path, stored.nbytes
     except BaseException:
@@ -67,16 +67,17 @@ def is_full(error: Exception) -> bool:
     return isinstance(error, StoreFull) or (isinstance(error, OSError) and error.errno == errno.ENOSPC)
 
 
-def _reserve_together(store: WeightStore, reserve: Callable[[], Any], layout: Layout) -> Any:
-    """Rank 0 calls `reserve()`, all attach to the draft. An error on rank 0 is raised on every rank."""
+def _reserve_together(store: WeightStore, reserve: Callable[[], Any], layout: Layout) -> tuple[Any, str]:
+    """Rank 0 calls `reserve()`, all attach to the draft; returns it and its path after the commit. An error on rank 0
+    is raised on every rank."""
     outcome, draft = None, None
     if distributed.get_rank() == 0:
         try:
             draft = reserve()
-            outcome = {"draft": str(draft.path)}
+            outcome = {"draft": str(draft.path), "target": str(draft.target)}
         except StoreError as error:
             outcome = {"error": str(error), "full": isinstance(error, StoreFull)}
     outcome = broadcast_json(outcome)
     if "error" in outcome:
         raise (StoreFull if outcome["full"] else StoreError)(outcome["error"])
-    return draft if draft is not None else store.attach(outcome["draft"], layout)
+    return draft or store.attach(outcome["draft"], layout), outcome["target"]

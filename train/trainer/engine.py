@@ -20,8 +20,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch.distributed import distributed_c10d
 
-from runtime.devices.cpu import HOST_MEMORY
-from runtime.devices.kinds import kind_of
+from runtime.devices.kinds import HOST_MEMORY, kind_of
 from train.methods.methods import method_of
 from train.model import attention
 from train.model.tensor_parallel import partition_config, seen_through_adapters

@@ -27,7 +27,6 @@ import deepspeed.comm.mori  # noqa: E402, F401
 import deepspeed.module_inject.auto_ep_layer  # noqa: E402, F401
 import deepspeed.runtime.zero.stage3  # noqa: E402, F401
 import numpy.ma  # noqa: E402, F401
-import torch.profiler._cupti_monitor  # noqa: E402, F401
 
 # transformers resolves these by name when a model of the family is loaded.
 import transformers.models.auto.modeling_auto  # noqa: E402, F401

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from deepspeed import comm
 
-from runtime.devices.kinds import kind_of
 from train.control.progress import ControlSignals, Events, Progress
 from train.control.rank_messages import any_rank, broadcast_json
 from train.data.packing import Row, StepPlan
@@ -27,11 +25,9 @@ from train.plan.spec import TrainSpec
 from train.rollouts.rollouts import Rollouts
 from train.state import fragments, snapshot
 from train.trainer.checkpointer import Checkpointer, Publisher
-from train.trainer.engine import accumulation_steps
 from train.trainer.event_log import EventLog
 from train.trainer.feed import DataFeed
 from train.trainer.metrics import Metrics
-from train.trainer.profiling import Profiling
 from train.trainer.reference import Reference
 from train.trainer.validations import Validations
 from weights.format.errors import StoreFull
@@ -82,8 +78,6 @@ class Run:
         self.checkpointer = Checkpointer(spec, store, engine, train.digest, self.emit, progress)
         self.publisher = Publisher(spec, store, engine, self.emit, progress)
         self.metrics = Metrics(spec, self.method, engine, self.grid, self.emit)
-        rows, collectives = accumulation_steps(spec, self.grid.world_size), kind_of(spec.device_kind).collectives
-        self.profiling = Profiling(Path(spec.run_dir) / "profile", collectives, self.emit, progress, rows)
         self.validations = Validations()
 
     def resume_from(self, path: str) -> None:
@@ -117,7 +111,6 @@ class Run:
                     self._validate()
                 if not self._is_over():  # else it is published as the result
                     self._publish()
-        self.profiling.end(self.step)
         self._publish_result()
         self.boundary_s = time.monotonic()
         return {"outcome": "succeeded", "step": self.step}
@@ -135,13 +128,11 @@ class Run:
         )
         for group in engine.optimizer.optimizer.param_groups:
             group["lr"] = rate
-        self.profiling.before_step(self.signals.take_profile())
         self.metrics.begin_step()
         self._began_s = time.monotonic()
         scale = 1.0 / self.feed.denominator()  # of the global step: gradients and losses of micro-batches add up
         loss = torch.zeros((), dtype=torch.float32, device=engine.device)
-        with self.profiling.reading_input():
-            rows = self.feed.rows()
+        rows = self.feed.rows()
         scaled = ((row, scale * row.weight) for _, row in rows)
         shared = self._divergence("step", scaled, lambda _: self._left_of_step_s(), spec.step_patience_s)
         if shared is None:
@@ -152,8 +143,7 @@ class Run:
                 return self._abort_step()
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
-            with self.profiling.reading_input():
-                batch = self.method.batch(row, scale * row.weight, engine.device) | shared
+            batch = self.method.batch(row, scale * row.weight, engine.device) | shared
             with self.metrics.forward_pass():
                 part = engine(batch)
             # Use a separate tensor: on the engine's own output DeepSpeed 0.19.8 divides by the accumulation steps even
@@ -161,14 +151,12 @@ class Run:
             engine.backward(part * 1, scale_wrt_gas=False)
             loss += part.detach()
             engine.step()  # the optimizer's after the last micro-batch
-            self.profiling.after_row()
         self.step += 1
         epoch = min(spec.n_epochs, self._epoch())
         self.metrics.end_step(
             self.step, loss, self.feed, total_steps=self.plan.total_steps, epoch=epoch, learning_rate=rate
         )
         self._took_s = time.monotonic() - self._began_s
-        self.profiling.after_step(self.step)
         return True
 
     def _divergence(
@@ -204,7 +192,6 @@ class Run:
 
     def close(self) -> None:
         """Write out what is buffered: the process may end without any of Python's own clean-up."""
-        self.profiling.drop()
         self.metrics.close()
 
     # --- signals
@@ -242,7 +229,6 @@ class Run:
         return max(0.0, self._took_s - spent_s) if spent_s < 1.25 * self._took_s else np.inf
 
     def _abort_step(self) -> bool:
-        self.profiling.drop()
         text = (
             f"step {self.step + 1} was left after {time.monotonic() - self._began_s:.1f} s because its devices are "
             "wanted; it will be done again"

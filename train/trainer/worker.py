@@ -1,7 +1,7 @@
 """Runs a rank: a process forked from the warm parent, on the lifeline of its RankHost.
 
 Calls it answers: `ping` (where the run is; answered by the lifeline thread, so only a stopped process stays silent)
-and `signal` (suspend, after the micro-batch or the step; profile, see train.trainer.profiling).
+and `signal` (suspend, after the micro-batch or the step).
 
 Events: those of the run, from rank 0; "ready" when the engine exists and "done" with the outcome, from every rank.
 """

@@ -45,6 +45,6 @@ class OpeningRefused(CheckpointRefused):
     def __init__(self, model: str, file: str, reason: str):
         super().__init__(
             file,
-            f"{reason}. So the files of {model} may not be opened; none was deleted: `appliance model verify {model}` "
-            f"looks at them again, `appliance model rm {model}` removes the model",
+            f"{reason}. So the files of {model} may not be opened; none was deleted; `appliance model rm {model}` "
+            "removes the model",
         )

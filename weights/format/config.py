@@ -75,7 +75,6 @@ class WeightsConfig(_Strict):
 
     budget_bytes: int | None = Field(default=None, ge=1, description="Bound on all the store holds.")
     budget_share: float = Field(default=0.5, gt=0, le=1, description="Bound as a share of the size of the tmpfs.")
-    pool_bytes: int | None = Field(default=None, ge=0, description="Bound on freed segments kept for re-use.")
     disk: DiskTier = Field(default_factory=DiskTier, description="the local disk")
     remote: RemoteTier = Field(default_factory=RemoteTier, description="an optional further tier")
 

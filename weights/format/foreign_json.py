@@ -1,8 +1,8 @@
-"""Reads JSON that anybody may have written, such as a model's config.json. It is bounded before it is parsed.
+"""Reads JSON that anybody may have written, such as a model's config.json, within bounds.
 
-A process that parses 256 MB of `[],` takes 5 GB for it, and none of its other threads runs meanwhile. Nesting that one
-thread can just parse is too much for another with a deeper stack. A number of 300 digits is a whole number like any
-other until it becomes a float. So what goes past these bounds is refused, or counts as not told, wherever it is read.
+Parsing many small values takes twenty times their bytes and holds the interpreter. Nesting that one thread can just
+parse is too much for another with a deeper stack. A number of 300 digits is a whole number like any other until it
+becomes a float. So what exceeds these bounds is refused, or counts as missing.
 """
 
 from __future__ import annotations
@@ -19,27 +19,17 @@ CONFIG_FILE = "config.json"
 _CONFIG_BYTES = 4 << 20
 
 
-def loads(raw: bytes, *, most_values: int = MOST_VALUES, most_depth: int | None = MOST_DEPTH, **hooks: Any) -> Any:
-    """What `json.loads` returns, with its `hooks`. Raises ValueError saying what is wrong with the text.
-
-    most_values: of lists, objects and commas, those inside strings too. most_depth: None where the caller checks how
-    the values are nested.
-    """
-    check_values(raw, most_values)
+def loads(raw: bytes) -> Any:
+    """What `json.loads` returns. Raises ValueError saying what is wrong with the text."""
+    if (values := sum(map(raw.count, (b",", b"[", b"{")))) > MOST_VALUES:
+        raise ValueError(f"it has {values} values, at most {MOST_VALUES} are read")
     try:
-        found = json.loads(raw.decode(), **hooks)
+        found = json.loads(raw.decode())
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if most_depth is not None and is_deeper(found, most_depth):
-        raise ValueError(f"it is nested too deeply, in more than {most_depth} levels")
+    if is_deeper(found, MOST_DEPTH):
+        raise ValueError(f"it is nested too deeply, in more than {MOST_DEPTH} levels")
     return found
-
-
-def check_values(raw: bytes, most: int) -> None:
-    """Raises ValueError for a text of more values (see `loads`)."""
-    values = raw.count(b",") + raw.count(b"[") + raw.count(b"{")
-    if values > most:
-        raise ValueError(f"it has {values} values, at most {most} are read")
 
 
 def config_in(*folders: str | Path | None) -> dict[str, Any] | None:

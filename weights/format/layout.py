@@ -1,4 +1,9 @@
-"""Computes where every tensor of a version lies: which file, which bytes.
+"""The safetensors files of a version: which tensor lies in which file, at which bytes.
+
+Format (safetensors README and its Rust `SafeTensors::deserialize`): 8 bytes little-endian header length N, N bytes of
+JSON, then the data. The tensors must cover the data without holes or overlap, so alignment requires padding the header
+with spaces and ordering the tensors. The library itself builds headers only with their data, and reads them by mapping
+the file, which kills the process when a file shrinks meanwhile.
 
 `Layout.plan` is pure; `Layout.read` reads and validates the files' headers without mapping anything.
 """
@@ -7,21 +12,183 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import re
+import shutil
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from weights.format import foreign_json
+import msgspec
+
 from weights.format.errors import IntegrityError, InvalidLayout
 from weights.format.files import open_regular
-from weights.format.header import ALIGN_BYTES, FileLayout, Placed, TensorSpec
 from weights.format.names import INDEX_SUFFIX, TENSOR_SUFFIX, check_file_name
 
-__all__ = ["FileLayout", "Layout", "Placed", "TensorSpec"]
-
+# Bits per element of the dtype codes of safetensors 0.8.
+DTYPE_BITS: Mapping[str, int] = {
+    code: bits
+    for bits, codes in (
+        (4, "F4"),
+        (6, "F6_E2M3 F6_E3M2"),
+        (8, "BOOL U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E5M2FNUZ F8_E4M3FNUZ"),
+        (16, "I16 U16 F16 BF16"),
+        (32, "I32 U32 F32"),
+        (64, "I64 U64 F64 C64"),
+    )
+    for code in codes.split()
+}
+LENGTH_BYTES = 8
+ALIGN_BYTES = 64  # a cache line, and the best alignment for AVX-512 and cudaMemcpyAsync
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+MAX_INDEX_BYTES = 64 << 20
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000  # transformers' own shard size
-MAX_INDEX_BYTES, MAX_INDEX_VALUES = 64 << 20, 1 << 20
+METADATA_KEY = "__metadata__"
+_FORBIDDEN = re.compile(r"[\x00-\x1f\ud800-\udfff]")
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+_ENTRIES, _ENTRY = msgspec.json.Decoder(dict[str, msgspec.Raw]), msgspec.json.Decoder(_Entry)
+_METADATA = msgspec.json.Decoder(dict[str, str])
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor: `dtype` is a safetensors code ("BF16", "F32", ...), `shape` in elements.
+
+    Raises InvalidLayout if the safetensors format does not allow the name, dtype or shape.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if not isinstance(self.name, str) or self.name in ("", METADATA_KEY) or _FORBIDDEN.search(self.name):
+            raise InvalidLayout(f"{self.name!r} is not a tensor's name: empty, {METADATA_KEY!r} or not plain text")
+        if self.dtype not in DTYPE_BITS:
+            raise InvalidLayout(f"tensor {self.name!r}: unknown dtype {str(self.dtype)[:40]!r}")
+        if not all(0 <= dim < 2**63 for dim in self.shape):
+            raise InvalidLayout(f"tensor {self.name!r}: {str(self.shape)[:80]} is not a shape")
+        if self.numel * DTYPE_BITS[self.dtype] % 8:
+            raise InvalidLayout(f"tensor {self.name!r}: {self.dtype} of {self.shape} does not end on a byte boundary")
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor's data in bytes."""
+        return self.numel * DTYPE_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor and its absolute byte range [start, end) inside `file`."""
+
+    spec: TensorSpec
+    file: str
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """One safetensors file: `header` is its exact first bytes (length prefix, JSON, padding), `tensors` are in file
+    order."""
+
+    name: str
+    header: bytes = field(repr=False)
+    tensors: tuple[Placed, ...] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole file in bytes."""
+        return self.tensors[-1].end if self.tensors else len(self.header)
+
+    @classmethod
+    def of(cls, name: str, specs: Sequence[TensorSpec]) -> FileLayout:
+        """A file of these tensors, in this order, whose data starts aligned in a page-aligned mapping."""
+        body: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}  # transformers insists on it
+        for placed in _placed(name, specs, 0):
+            spec, offsets = placed.spec, [placed.start, placed.end]
+            body[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
+        text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
+        padded = -(-(LENGTH_BYTES + len(text)) // ALIGN_BYTES) * ALIGN_BYTES - LENGTH_BYTES
+        if padded > MAX_HEADER_BYTES:
+            raise InvalidLayout(f"{len(specs)} tensors need a header of {padded} bytes; at most {MAX_HEADER_BYTES}")
+        header = struct.pack("<Q", padded) + text.ljust(padded, b" ")
+        return cls(name, header, _placed(name, specs, len(header)))
+
+    @classmethod
+    def read(cls, file: BinaryIO, *, path: object, name: str) -> FileLayout:
+        """The layout of the opened safetensors file `name`, from its header alone.
+
+        Raises IntegrityError for everything the format forbids: unknown dtypes, shapes that are not lists of
+        non-negative integers, offsets that overlap, leave holes, do not match the shape, or do not end at the end of
+        the file.
+        """
+        file_bytes = os.fstat(file.fileno()).st_size
+        try:
+            prefix = file.read(LENGTH_BYTES)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < LENGTH_BYTES or length > MAX_HEADER_BYTES or LENGTH_BYTES + length > file_bytes:
+                raise ValueError(f"announces a header of {length} bytes in a file of {file_bytes} bytes")
+            layout = cls(name, header := prefix + file.read(length), _parsed(name, header))
+            if layout.nbytes != file_bytes:
+                raise ValueError(f"tensors end at byte {layout.nbytes}, the file has {file_bytes} (cut or extended)")
+        except ValueError as error:
+            raise IntegrityError(str(error), path=path, file=name) from error
+        return layout
+
+
+def _placed(file: str, specs: Iterable[TensorSpec], position: int) -> tuple[Placed, ...]:
+    """These tensors one after another, from `position` on."""
+    tensors = []
+    for spec in specs:
+        tensors.append(Placed(spec, file, position, position + spec.nbytes))
+        position += spec.nbytes
+    return tuple(tensors)
+
+
+def _parsed(file: str, header: bytes) -> tuple[Placed, ...]:
+    """The tensors of a whole header. Raises ValueError."""
+    text = header[LENGTH_BYTES:].decode()
+    if not text.startswith("{"):
+        raise ValueError("the header does not begin with '{'")
+    try:
+        entries = _ENTRIES.decode(text)
+    except RecursionError:
+        raise ValueError("the header is nested too deeply") from None
+    _METADATA.decode(entries.pop(METADATA_KEY, b"{}"))
+    read = sorted(((name, _ENTRY.decode(raw)) for name, raw in entries.items()), key=lambda item: item[1].data_offsets)
+    tensors = _placed(file, [TensorSpec(name, entry.dtype, entry.shape) for name, entry in read], len(header))
+    for (name, entry), placed in zip(read, tensors, strict=True):
+        if entry.data_offsets != (placed.start - len(header), placed.end - len(header)):
+            raise ValueError(
+                f"tensor {name!r} has data_offsets {entry.data_offsets}, which overlap, leave a hole or do not span "
+                f"the {placed.nbytes} bytes of its shape"
+            )
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -42,12 +209,6 @@ class Layout:
     def __iter__(self) -> Iterator[Placed]:
         return iter(self._by_name.values())
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._by_name
-
-    def __len__(self) -> int:
-        return len(self._by_name)
-
     def find(self, name: str) -> Placed:
         """Where tensor `name` lies. Raises InvalidLayout."""
         try:
@@ -56,11 +217,8 @@ class Layout:
             raise InvalidLayout(f"no tensor named {name!r} in the layout") from None
 
     def file(self, name: str) -> FileLayout:
-        """The file called `name`. Raises InvalidLayout if there is none."""
-        try:
-            return next(file for file in self.files if file.name == name)
-        except StopIteration:
-            raise InvalidLayout(f"no file named {name!r} in the layout") from None
+        """The file called `name`, which must exist."""
+        return next(file for file in self.files if file.name == name)
 
     def index_file(self) -> tuple[str, bytes] | None:
         """Name and bytes of the transformers index over several files; None where one file holds all."""
@@ -77,11 +235,7 @@ class Layout:
 
     @classmethod
     def plan(
-        cls,
-        specs: Iterable[TensorSpec],
-        *,
-        max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
-        stem: str = "model",
+        cls, specs: Iterable[TensorSpec], *, max_file_bytes: int = DEFAULT_MAX_FILE_BYTES, stem: str = "model"
     ) -> Layout:
         """Lays `specs` out in as few files as `max_file_bytes` of tensor data allows. Pure.
 
@@ -169,14 +323,34 @@ def _files_of(directory: Path) -> tuple[list[str], dict[str, str] | None]:
 def read_index(directory: Path, name: str) -> dict[str, str]:
     """The file of each tensor, by the index file `name`. Raises IntegrityError."""
     with open_regular(directory, name) as fd:
-        if os.fstat(fd.fileno()).st_size > MAX_INDEX_BYTES:
-            raise IntegrityError(f"larger than {MAX_INDEX_BYTES} bytes", path=directory, file=name)
-        raw = fd.read(MAX_INDEX_BYTES)
+        raw = fd.read(MAX_INDEX_BYTES + 1)
     try:
-        weight_map = foreign_json.loads(raw, most_values=MAX_INDEX_VALUES, most_depth=None)["weight_map"]
-        pairs = {tensor: check_file_name(file) for tensor, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if len(raw) > MAX_INDEX_BYTES:
+            raise ValueError(f"larger than {MAX_INDEX_BYTES} bytes")
+        pairs = msgspec.json.decode(raw, type=_Index).weight_map
+        if not pairs or not all(check_file_name(file).endswith(TENSOR_SUFFIX) for file in pairs.values()):
+            raise ValueError("it must name *.safetensors files only")
+    except (ValueError, RecursionError) as error:
         raise IntegrityError(f"not a usable index: {error}", path=directory, file=name) from error
-    if not pairs or not all(file.endswith(TENSOR_SUFFIX) for file in pairs.values()):
-        raise IntegrityError("the index must name *.safetensors files only", path=directory, file=name)
     return pairs
+
+
+def rename_tensors(directory: Path, names: Mapping[str, str]) -> None:
+    """Renames tensors of the checkpoint in `directory`, in its files and in its index. The data stays as it is."""
+    for file in Layout.read(directory).files:
+        if any(placed.spec.name in names for placed in file.tensors):
+            _rewrite(directory / file.name, file, names)
+    for index in directory.glob(f"*{INDEX_SUFFIX}"):
+        body = json.loads(index.read_bytes())
+        body["weight_map"] = {names.get(name, name): file for name, file in body["weight_map"].items()}
+        index.write_text(json.dumps(body, indent=1))
+
+
+def _rewrite(path: Path, layout: FileLayout, names: Mapping[str, str]) -> None:
+    renamed = path.with_name(path.name + ".renamed")
+    specs = [replace(placed.spec, name=names.get(placed.spec.name, placed.spec.name)) for placed in layout.tensors]
+    with path.open("rb") as old, os.fdopen(os.open(renamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as new:
+        new.write(FileLayout.of(layout.name, specs).header)
+        old.seek(len(layout.header))
+        shutil.copyfileobj(old, new, 32 << 20)
+    os.replace(renamed, path)

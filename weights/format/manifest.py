@@ -1,27 +1,34 @@
-"""Defines a version's manifest: files, checksums, lineage. Stored as manifest.json beside the files.
+"""Defines a version's manifest (files, checksums, lineage), stored as manifest.json beside the files, and reads these.
 
-The manifest contains a checksum of its own canonical text, which detects a flipped bit in it like one in a file.
+The manifest contains a checksum of its own text, which detects a flipped bit in it like one in a file.
 Checksums of safetensors files may be missing (null) until the version is sealed.
 """
 
 from __future__ import annotations
 
-import json
+import io
+import os
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from blake3 import blake3
 
-from weights.format.errors import IntegrityError, InvalidName
+from weights.format.errors import IntegrityError
 from weights.format.files import open_regular
 from weights.format.layout import Layout
 from weights.format.names import MANIFEST_FILE, Name, check_file_name
 
 FORMAT = 2
 MAX_MANIFEST_BYTES = 16 << 20
+# Configuration, tokenizers, chat templates. The store never accepts code (*.py) and pickles (*.bin, *.pt).
+AUX_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm")
+MAX_AUX_BYTES = 256 << 20
+CHUNK_BYTES = 32 << 20
+Chunks = Callable[[str], Iterable[bytes]]
+"""Returns the bytes of the file of this name in a version."""
 
 
 def checksum(data: bytes | memoryview | blake3) -> str:
@@ -32,8 +39,7 @@ def checksum(data: bytes | memoryview | blake3) -> str:
     return f"blake3:{(data if isinstance(data, blake3) else blake3(data)).hexdigest()}"
 
 
-@dataclass(frozen=True)
-class FileRecord:
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file's size in bytes and the checksum of its bytes, None if unsealed. `header`: the checksum of a safetensors
     file's header, None for any other file."""
 
@@ -42,8 +48,7 @@ class FileRecord:
     header: str | None = None
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Identity, lineage (`meta`, free JSON) and contents of one version. `created_s` is Unix time, `tensors` the number
     of tensors."""
 
@@ -51,9 +56,10 @@ class Manifest:
     model: str
     version: str
     created_s: float
-    meta: Mapping[str, Any]
+    meta: dict[str, Any]
     tensors: int
-    files: Mapping[str, FileRecord] = field(repr=False)
+    files: dict[str, FileRecord]
+    format: int = FORMAT
 
     @property
     def name(self) -> Name:
@@ -76,42 +82,40 @@ class Manifest:
         """The manifest of `layout` and these auxiliary files, created now and not sealed."""
         files = {file.name: FileRecord(file.nbytes, None, checksum(file.header)) for file in layout.files}
         files |= {file: FileRecord(len(data), checksum(data)) for file, data in aux_files.items()}
-        return cls(*name, time.time(), meta, len(layout), files)
+        return cls(*name, time.time(), dict(meta), len([*layout]), files)
 
-    def with_checksums(self, checksums: Mapping[str, str]) -> Manifest:
-        """The same manifest with these checksums of files."""
-        files = {name: replace(file, checksum=checksums.get(name, file.checksum)) for name, file in self.files.items()}
-        return replace(self, files=files)
+    def with_checksums(self, checksums: Mapping[str, str], **changes: Any) -> Manifest:
+        """The same manifest with these checksums of files, and other `changes` of fields."""
+        files = {
+            name: msgspec.structs.replace(file, checksum=checksums.get(name, file.checksum))
+            for name, file in self.files.items()
+        }
+        return msgspec.structs.replace(self, files=files, **changes)
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON. Raises IntegrityError if `meta` is not JSON."""
+        """JSON. Raises IntegrityError if `meta` is not JSON."""
         try:
-            text = _canonical({"format": FORMAT, **asdict(self)})
-        except (TypeError, ValueError, RecursionError) as error:
+            text = msgspec.json.encode(self, order="sorted")
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise IntegrityError(f"meta must be JSON: {error}", path=self.model, file=MANIFEST_FILE) from error
         return b'{"manifest_checksum":"%s",\n"body":%s}\n' % (checksum(text).encode(), text)
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, path: object) -> Manifest:
         """Parses the manifest and checks everything that needs no files. Raises IntegrityError."""
-
-        def fault(reason: str) -> IntegrityError:
-            return IntegrityError(reason, path=path, file=MANIFEST_FILE)
-
         try:
-            outer = json.loads(raw)
-            body = outer["body"]
-            if checksum(_canonical(body)) != outer["manifest_checksum"]:
-                raise fault("its own checksum does not match: the manifest was damaged or edited")
-            if (number := body.pop("format")) != FORMAT:
-                raise fault(f"format {number!r} is not known; this version reads {FORMAT}")
-            files = {check_file_name(name): FileRecord(**record) for name, record in body.pop("files").items()}
-            manifest = cls(**body, files=files)
-            if not manifest.name.key or not isinstance(manifest.meta, dict):
-                raise ValueError("meta must be an object")
+            outer = msgspec.json.decode(raw, type=_Outer)
+            if checksum(bytes(outer.body)) != outer.manifest_checksum:
+                raise ValueError("its own checksum does not match: the manifest was damaged or edited")
+            manifest = msgspec.json.decode(outer.body, type=cls)
+            if manifest.format != FORMAT:
+                raise ValueError(f"format {manifest.format} is not known; this version reads {FORMAT}")
+            for name in manifest.files:
+                check_file_name(name)
+            assert manifest.name.key  # raises InvalidName
             return manifest
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidName) as error:
-            raise fault(f"malformed: {type(error).__name__} {str(error)[:120]}") from error
+        except (ValueError, RecursionError) as error:
+            raise IntegrityError(str(error)[:200], path=path, file=MANIFEST_FILE) from error
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -132,5 +136,62 @@ class Manifest:
                 raise IntegrityError(reason, path=path, file=name)
 
 
-def _canonical(body: Any) -> bytes:
-    return json.dumps(body, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
+class _Outer(msgspec.Struct):
+    manifest_checksum: str
+    body: msgspec.Raw
+
+
+def aux_files_of(directory: Path) -> dict[str, bytes]:
+    """The top-level files of `directory` with one of `AUX_SUFFIXES`; other files and sub-directories are ignored.
+    Raises IntegrityError for a symlink among them."""
+    contents = {}
+    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+        name = entry.name
+        if name == MANIFEST_FILE or name.startswith(".") or not name.endswith(AUX_SUFFIXES):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            continue
+        with open_regular(directory, name) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_AUX_BYTES:
+                raise IntegrityError(f"{size} bytes, at most {MAX_AUX_BYTES} are taken", path=directory, file=name)
+            contents[name] = file.readall()
+    return contents
+
+
+def chunks_of(directory: Path, manifest: Manifest, name: str) -> Iterator[bytes]:
+    """A file of the version in chunks of CHUNK_BYTES. Raises IntegrityError if it has another size than recorded."""
+    nbytes = manifest.files[name].nbytes
+    with io.BufferedReader(open_regular(directory, name)) as file:  # buffered: its `read` is short at the end alone
+        if (size := os.fstat(file.fileno()).st_size) != nbytes:
+            raise IntegrityError(f"{size} bytes, expected {nbytes}", path=directory, file=name)
+        while nbytes > 0:  # reads instead of mapping, so that a shrinking file is an error and not a SIGBUS
+            chunk = file.read(min(CHUNK_BYTES, nbytes))
+            if not chunk:
+                raise IntegrityError("the file ended early", path=directory, file=name)
+            nbytes -= len(chunk)
+            yield chunk
+
+
+def hashed(
+    chunks: Iterable[bytes], expected: str | None, checksums: dict[str, str], *, path: object, file: str
+) -> Iterator[bytes]:
+    """Yields the chunks of a file, and then puts their checksum into `checksums` under the file's name. Raises
+    IntegrityError after the last chunk unless it is as `expected` (None: not known)."""
+    running = blake3()
+    for chunk in chunks:
+        running.update(chunk)
+        yield chunk
+    checksums[file] = checksum(running)
+    if expected not in (None, checksums[file]):
+        raise IntegrityError(f"expected {expected}, the bytes give {checksums[file]}", path=path, file=file)
+
+
+def read_whole(manifest: Manifest, chunks: Chunks, *, source: object) -> Manifest:
+    """`manifest` with every checksum, after reading the `chunks` of each file and comparing them. Raises
+    IntegrityError, which names `source`."""
+    checksums: dict[str, str] = {}
+    for name, record in manifest.files.items():
+        for _ in hashed(chunks(name), record.checksum, checksums, path=source, file=name):
+            pass
+    return manifest.with_checksums(checksums)

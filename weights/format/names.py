@@ -14,7 +14,6 @@ from weights.format.errors import InvalidName
 KINDS = ("version", "adapter", "snapshot")
 MANIFEST_FILE = "manifest.json"
 PINNED_FILE = ".pinned"
-DRAFT_FILE = ".draft.json"
 TENSOR_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 VOCABULARIES = (
@@ -73,14 +72,6 @@ def check_file_name(name: str) -> str:
         raise InvalidName(f"a file in a version must be a plain, visible name, got {name!r}")
     if "/" in name or "\\" in name or len(name.encode()) > MAX_SEGMENT_BYTES:
         raise InvalidName(f"a file name has no slashes and at most {MAX_SEGMENT_BYTES} bytes, got {name[:300]!r}")
-    return name
-
-
-def check_aux_name(name: str) -> str:
-    """Return `name` if it may be an auxiliary file (configuration, tokenizer); else raise InvalidName."""
-    check_file_name(name)
-    if name == MANIFEST_FILE or name.endswith((TENSOR_SUFFIX, INDEX_SUFFIX)):
-        raise InvalidName(f"{name!r} is written by the store itself and cannot be an auxiliary file")
     return name
 
 

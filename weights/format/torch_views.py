@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 from weights.format.errors import InvalidLayout
-from weights.format.header import DTYPE_BITS
+from weights.format.layout import DTYPE_BITS
 from weights.format.slices import Strided
 
 # By the codes of safetensors that have a torch dtype; sub-byte codes have none.

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Self
 
 from weights.format.errors import StoreError, VersionNotFound
-from weights.format.files import write_file
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest, checksum
 from weights.format.names import PINNED_FILE
@@ -93,12 +92,8 @@ class Mapped:
 
 
 class Lease(Mapped):
-    """The right to read a version: while it or any of its views exists, the bytes stay unchanged.
-
-    Use `take_lease` or `WeightStore.lease`. `path` is the directory, `layout` the validated layout,
-    `manifest` the current manifest. Views are read-only and shared. A context manager.
-    A process forked meanwhile does not hold the lease and must take its own.
-    """
+    """The right to read a version: while it or any of its views exists, the bytes stay unchanged. Views are read-only
+    and shared. Use `take_lease` or `WeightStore.lease`."""
 
     def __init__(self, path: Path, layout: Layout, manifest: Manifest, lock: DirectoryLock) -> None:
         super().__init__(path, layout, lock, "read")
@@ -130,12 +125,6 @@ def unpin(stored: StoredVersion) -> None:
     """Allows eviction of `stored`, because another tier has its bytes. Safe to call twice."""
     with closing(_locked(stored)):
         (stored.path / PINNED_FILE).unlink(missing_ok=True)
-
-
-def pin(stored: StoredVersion) -> None:
-    """Forbids eviction of `stored`, across restarts, until `unpin`. Safe to call twice."""
-    with closing(_locked(stored)):
-        write_file(stored.path / PINNED_FILE, b"")
 
 
 def _locked(stored: StoredVersion) -> DirectoryLock:

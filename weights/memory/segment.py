@@ -1,8 +1,8 @@
-"""Allocates segment files ahead of use and maps each once per process, so that mapping it again is free.
+"""Allocates segment files ahead of use, maps each once per process, and keeps freed ones in a pool for reuse.
 
-A page fault on a tmpfs page costs more than copying the page. So a process keeps its mappings after the version that
-used them is gone: when the pool reuses the file under another name, its mapping is already populated and a write runs
-at memcpy rate.
+A page fault on a new tmpfs page costs more than copying the page. So the pool hands freed files out again under another
+name, and a process keeps its mappings after the version that used them is gone: a write through a populated mapping
+runs at memcpy rate.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import io
 import mmap
 import os
-import stat
 import threading
+import uuid
 import weakref
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -20,9 +21,11 @@ import numpy as np
 
 from weights.format.errors import IntegrityError
 from weights.format.files import open_regular
+from weights.format.names import TENSOR_SUFFIX
 from weights.memory.locks import DirectoryLock
 
 Access = Literal["read", "write"]
+MIN_SEGMENT_BYTES = 1 << 16  # smaller files cost less to allocate than to look up
 
 
 class _Window(np.ndarray):
@@ -31,7 +34,7 @@ class _Window(np.ndarray):
     keeps: object
 
 
-class _Mapped:
+class _Mapping:
     """A whole-file mapping and the file, which tells whether it still has a name."""
 
     def __init__(self, file: io.FileIO, size: int, access: Access) -> None:
@@ -40,14 +43,10 @@ class _Mapped:
         self.map = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED, prot=prot)
         weakref.finalize(self, file.close)
 
-    @property
-    def named(self) -> bool:
-        return os.fstat(self.file.fileno()).st_nlink > 0
-
 
 # (device, inode, access) -> mapping. The open file pins the inode, so its number cannot be given to
 # another file while the entry lives.
-_mapped: dict[tuple[int, int, str], _Mapped] = {}
+_mappings: dict[tuple[int, int, str], _Mapping] = {}
 _guard = threading.Lock()
 
 
@@ -86,42 +85,23 @@ def window(path: Path, nbytes: int, access: Access, keeps: DirectoryLock | None)
         file.close()
         raise IntegrityError(f"{status.st_size} bytes, expected {nbytes}", path=path.parent, file=path.name)
     with _guard:
-        _forget_unnamed()
+        for key in [key for key, known in _mappings.items() if os.fstat(known.file.fileno()).st_nlink == 0]:
+            del _mappings[key]
         key = (status.st_dev, status.st_ino, access)
-        mapped = _mapped.get(key)
-        if mapped is not None and mapped.size >= nbytes:
+        mapping = _mappings.get(key)
+        if mapping is not None and mapping.size >= nbytes:
             file.close()
         else:
-            mapped = _mapped[key] = _Mapped(file, nbytes, access)
-    array = np.frombuffer(mapped.map, dtype=np.uint8, count=nbytes).view(_Window)
+            mapping = _mappings[key] = _Mapping(file, nbytes, access)
+    array = np.frombuffer(mapping.map, dtype=np.uint8, count=nbytes).view(_Window)
     array.keeps = keeps
     return memoryview(array)
-
-
-def destroy(path: Path) -> None:
-    """Frees the file's memory, even if some process still maps it, and then its name.
-
-    Only for files in the pool or under an exclusively locked directory: they have no readers, but mapping caches may
-    still pin the inode.
-    """
-    try:
-        status = os.lstat(path)
-        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
-            os.truncate(path, 0)
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
 
 
 def forget_mappings() -> None:
     """Drops this process's cached mappings; those with existing views stay mapped until the views are freed."""
     with _guard:
-        _mapped.clear()
-
-
-def _forget_unnamed() -> None:
-    for key in [key for key, mapped in _mapped.items() if not mapped.named]:
-        del _mapped[key]
+        _mappings.clear()
 
 
 def _new_guard() -> None:
@@ -130,3 +110,73 @@ def _new_guard() -> None:
 
 
 os.register_at_fork(after_in_child=_new_guard)
+
+
+class Pool:
+    """Freed segment files in one directory; cheap, without a state of its own. Processes take and return files by
+    rename, which only one of them can win. The pool counts against the store's budget and is freed first."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def files(self) -> list[tuple[Path, int]]:
+        """All segments with their bytes, the first freed first."""
+        files = []
+        for path in self.directory.iterdir():
+            with suppress(FileNotFoundError):  # claimed by another process meanwhile
+                status = path.lstat()
+                files.append((status.st_mtime_ns, path, status.st_size))
+        return [(path, nbytes) for _, path, nbytes in sorted(files)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.files())
+
+    def claim(self, nbytes: int, target: Path) -> bool:
+        """Moves the segment whose pages serve a file of `nbytes` best to `target`, with exactly that size; False if
+        there is none. An exact size is best, the last freed (a writer most likely still has it mapped); then the
+        smallest larger one, truncated; then the largest smaller one, extended."""
+        while nbytes >= MIN_SEGMENT_BYTES and (files := self.files()):
+            path, _ = min(reversed(files), key=lambda file: (file[1] < nbytes, abs(file[1] - nbytes)))
+            with suppress(FileNotFoundError):
+                os.rename(path, target)
+                os.truncate(target, nbytes)
+                return True
+        return False
+
+    def trim(self, keep_bytes: float) -> None:
+        """Deletes the oldest segments until at most `keep_bytes` are left."""
+        files = self.files()
+        excess = sum(nbytes for _, nbytes in files) - keep_bytes
+        for path, nbytes in files:
+            if excess <= 0:
+                break
+            _destroy(path)
+            excess -= nbytes
+
+    def take_unheld(self, directory: Path, *, keep: bool) -> None:
+        """Removes `directory` unless a living process holds it or it is gone. Its tensor files come here if it should
+        `keep` them, else their memory is freed."""
+        if (lock := DirectoryLock.try_exclusive(directory)) is not None:
+            with closing(lock):
+                self.dismantle(directory, keep=keep)
+
+    def dismantle(self, directory: Path, *, keep: bool) -> None:
+        """As `take_unheld`, of a directory whose exclusive lock the caller holds."""
+        for entry in list(os.scandir(directory)):
+            path = Path(entry.path)
+            if not entry.name.endswith(TENSOR_SUFFIX) or entry.is_symlink():
+                path.unlink()
+            elif keep and entry.stat().st_size >= MIN_SEGMENT_BYTES:
+                os.utime(path)
+                os.rename(path, self.directory / f"{uuid.uuid4().hex}.seg")
+            else:
+                _destroy(path)
+        os.rmdir(directory)
+
+
+def _destroy(path: Path) -> None:
+    """Frees the memory of a file that has no readers, and then its name: a cached mapping may still pin the inode."""
+    with suppress(FileNotFoundError):
+        os.truncate(path, 0)
+        os.unlink(path)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import math
 import os
 import shutil
@@ -17,28 +16,28 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from weights.format.errors import IntegrityError, StoreError, StoreFull, VersionLeased, VersionNotFound
-from weights.format.files import replace_file, write_file
+from weights.format.errors import IntegrityError, InvalidName, StoreError, StoreFull, VersionExists, VersionLeased
+from weights.format.files import write_file
 from weights.format.layout import Layout
-from weights.format.manifest import Manifest
+from weights.format.manifest import Chunks, Manifest, hashed
 from weights.format.names import (
-    DRAFT_FILE,
+    INDEX_SUFFIX,
     KINDS,
     MANIFEST_FILE,
     PINNED_FILE,
+    TENSOR_SUFFIX,
     Name,
-    check_aux_name,
+    check_file_name,
     encode_name,
 )
-from weights.format.source import Chunks, hashed
 from weights.memory import segment
-from weights.memory.draft import Draft, free_path, publish
-from weights.memory.lease import Lease, StoredVersion, take_lease
+from weights.memory.lease import Lease, Mapped, StoredVersion, take_lease
 from weights.memory.locks import DirectoryLock
-from weights.memory.pool import Pool
+from weights.memory.segment import Pool
 
 
 @dataclass(frozen=True, order=True)
@@ -72,25 +71,75 @@ class Usage:
         return self.committed_bytes + self.draft_bytes + self.pool_bytes
 
 
+class Draft(Mapped):
+    """A version being written: reserved, invisible, filled by several processes, committed or aborted. Made by
+    `WeightStore.reserve`; other processes attach to `path`. A context manager: leaving it without a commit aborts it.
+
+    Every process that has it open holds a shared lock on its directory. Views are writable and shared by all of them:
+    writers of disjoint ranges need no coordination, but all must finish before `commit`.
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        name: Name,
+        path: Path,
+        layout: Layout,
+        aux_files: Mapping[str, bytes],
+        lock: DirectoryLock,
+    ) -> None:
+        super().__init__(path, layout, lock, "write")
+        self.name, self._store, self._aux_files = name, store, aux_files
+
+    @property
+    def target(self) -> Path:
+        """Path of the version after the commit."""
+        return self._store.root / self.name.key
+
+    def commit(self, *, meta: Mapping[str, Any], checksums: bool = True, pinned: bool = True) -> StoredVersion:
+        """Makes the version visible atomically and closes the draft.
+
+        `checksums=False` keeps the hot path at memcpy rate; a copy to a tier adds them. A `pinned` version is not
+        evicted until `lease.unpin`: eviction never takes a last copy.
+        Raises VersionExists (the draft stays open), IntegrityError if `meta` is not JSON.
+        """
+        self._check_open()
+        manifest = Manifest.describe(self.layout, self.name, meta=meta, aux_files=self._aux_files)
+        if checksums:
+            manifest = manifest.with_checksums(self.checksums())
+        stored = _publish(self._store.root, self.path, manifest, pinned=pinned)
+        super().close()
+        return stored
+
+    def close(self) -> None:
+        """Aborts: frees the memory of a draft that was not committed, unless other processes have it open; then a
+        sweep does it after they have closed it. Safe to call twice and after commit."""
+        if not self.closed:
+            super().close()
+            self._store.pool.take_unheld(self.path, keep=True)
+
+    abort = close
+
+
 class WeightStore:
     """Versions and snapshots under `root`. Any number of processes may hold one on the same root.
 
     `budget_bytes` bounds everything the store holds, pool and drafts included; None means no bound but the
-    file system's. `pool_bytes` bounds the pool of freed segments (default: only by the budget). The root is
-    made if it is absent. Raises StoreError if it is a symlink, belongs to another user or is open to others.
+    file system's. The root is made if it is absent. Raises StoreError if it is a symlink, belongs to another user or is
+    open to others.
 
-    `_full` and the methods from `_make_room` on are called under the store's mutex: then a lock probe never looks like
-    a lease to another process, and no space is allocated twice.
+    The methods from `_make_room` on are called under the store's mutex: then a lock probe never looks like a lease to
+    another process, and no space is allocated twice.
     """
 
-    def __init__(self, root: Path | str, *, budget_bytes: int | None, pool_bytes: int | None = None) -> None:
+    def __init__(self, root: Path | str, *, budget_bytes: int | None) -> None:
         root = Path(root)
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = os.lstat(root)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise StoreError(f"{root} must be a real directory, not a symlink, of this user, with mode 0700")
         self.root, self.staging, self.pool = root, root / "staging", Pool(root / "pool")
-        self.budget_bytes, self.pool_bytes = budget_bytes, pool_bytes
+        self.budget_bytes = budget_bytes
         for directory in (*(root / f"{kind}s" for kind in KINDS), self.staging, self.pool.directory):
             if not directory.is_dir():  # where memory is full, one that is there is enough
                 directory.mkdir(mode=0o700, exist_ok=True)
@@ -112,8 +161,10 @@ class WeightStore:
         tensors' bytes are undefined (segments are re-used): write every byte before the commit. Raises StoreFull
         (nothing left behind), VersionExists, InvalidName.
         """
-        aux_files = {check_aux_name(aux): data for aux, data in (aux_files or {}).items()}
-        free_path(self.root, name := Name(kind, model, version))
+        aux_files = {check_file_name(aux): data for aux, data in (aux_files or {}).items()}
+        if own := [aux for aux in aux_files if aux == MANIFEST_FILE or aux.endswith((TENSOR_SUFFIX, INDEX_SUFFIX))]:
+            raise InvalidName(f"{own[0]!r} is written by the store itself and cannot be an auxiliary file")
+        _free_path(self.root, name := Name(kind, model, version))
         if (index := layout.index_file()) is not None:
             aux_files[index[0]] = index[1]
         needed_bytes = layout.nbytes + sum(len(data) for data in aux_files.values())
@@ -123,15 +174,13 @@ class WeightStore:
                     out.write(file.header)
             for aux, data in aux_files.items():
                 write_file(path / aux, data)
-            # Written last, so that no process attaches to an incomplete draft.
-            write_file(path / DRAFT_FILE, json.dumps(name).encode())
-            return Draft(self.root, name, path, layout, lock, owner=True)
+            return Draft(self, name, path, layout, aux_files, lock)
 
     def receive(self, manifest: Manifest, chunks: Chunks, *, source: object, pinned: bool = False) -> StoredVersion:
         """The version of a manifest, created now, from the `chunks` of each of its files. Checks every byte whose
         checksum is known before it becomes visible. `source`: where the bytes are from. Raises IntegrityError,
         StoreFull, VersionExists."""
-        free_path(self.root, manifest.name)
+        _free_path(self.root, manifest.name)
         checksums: dict[str, str] = {}
         segments = {file: record.nbytes for file, record in manifest.files.items() if record.header}
         with self._staged(segments, manifest.nbytes) as (path, lock), closing(lock):
@@ -141,9 +190,9 @@ class WeightStore:
                 with open(path / file, "r+b") as out:
                     for chunk in hashed(chunks(file), record.checksum, checksums, path=source, file=file):
                         out.write(chunk)
-            manifest = replace(manifest.with_checksums(checksums), created_s=time.time())
+            manifest = manifest.with_checksums(checksums, created_s=time.time())
             manifest.check_layout(Layout.read(path), path=source)
-            return publish(self.root, path, manifest, pinned=pinned)
+            return _publish(self.root, path, manifest, pinned=pinned)
 
     @contextmanager
     def _staged(self, segments: Mapping[str, int], needed_bytes: int) -> Iterator[tuple[Path, DirectoryLock]]:
@@ -159,15 +208,16 @@ class WeightStore:
                 for name, nbytes in segments.items():
                     if not self.pool.claim(nbytes, path / name):
                         segment.create(path / name, nbytes)
-                self._trim(needed_bytes - sum(segments.values()))
+                self.pool.trim(max(0, self._free_bytes() - (needed_bytes - sum(segments.values()))))
             for name in segments:
                 try:
                     segment.allocate(path / name)
                 except OSError as error:
                     if error.errno != errno.ENOSPC:
                         raise
-                    # The file system is fuller than the budget assumes: free the pool and evictable versions.
+                    # The file system is fuller than the budget assumes: free all that can go.
                     with self.mutex():
+                        self._sweep_drafts()
                         self._evict(needed_bytes)
                         self.pool.trim(0)
                     segment.allocate(path / name)
@@ -180,24 +230,12 @@ class WeightStore:
                 raise self.full(needed_bytes) from error
             raise
 
-    def attach(self, path: Path | str, layout: Layout | None = None) -> Draft:
-        """Opens the draft that another process reserved at `path`. Passing the layout saves reading it. Raises
-        StoreError, IntegrityError."""
-        path = Path(path)
-        gone = f"no draft at {path}: it was committed, aborted or swept, or is of another store"
-        lock = DirectoryLock.try_shared(path) if path.parent == self.staging else None
+    def attach(self, path: Path | str, layout: Layout) -> Mapped:
+        """Opens the draft that another process reserved at `path` to write into it. Raises StoreError."""
+        lock = DirectoryLock.try_shared(path := Path(path))
         if lock is None:
-            raise StoreError(gone)
-        try:
-            name = Name(*json.loads((path / DRAFT_FILE).read_bytes()))
-            layout = layout or Layout.read(path)
-        except BaseException as error:
-            # Close now, not when the traceback is freed: the last holder of an aborted draft cleans up.
-            lock.close()
-            if isinstance(error, FileNotFoundError):
-                raise StoreError(gone) from None
-            raise
-        return Draft(self.root, name, path, layout, lock, owner=False)
+            raise StoreError(f"no draft at {path}: it was committed, aborted or swept")
+        return Mapped(path, layout, lock, "write")
 
     # Reading
 
@@ -226,58 +264,30 @@ class WeightStore:
         """Takes a lease on `stored`; see `weights.memory.lease.take_lease`."""
         return take_lease(stored)
 
-    def seal(self, stored: StoredVersion) -> None:
-        """Records the checksums that `commit(checksums=False)` left out, beside readers. Raises VersionNotFound,
-        IntegrityError."""
-        with self.lease(stored) as lease:
-            sealed = lease.manifest.with_checksums(lease.checksums())
-            replace_file(stored.path, MANIFEST_FILE, sealed.to_bytes())
-
     # Removing
 
     def remove(self, stored: StoredVersion) -> None:
-        """Removes a version, pinned or not; its segments go to the pool.
-
-        Raises VersionLeased while a reader holds it, VersionNotFound if it is gone.
-        """
-        if not self._discard(stored.path):
-            raise VersionNotFound(f"{stored.manifest.name} is no longer at {stored.path}")
+        """Removes a version, pinned or not; its segments go to the pool. Idempotent. Raises VersionLeased while a
+        reader holds it."""
+        self.discard(stored.kind, stored.model, stored.version)
 
     def discard(self, kind: str, model: str, version: str) -> None:
-        """Removes the version of this name, even if unreadable. Idempotent. Raises VersionLeased."""
-        self._discard(self.root / Name(kind, model, version).key)
-
-    def _discard(self, path: Path) -> bool:
+        """As `remove`, by name, even if it is unreadable."""
+        path = self.root / Name(kind, model, version).key
         with self.mutex():
             lock = DirectoryLock.try_exclusive(path)
-            if lock is None:
-                if path.exists():
-                    raise VersionLeased(f"{path} is being read; it can be removed when its last lease is released")
-                return False
-            with closing(lock):
-                self._take_down(path)
-            self._trim(0)
-            return True
+            if lock is not None:
+                with closing(lock):
+                    self._take_down(path)
+            elif path.exists():
+                raise VersionLeased(f"{path} is being read; it can be removed when its last lease is released")
+            self.pool.trim(max(0, self._free_bytes()))
 
-    def sweep(self) -> tuple[IntegrityError, ...]:
-        """Removes leftovers of dead processes: unlocked drafts, half-removed versions, stray files. Returns
-        what is wrong with damaged versions.
-
-        It never touches anything that a live process holds, nor a committed version.
-        """
+    def sweep(self) -> None:
+        """Removes leftovers of dead processes: unlocked drafts and half-removed versions; nothing that a live process
+        holds, and no committed version."""
         with self.mutex():
             self._sweep_drafts()
-        damaged = []
-        for path in (path for kind in KINDS for path in self._committed(kind)):
-            try:
-                stored = StoredVersion.read(path)
-                if self.root / stored.manifest.name.key != path:
-                    raise IntegrityError(f"its manifest names {stored.manifest.name}", path=path)
-                stored.manifest.check_layout(Layout.read(path), path=path)
-            except IntegrityError as error:
-                if path.exists():
-                    damaged.append(error)
-        return tuple(damaged)
 
     # Space
 
@@ -300,45 +310,35 @@ class WeightStore:
             budget_bytes=self.budget_bytes,
         )
 
-    def evict(self, bytes_needed: int) -> int:
-        """Frees at least `bytes_needed` bytes if possible: the pool first, then unleased, unpinned versions, least
-        recently used first. Returns the bytes freed."""
+    def evict(self, nbytes: int) -> int:
+        """Frees at least `nbytes` bytes if possible: the pool first, then unleased, unpinned versions, least recently
+        used first. Returns the bytes freed."""
         with self.mutex():
             before = self.usage()
-            self.pool.trim(max(0, before.pool_bytes - bytes_needed))
-            if before.pool_bytes < bytes_needed:
-                self._evict(bytes_needed - before.pool_bytes)
+            self.pool.trim(max(0, before.pool_bytes - nbytes))
+            if before.pool_bytes < nbytes:
+                self._evict(nbytes - before.pool_bytes)
                 self.pool.trim(0)
             return before.used_bytes - self.usage().used_bytes
 
-    def evictable_bytes(self) -> int:
-        """Bytes of unleased versions and snapshots that are not pinned, because another tier has them."""
+    def idle_bytes(self) -> int:
+        """Bytes that `evict` can free now."""
         with self.mutex():
-            return self._evictable_bytes()
-
-    def trim_pool(self, keep_bytes: int = 0) -> int:
-        """Returns freed segments to the system until the pool holds at most `keep_bytes`; returns the bytes freed."""
-        with self.mutex():
-            return self.pool.trim(keep_bytes)
+            return self.pool.nbytes + self._evictable_bytes()
 
     def room_bytes(self) -> int:
         """Bytes available to a reservation now: free bytes plus unleased, unpinned ones."""
-        in_memory = shutil.disk_usage(self.root).free + self.pool.nbytes
-        return int(min(in_memory, self._free_bytes())) + self.evictable_bytes()
+        with self.mutex():
+            in_memory = shutil.disk_usage(self.root).free + self.pool.nbytes
+            return int(min(in_memory, self._free_bytes())) + self._evictable_bytes()
 
     def full(self, needed_bytes: int) -> StoreFull:
         """The StoreFull error, with its numbers, for a caller that writes this many bytes beside the versions here."""
-        with self.mutex():
-            return self._full(needed_bytes)
-
-    def _full(self, needed_bytes: int) -> StoreFull:
-        usage, committed = self.usage(), self._all_committed()
-        budget = "none" if self.budget_bytes is None else f"{self.budget_bytes} bytes"
-        leased_bytes = sum(held.nbytes for held in committed if held.leased)
-        pinned_bytes = sum(held.nbytes for held in committed if held.pinned)
+        usage, budget = self.usage(), "none" if self.budget_bytes is None else f"{self.budget_bytes} bytes"
+        pinned_bytes = sum(held.nbytes for held in self._all_committed() if held.pinned)
         return StoreFull(
             f"no room for {needed_bytes} bytes: budget {budget}, in use {usage.used_bytes} bytes "
-            f"(leased {leased_bytes}, without a copy on disk {pinned_bytes}, being written {usage.draft_bytes}), "
+            f"(without a copy on disk {pinned_bytes}, being written {usage.draft_bytes}), "
             f"free on the file system {shutil.disk_usage(self.root).free} bytes. Release or remove a version, persist "
             "one so that it can be evicted, or raise the memory budget"
         )
@@ -369,7 +369,7 @@ class WeightStore:
         if lacking <= self._evictable_bytes():
             self._evict(lacking)
         if self._free_bytes() < needed_bytes:
-            raise self._full(needed_bytes)
+            raise self.full(needed_bytes)
 
     def _evictable_bytes(self) -> int:
         return sum(held.nbytes for held in self._all_committed() if not held.pinned and not held.leased)
@@ -383,9 +383,8 @@ class WeightStore:
             if held.pinned or (lock := DirectoryLock.try_exclusive(held.path)) is None:
                 continue
             with closing(lock):
-                if not (held.path / PINNED_FILE).exists():  # pinned between the scan and the lock
-                    self._take_down(held.path)
-                    lacking_bytes -= held.nbytes
+                self._take_down(held.path)
+            lacking_bytes -= held.nbytes
 
     def _take_down(self, path: Path) -> None:
         """Removes the version at `path`, whose exclusive lock the caller holds. One rename hides it; a sweep removes
@@ -399,16 +398,7 @@ class WeightStore:
     def _sweep_drafts(self) -> None:
         """Removes everything unlocked in staging."""
         for path in list(self.staging.iterdir()):
-            if path.is_symlink() or not path.is_dir():
-                path.unlink(missing_ok=True)  # a draft that was committed meanwhile
-            else:
-                self.pool.take_unheld(path, keep=False)
-
-    def _trim(self, upcoming_bytes: int) -> None:
-        """Shrinks the pool to what both bounds leave beside everything else and the `upcoming_bytes` still to be
-        written."""
-        most = math.inf if self.pool_bytes is None else self.pool_bytes
-        self.pool.trim(max(0, min(most, self._free_bytes() - upcoming_bytes)))
+            self.pool.take_unheld(path, keep=False)
 
 
 def directories(parent: Path) -> list[Path]:
@@ -425,3 +415,34 @@ def _held_at(paths: list[Path]) -> Iterator[Held]:
         with suppress(FileNotFoundError, NotADirectoryError):
             sizes = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path)}
             yield Held(path.lstat().st_mtime_ns, path, sum(sizes.values()), PINNED_FILE in sizes)
+
+
+def _free_path(root: Path, name: Name) -> Path:
+    """The path of a version to be written. Raises VersionExists, InvalidName."""
+    path = root / name.key
+    if path.exists():
+        raise VersionExists(f"{name} exists; choose another version name or remove it")
+    return path
+
+
+def _publish(root: Path, path: Path, manifest: Manifest, *, pinned: bool) -> StoredVersion:
+    """Makes the written draft at `path` the version of the manifest. Raises VersionExists, IntegrityError,
+    StoreError."""
+    target = _free_path(root, manifest.name)
+    write_file(path / MANIFEST_FILE, manifest.to_bytes())
+    if pinned:
+        write_file(path / PINNED_FILE, b"")
+    while True:
+        for directory in (target.parent.parent, target.parent):  # `parents` would give the first another mode
+            directory.mkdir(mode=0o700, exist_ok=True)
+        try:
+            os.rename(path, target)
+            return StoredVersion(*manifest.name, target, manifest.nbytes, manifest)
+        except FileNotFoundError:
+            # The model's directory was removed as empty between mkdir and rename: make it again, unless the draft
+            # itself is gone.
+            if not path.exists():
+                raise StoreError(f"the draft {path} is gone: swept or already committed") from None
+        except OSError:
+            _free_path(root, manifest.name)  # another process was faster
+            raise

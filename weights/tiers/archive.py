@@ -10,9 +10,8 @@ from types import SimpleNamespace
 from typing import IO, cast
 
 from weights.format.errors import IntegrityError
-from weights.format.manifest import Manifest, checksum
+from weights.format.manifest import Manifest, checksum, hashed
 from weights.format.names import MANIFEST_FILE
-from weights.format.source import hashed
 
 CHUNK_BYTES = 1 << 20
 

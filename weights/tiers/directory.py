@@ -14,9 +14,8 @@ from typing import Any
 from weights.format.errors import IntegrityError, NotSealed, TierFull, VersionNotFound
 from weights.format.files import replace_file, sync
 from weights.format.layout import Layout
-from weights.format.manifest import Manifest
+from weights.format.manifest import Chunks, Manifest, aux_files_of, chunks_of, read_whole
 from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE, Name, encode_name
-from weights.format.source import Chunks, aux_files_of, chunks_of, read_whole
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore, directories
 from weights.tiers.objects import tier_errors

@@ -16,9 +16,8 @@ from blake3 import blake3
 
 from weights.format.errors import IntegrityError, ObjectDamaged, TierUnavailable, VersionNotFound
 from weights.format.layout import Layout
-from weights.format.manifest import Manifest, checksum
+from weights.format.manifest import CHUNK_BYTES, Chunks, Manifest, checksum
 from weights.format.names import Name
-from weights.format.source import CHUNK_BYTES, Chunks
 from weights.tiers import moments
 from weights.tiers.objects import Objects
 from weights.tiers.tier import Tier

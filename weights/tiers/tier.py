@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from weights.format.layout import Layout
-from weights.format.manifest import Manifest
+from weights.format.manifest import Chunks, Manifest, chunks_of, hashed
 from weights.format.names import Name
-from weights.format.source import Chunks, chunks_of, hashed, read_whole
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
 
@@ -72,7 +71,3 @@ class Tier(ABC):
         """Restores `name` into `store`, evictable, and checks every byte before it becomes visible. Raises
         VersionNotFound, IntegrityError, NotSealed, StoreFull, VersionExists."""
         return store.receive(self._manifest(name), partial(self._chunks, name), source=self.place(name))
-
-    def verify(self, name: Name) -> Manifest:
-        """Reads every byte. Raises VersionNotFound, IntegrityError."""
-        return read_whole(self._manifest(name), partial(self._chunks, name), source=self.place(name))

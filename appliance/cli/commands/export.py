@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import subprocess
+import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os.path import commonprefix
 from pathlib import Path
@@ -23,6 +26,8 @@ from appliance.cli.options import number, opt, text_file
 from appliance.cli.resources import MODEL, segment
 
 ADAPTER_FILE = "adapter_config.json"
+# Only its source archive is used: llama.cpp's converter is in it, and runs without being compiled.
+_LLAMA_CPP = "llama-cpp-python==0.3.36 --hash=sha256:832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 
 
 @command(
@@ -31,25 +36,31 @@ ADAPTER_FILE = "adapter_config.json"
     opt("--to DIR", "A new directory.", type=Path, required=True),
     opt(
         "--format FORMAT",
-        "safetensors: the files as they are, of an adapter the adapter. merged: an adapter added to its base.",
-        choices=("safetensors", "merged"),
+        "safetensors: the files as they are, of an adapter the adapter. merged: an adapter added to its base. gguf: "
+        "merged, as one file for llama.cpp.",
+        choices=("safetensors", "merged", "gguf"),
         default="safetensors",
     ),
+    opt("--quant TYPE", "Numbers in the GGUF file.", choices=("f32", "f16", "bf16", "q8_0"), default="bf16"),
 )
 def export(session: Session, args: Namespace) -> None:
     """Download a model in the layout of Hugging Face, each file compared with its checksum.
 
     transformers, peft and vLLM load the directory as it is. `NAME@VERSION` and a checkpoint's name mean that version.
+    gguf runs llama.cpp's own converter, which pip fetches first (80 MB); `llama-quantize` makes q4_k_m of its file.
 
     Examples:
       appliance model export ft:smollm2-135m:local:sums:a1b2c3d4 --to ./sums
       appliance model export ft:smollm2-135m:local:sums:a1b2c3d4 --to ./sums --format merged
+      appliance model export ft:smollm2-135m:local:sums:a1b2c3d4 --to ./sums --format gguf --quant q8_0
     """
     target = args.to.expanduser()
     if target.exists():
         raise BadUsage(f"{target} exists; name a new directory")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _checkpoint(session, args.id, target.parent, merged=args.format == "merged") as files:
+    with _checkpoint(session, args.id, target.parent, merged=args.format != "safetensors") as files:
+        if args.format == "gguf":
+            files = _gguf(files, args.quant)
         files.rename(target)
     nbytes = sum(path.stat().st_size for path in target.iterdir())
     files = sorted(path.name for path in target.iterdir())
@@ -71,8 +82,8 @@ def quantize(session: Session, args: Namespace) -> None:
 
     An adapter is added to its base first. int8 and int4 run on CPUs and GPUs, fp8 on GPUs. The new model is one of its
     own and, like every import, for everybody until `model share NAME --with all --stop`. A job on it trains an adapter
-    beside the few bits (QLoRA): docs/adapters.md. --compare reports the share of equal answers, and the share of an
-    answer before its first difference; both models answer without sampling.
+    beside the few bits (QLoRA): docs/adapters.md. --compare reports both perplexities of the file's answers, the share
+    of equal answers, and the share of an answer before its first difference; both models answer without sampling.
 
     Examples:
       appliance model quantize qwen2.5-7b --form int8
@@ -98,34 +109,68 @@ def quantize(session: Session, args: Namespace) -> None:
     session.show({**operation["result"], "weights_error": error, **agreement})
 
 
-def _questions(text: str, limit: int) -> list[Any]:
-    """Messages of each chat up to its last question. Raises BadUsage."""
+def _gguf(checkpoint: Path, quant: str) -> Path:
+    """Convert a checkpoint by llama.cpp's converter; return the new directory with the file. Raises CommandFailed."""
+    scratch = checkpoint.parent
+    source, target = scratch / "llama.cpp", scratch / "gguf"
+    target.mkdir()
+    output.say("fetching llama.cpp's converter ...")
+    (scratch / "requirements.txt").write_text(_LLAMA_CPP)
+    fetch = ["download", "--quiet", "--no-deps", "--no-binary", ":all:", "--require-hashes", "--dest", str(source)]
+    _finished("pip download", [*python("pip", *fetch), "-r", str(scratch / "requirements.txt")])
+    (packed,) = source.iterdir()
+    shutil.unpack_archive(packed, source, filter="data")
+    (converter,) = source.glob("*/vendor/llama.cpp/convert_hf_to_gguf.py")
+    output.say(f"writing GGUF in {quant} ...")
+    arguments = [str(checkpoint), "--outfile", str(target / f"model-{quant}.gguf"), "--outtype", quant]
+    _finished("the conversion", [sys.executable, str(converter), *arguments])
+    return target
+
+
+def _questions(text: str, limit: int) -> list[tuple[list[Any], dict[str, Any] | None]]:
+    """Messages of each chat up to its last question, and the answer, if there is one. Raises BadUsage."""
     chats = []
     for line in [line for line in text.split("\n") if line.strip()][:limit]:  # JSON may hold other ends of lines
         try:
-            messages = json.loads(line)["messages"]
+            messages, answer = json.loads(line)["messages"], None
             while messages[-1]["role"] == "assistant":
-                messages.pop()
+                answer = messages.pop()
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise BadUsage(f'--compare: expected {{"messages": [...]}} on each line; one is {line[:80]!r}') from error
-        chats.append(messages)
+        chats.append((messages, answer if answer and isinstance(answer.get("content"), str) else None))
     if not chats:
         raise BadUsage('--compare: the file is empty; expected {"messages": [...]} on each line')
     return chats
 
 
-def _agreement(session: Session, models: tuple[str, str], chats: list[Any]) -> dict[str, float]:
-    """How far greedy answers of up to 64 tokens agree: shares from 0 to 1."""
+def _agreement(session: Session, models: tuple[str, str], chats: list[Any]) -> dict[str, Any]:
+    """How far greedy answers of up to 64 tokens agree: shares from 0 to 1. And each model's perplexity of the file's
+    answers, if it has any."""
     client, same, shared = endpoint(session), 0, 0.0
+    nats, tokens = dict.fromkeys(models, 0.0), dict.fromkeys(models, 0)
+
+    def ask(model: str, messages: list[Any], **more: Any) -> dict[str, Any]:
+        body = {"model": model, "messages": messages, "temperature": 0} | more
+        return client.send("POST", CHAT_PATH, body=body, timeout_s=ANSWER_TIMEOUT_S)
+
     with output.progress("comparing answers") as meter:
-        for count, messages in enumerate(chats):
+        for count, (messages, reference) in enumerate(chats):
             meter("comparing answers", count, len(chats))
-            bodies = ({"model": model, "messages": messages, "max_tokens": 64, "temperature": 0} for model in models)
-            answers = [client.send("POST", CHAT_PATH, body=body, timeout_s=ANSWER_TIMEOUT_S) for body in bodies]
+            answers = []
+            for model in models:
+                answers.append(ask(model, messages, max_tokens=64))
+                if reference is not None:
+                    whole = {"add_generation_prompt": False, "continue_final_message": True}
+                    read = ask(model, [*messages, reference], max_tokens=1, prompt_logprobs=0, **whole)
+                    of_answer = read["prompt_logprobs"][answers[-1]["usage"]["prompt_tokens"] :]
+                    nats[model] -= sum(next(iter(token.values()))["logprob"] for token in of_answer)
+                    tokens[model] += len(of_answer)
             first, second = (answer["choices"][0]["message"]["content"] or "" for answer in answers)
             same += first == second
             shared += len(commonprefix([first, second])) / max(len(first), len(second), 1)
-    return {"compared": len(chats), "same_answers": same / len(chats), "same_beginnings": shared / len(chats)}
+    perplexity = {model: math.exp(nats[model] / tokens[model]) for model in models if tokens[model]}
+    agreement = {"compared": len(chats), "same_answers": same / len(chats), "same_beginnings": shared / len(chats)}
+    return agreement | ({"perplexity": perplexity} if perplexity else {})
 
 
 @contextmanager
@@ -155,18 +200,21 @@ def _download(session: Session, model: str, folder: Path, query: str = "") -> No
         try:
             unpack(parts, folder, lambda done, total: meter(f"downloading {model}", done, total))
         except IntegrityError as error:
-            raise CommandFailed(
-                f"the download is damaged ({error}): run it again; `appliance model verify` checks the box's copy"
-            ) from error
+            raise CommandFailed(f"the download is damaged ({error}): run it again") from error
 
 
 def _remake(work: str, *folders: Path) -> dict[str, Any]:
     """Run `train.convert.remake` and return the object that it prints. Raises CommandFailed, BadUsage."""
-    done = subprocess.run(python("train.convert.remake", work, *map(str, folders)), capture_output=True, text=True)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise CommandFailed(f"{work} failed: {lines[-1]}")
-    answer = json.loads(done.stdout)
+    answer = json.loads(_finished(work, python("train.convert.remake", work, *map(str, folders))))
     if "refused" in answer:
         raise BadUsage(f"the model cannot become {work}: {answer['refused']}")
     return answer
+
+
+def _finished(work: str, command: Sequence[str]) -> str:
+    """Run a command and return what it printed. Raises CommandFailed with its last line."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise CommandFailed(f"{work} failed: {lines[-1]}")
+    return done.stdout

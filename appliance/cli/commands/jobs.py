@@ -229,8 +229,6 @@ def _end_well(job: dict[str, Any]) -> None:
     """Says how a finished job ended. Raises CommandFailed unless it succeeded."""
     if job["status"] == "succeeded":
         output.say(f"{job['id']} succeeded: {job['fine_tuned_model']}")
-        if job.get("verdict"):
-            output.say(job["verdict"]["text"])
         return
     reason = (job.get("error") or {}).get("message")
     ended = "was cancelled" if job["status"] == "cancelled" else "failed"

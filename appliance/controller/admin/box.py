@@ -15,8 +15,7 @@ from pydantic import StringConstraints
 from starlette.responses import PlainTextResponse
 
 from appliance.controller.admin.metrics import ControllerCollector, read_engines
-from appliance.controller.context.audit import name_of
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.context import ControllerContext, name_of
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import floor_notes, mode_in_force
 from appliance.controller.devices.power import of_job
@@ -31,8 +30,8 @@ from appliance.store.database import Database, Part
 from appliance.store.objects import jobs
 from appliance.store.records import audit, keys
 from appliance.store.rows import HANDOVERS, AuditRow, HandoverRow, columns
-from runtime.log_files import LogFile, end_of, logs_in
-from scheduler.handover.ports import StepRecord
+from runtime.logs import LogFile, end_of, logs_in
+from scheduler.handover.effects import StepRecord
 
 _LOG_BYTES = 256 * 1024
 

@@ -18,8 +18,7 @@ from fastapi import APIRouter, Query
 from pydantic import StringConstraints
 
 from appliance.controller.admin.keys import end_key
-from appliance.controller.context.audit import record
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.files import storage
 from appliance.controller.http.routers import needs, unaudited
 from appliance.controller.http.strict_body import StrictBody

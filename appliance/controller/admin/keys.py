@@ -13,22 +13,21 @@ from pydantic import Field
 
 from appliance.controller.access.model_access import caller_of
 from appliance.controller.access.naming import CallableName, OwnerName, model_of
-from appliance.controller.context.audit import record
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.http.resource import list_object, part
 from appliance.controller.http.routers import audited, needs
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.config import OwnerBounds, Scope
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, ANY, FINE_TUNING, INFERENCE, READ, Caller, Principal
-from appliance.controller.jobs.requests import Priority
 from appliance.controller.jobs.wanted import pause_jobs_of, pause_jobs_without_model
+from appliance.controller.openai.new_job import Priority
 from appliance.store.database import Part
 from appliance.store.errors import DuplicateRow
 from appliance.store.objects import models
 from appliance.store.records import keys, usage
 from appliance.store.rows import KeyRow, columns
-from runtime.moments import minute
+from runtime.logs import minute
 
 log = logging.getLogger("appliance.controller")
 

@@ -27,8 +27,7 @@ from fastapi import APIRouter, Request, Response
 from joserfc.errors import JoseError
 from pydantic import Field
 
-from appliance.controller.context.audit import record
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.http.routers import audited, make_router, needs, unaudited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.config import OidcSettings

@@ -25,13 +25,13 @@ from appliance.controller.devices.mode import mode_in_force
 from appliance.controller.interfaces.records import TRAINING_FAILED, SchedulerStatus
 from appliance.controller.openai.job_routes import job_phase
 from appliance.paths import SHM_MOUNT
-from appliance.store.objects import job_records, jobs, models
+from appliance.store.objects import jobs, models
 from appliance.store.rows import JobRow
 from runtime.devices.kind import THROTTLES
 from runtime.devices.published import accelerator
-from runtime.network.mutual_tls import http_options
+from runtime.network import http_options
 from scheduler.core.workload import POLICIES
-from scheduler.handover.ports import HandoverState
+from scheduler.handover.effects import HandoverState
 
 ENGINE_WAIT_S: Final = 0.5
 """For one engine; the gateway gives the whole scrape two seconds. One that computes for longer is left out of it."""
@@ -191,13 +191,9 @@ class ControllerCollector(Collector):
         yield Series("job_queue_length", "Unfinished jobs that hold no devices.", "", [((), waiting)])
         failed = sorted({TRAINING_FAILED: 0, **jobs.failed_by_code(db)}.items())
         yield Series("jobs_failed", "Failed jobs that are kept, by error.", "code", [([c], n) for c, n in failed])
-        newest = {row.id: step for row in running for step in job_records.last_metrics(db, row.id, 1)}
+        newest = {row.id: step for row in running for step in jobs.last_metrics(db, row.id, 1)}
         computed: dict[str, tuple[str, Callable[[JobRow], float | None]]] = {
             "job_devices": ("Devices that a running job holds.", lambda row: len(row.devices)),
-            "job_communication_ratio": (
-                "Share of the time of its newest profiled steps in which a running job's first rank communicated.",
-                lambda row: job_records.last_communication(db, row.id),
-            ),
             "job_mfu_ratio": (
                 "Share of its devices' bfloat16 rate, as their maker says it, that a running job's model uses.",
                 self._mfu,

@@ -11,8 +11,7 @@ from fastapi import APIRouter, Query
 from pydantic import Field, StringConstraints
 
 from appliance.controller.admin.box import handover_by_id
-from appliance.controller.context.audit import name_of, record
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.context import ControllerContext, name_of, record
 from appliance.controller.devices.mode import (
     floor_notes,
     mode_in_force,

@@ -16,8 +16,7 @@ from fastapi import APIRouter, Response
 from pydantic import Field, StringConstraints, ValidationError
 
 from appliance.controller.access.model_access import stored_model, stored_version, unknown_model
-from appliance.controller.context.audit import name_of, record
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.context import ControllerContext, name_of, record
 from appliance.controller.http.resource import RECENT, list_object
 from appliance.controller.http.routers import Status, answer, audited
 from appliance.controller.http.strict_body import StrictBody
@@ -30,10 +29,10 @@ from appliance.controller.models.canaries import Canaries
 from appliance.models.errors import TemplateRefused
 from appliance.models.trial import try_template
 from appliance.store.database import Database, Part
-from appliance.store.objects import adapters, models
+from appliance.store.objects import models
 from appliance.store.records import canaries, deployments, model_settings
 from appliance.store.rows import DeploymentRow, ModelRow, VersionRow, columns
-from runtime.pydantic_words import words_of_check
+from runtime.errors import words_of_check
 from serve.core.model_settings import ModelSettings, with_system_prompt
 from weights.format.tool_template import with_tools
 
@@ -132,7 +131,7 @@ def model_view(
     `adapter`: {"base", "base_version", "rank", "host"} if the active version is one; the engines of `host` serve it.
     `message`: why its engines fail, None if they do not."""
     db = context.db
-    deployment, running = deployments.find(db, row.id), canaries.find_running(db, row.id)
+    deployment, running = deployments.find(db, row.id), models.find_canary(db, row.id)
     size, active = context.sizes.size(row, None), models.active(db, row)
     set_up, adapter = model_settings.current(db, row.id), active.meta.get("adapter") if active else None
     return {
@@ -179,7 +178,7 @@ def deployment_view(row: DeploymentRow, status: SchedulerStatus) -> dict[str, An
 def _refuse_of_adapter(context: ControllerContext, name: str, given: Mapping[str, Any]) -> None:
     """Raises BadRequest for what an adapter, which has no engines, would never use. Null is taken: it removes what was
     set while the name had whole weights."""
-    base = next((row.base for row in adapters.list_callable(context.db) if row.name == name), None)
+    base = next((row.base for row in models.callable_adapters(context.db) if row.name == name), None)
     field = next((field for field, value in given.items() if field not in _OF_ADAPTERS and value is not None), None)
     if base is not None and field is not None:
         raise InvalidValue(
@@ -213,7 +212,7 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
         version = body.version if body else None
         stored_model(db, name)
         async with activation.lock(name):
-            if version is None and canaries.find_running(db, name) is not None:
+            if version is None and models.find_canary(db, name) is not None:
                 return running.roll_back(name, caller)
             row = stored_model(db, name)
             to = _rollback_target(db, row, version)

@@ -14,8 +14,7 @@ from pydantic import StringConstraints
 
 from appliance.controller.access.model_access import caller_of
 from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name, made_by_jobs
-from appliance.controller.context.audit import record
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.http.resource import RECENT, list_object
 from appliance.controller.http.strict_body import StrictBody

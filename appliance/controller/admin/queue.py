@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter
-from pydantic import Field
 
-from appliance.controller.context.audit import name_of
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.context import ControllerContext, name_of
 from appliance.controller.http.routers import Status, audited
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, OperationFailed
+from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs.events import add_message
-from appliance.controller.jobs.requests import Devices, Moment, Priority
 from appliance.controller.jobs.settings import Wish, nodes_of
 from appliance.controller.jobs.wanted import JOBS, pause_reason
 from appliance.controller.openai.job_routes import job_object, job_phase
+from appliance.controller.openai.new_job import Devices, Moment, Priority
 from appliance.store.objects import jobs
 from appliance.store.rows import JobRow
-from runtime.profile_shares import MOST_STEPS
 
 # Slurm's reason codes (https://slurm.schedmd.com/job_reason_codes.html), each with a sentence of the box's own.
 VALIDATING = ("Dependency", "Its training file is being checked.")
@@ -35,10 +32,6 @@ class JobUpdate(StrictBody):
     preemptible: bool | None = None
     min_devices: Devices | None = None
     max_devices: Devices | None = None
-
-
-class ProfileRequest(StrictBody):
-    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 3
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
@@ -81,18 +74,6 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @audited("job.release")
     async def release(job_id: str, caller: Caller) -> dict[str, Any]:
         return changed(caller, _unfinished(context, caller, job_id), "release", "Released by an operator.", held=0)
-
-    @router.post("/jobs/{job_id}/profile")
-    @audited("job.profile")
-    async def profile(job_id: str, body: ProfileRequest, caller: Caller) -> dict[str, Any]:
-        """Measure where the time of the next steps goes; an event of the job with `data.profile` says it."""
-        row = JOBS.known(db, job_id, caller)
-        try:
-            await context.scheduler.profile_job(row.id, body.steps)
-        except OperationFailed as error:
-            message = f"The fine-tuning job {row.id} cannot be profiled: {error}"
-            raise Conflict(message, "fine_tune_id", error.code) from error
-        return {"id": row.id, "steps": body.steps}
 
 
 def _unfinished(context: ControllerContext, caller: Principal, job_id: str) -> JobRow:

@@ -19,7 +19,7 @@ from appliance.controller.context.tasks import TaskFailed
 from appliance.controller.http.error_handlers import message_of
 from appliance.controller.interfaces.errors import shown
 from appliance.gateway.core.config import Limits
-from train.data.foreign_files import MARK, foreign_file
+from train.data.lines import MARK, foreign_file
 from weights.format.foreign_json import is_deeper
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")

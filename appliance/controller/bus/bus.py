@@ -30,7 +30,7 @@ from appliance.controller.interfaces.config import ControllerConfig
 from appliance.store.database import Database
 from appliance.store.records import box
 from runtime.background_tasks import BackgroundTasks
-from runtime.network.sockets import private_socket
+from runtime.network import private_socket
 
 
 class ModelLoad(Struct, frozen=True):

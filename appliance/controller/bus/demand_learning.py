@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from appliance.gateway.core.table import BUCKETS_PER_DOUBLING
-from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.standby import Bounds, StandbyLearner
+from scheduler import autoscaler
+from scheduler.autoscaler import Bounds, StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView
 
@@ -87,5 +87,5 @@ class DemandLearning:
                 for name in traffic.names
                 for bucket in arrived.get(name, Counter()).elements()
             ]
-            learner.seen(now_s, works_s, demand_.load(deployment, self._config))
+            learner.seen(now_s, works_s, autoscaler.load(deployment, self._config))
         return replace(deployment, standby=learner.best)

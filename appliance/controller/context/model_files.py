@@ -6,17 +6,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.models.errors import ModelError
-from appliance.models.library import ModelLibrary, Report
+from appliance.models.library import ModelLibrary
 from appliance.store.rows import VersionRow
 from appliance.tiers.flow import TierFlow
-from appliance.tiers.tiers import Checked, Tiers, name_of
-from weights.checkpoint.folder import may_open
+from appliance.tiers.tiers import name_of
 from weights.format.errors import VersionLeased, VersionNotFound, WeightsError
 from weights.format.names import Name
 from weights.memory.lease import unpin
@@ -30,8 +27,8 @@ READERS_LEAVE_S = 30.0  # for an engine that is unloading an adapter, or a copy 
 
 
 class LibraryOps:
-    """All raise OperationFailed for errors that a user can act on; `report` is called from any thread. Rows in the
-    store are the callers' responsibility.
+    """All raise OperationFailed for errors that a user can act on. Rows in the store are the callers'
+    responsibility.
 
     let_go: gives up the box's own leases on a model. elsewhere: has other nodes remove their copies of what is
     deleted."""
@@ -40,36 +37,16 @@ class LibraryOps:
         self,
         library: ModelLibrary,
         store: WeightStore,
-        tiers: Tiers,
         flow: TierFlow,
         let_go: Callable[[str], None],
         elsewhere: Callable[[list[Name]], Awaitable[None]] | None = None,
     ):
-        self.library, self._store, self._tiers, self._flow, self.let_go = library, store, tiers, flow, let_go
+        self.library, self._store, self._flow, self.let_go = library, store, flow, let_go
         self._elsewhere = elsewhere
 
     async def run(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """Run a method of `library` on a thread."""
         return await _thread(work, *arguments, **named)
-
-    async def verify(self, rows: Sequence[VersionRow], report: Report) -> dict[str, Any]:
-        """Compare bytes with checksums in every tier; returns {"versions": [{"version", "path", "tensors", "bytes"}],
-        "unsealed": copies without checksums yet, "tensors", "bytes"}. Raises OperationFailed naming the file of
-        every damaged copy."""
-        found = await self._check([name_of(row) for row in rows], report)
-        await _thread(_check_may_open, rows)
-        return {"versions": found.whole, "unsealed": found.unsealed, **found.totals()}
-
-    async def verify_tiers(self, report: Report) -> dict[str, Any]:
-        """The same for all versions, adapters and snapshots; returns {"copies", "unsealed", "tensors", "bytes"}."""
-        found = await self._check(await _thread(self._tiers.known), report)
-        return {"copies": len(found.whole), "unsealed": found.unsealed, **found.totals()}
-
-    async def _check(self, names: list[Name], report: Report) -> Checked:
-        found = await _thread(self._tiers.check, names, report)
-        if found.faults:
-            raise OperationFailed("; ".join(found.faults), code="copies_damaged")
-        return found
 
     async def remove(self, model: str, rows: Sequence[VersionRow]) -> None:
         """Delete the bytes of these versions. Idempotent."""
@@ -96,13 +73,6 @@ class LibraryOps:
                     await _thread(unpin, stored)
                     return
                 await asyncio.sleep(0.05)
-
-
-def _check_may_open(rows: Sequence[VersionRow]) -> None:
-    for row in rows:
-        for folder in {path for path in (row.disk_path, row.shm_path) if path and Path(path).is_dir()}:
-            with suppress(VersionNotFound):  # it has left shared memory
-                may_open(Path(folder), row.model)
 
 
 async def _thread(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:

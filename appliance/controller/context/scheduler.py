@@ -15,11 +15,11 @@ from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import model_settings
 from appliance.store.records.journal import SqliteJournal
-from runtime.devices.cpu import host_memory_bytes
+from runtime.devices.kinds import host_memory_bytes
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Policy
-from scheduler.handover.ports import StepRecord
+from scheduler.handover.effects import StepRecord
 from scheduler.loop.loop import SchedulerLoop
 from weights.memory.store import WeightStore
 
@@ -150,14 +150,6 @@ class Scheduler:
                 await self._effects.unload_adapter(name)
             except EffectFailed as error:
                 raise OperationFailed(str(error), code="adapter_in_use") from error
-
-    async def profile_job(self, job_id: str, steps: int) -> None:
-        """Have the job profile its next steps; an event of the job tells of it. Raises OperationFailed if it does not
-        run."""
-        try:
-            await self._effects.profile_group(job_id, steps)
-        except EffectFailed as error:
-            raise OperationFailed(error.reason, code="not_running") from error
 
 
 def _measured_swap(steps: Iterable[StepRecord]) -> dict[str, Any]:

@@ -1,20 +1,30 @@
 """Sizes the engines of this box's models: memory and context, for everybody who asks (plans, views, admission, the
-gateways' table, the engines themselves)."""
+gateways' table, the engines themselves); and asks vLLM whether it would start an engine with given settings."""
 
 from __future__ import annotations
 
+import asyncio
+import uuid
 from collections.abc import Callable, Iterable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from appliance.controller.interfaces.errors import OperationFailed
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import deployments, model_settings
 from appliance.store.rows import ModelRow, VersionRow
+from runtime.errors import RuntimeLayerError
+from runtime.processes.child import Child
 from scheduler.core.inventory import Device
 from serve.core.config import EngineConfig
 from serve.core.model_settings import ModelSettings
 from serve.core.sizing import EngineSize, ServedShape, adapter_rank_limit, engine_size
+from serve.core.spec import ReplicaSpec
 from weights.format.foreign_json import config_in
+
+if TYPE_CHECKING:
+    from scheduler.ray.node import NodeConfig
 
 
 class EngineSizes:
@@ -98,3 +108,57 @@ class EngineSizes:
             if config is not None:
                 self._shapes[key] = ServedShape.from_config(config, version.bytes or model.bytes, model.params)
         return self._shapes.get(key, bare)
+
+
+ENTRY = "serve.engine.main:check_settings"
+TIMEOUT_S = 60.0
+
+
+class SettingsCheck:
+    """Asks in a process that has vLLM imported, one check at a time."""
+
+    def __init__(self, sizes: EngineSizes, home: NodeConfig, device: Device):
+        self._sizes, self._home, self._device = sizes, home, device
+        self._one = asyncio.Lock()
+
+    async def refused(self, model: ModelRow, version: VersionRow, devices: int, settings: ModelSettings) -> str:
+        """Why vLLM would not start it, "" if it would. Raises OperationFailed if it cannot be asked now."""
+        folder = next(
+            (f for f in (version.shm_path, version.disk_path) if f and Path(f, "config.json").is_file()), None
+        )
+        if folder is None:
+            raise OperationFailed(
+                f"Version {version.version} of {model.id} is neither in memory nor on disk now, so vLLM cannot be "
+                "asked about its settings; ask the model something and try again."
+            )
+        check_id = f"check-{uuid.uuid4().hex[:8]}"
+        spec = ReplicaSpec(
+            replica_id=check_id,
+            model=model.id,
+            version=version.version,
+            version_path=str(folder),
+            socket_path=str(self._home.socket_path(check_id)),
+            devices=tuple(range(devices)),
+            kind=self._device.kind,
+            shm_root=str(self._home.shm_root),
+            tensor_parallel=devices,
+            **self._sizes.spec_fields(model, version, devices, settings),
+        )
+        async with self._one:
+            return await self._ask(spec)
+
+    async def _ask(self, spec: ReplicaSpec) -> str:
+        warm, log_path = self._home.warm_socket("serve"), Path(self._home.log_dir) / "settings-check.log"
+        try:
+            child = await Child.spawn(warm, ENTRY, {"spec": spec.to_json()}, log_path=log_path, name=spec.replica_id)
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    event: dict[str, Any] | None = await child.next_event()
+            finally:
+                await child.kill_and_wait()
+        except (RuntimeLayerError, TimeoutError) as error:
+            why = str(error) or f"no answer within {TIMEOUT_S:.0f} s"
+            raise OperationFailed(f"vLLM cannot be asked about these settings now: {why}") from error
+        if event is None:
+            raise OperationFailed("The process that checks settings has ended; settings-check.log says more.")
+        return str(event["refused"]) if event["event"] == "checked" else f"{event['type']}: {event['message']}"

@@ -13,8 +13,8 @@ from appliance.controller.bus.demand_learning import Traffic
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.store.database import Database
 from appliance.store.objects import models
-from appliance.store.objects.adapters import AdapterRow, list_callable
-from appliance.store.records import canaries, deployments, model_settings
+from appliance.store.objects.models import AdapterRow, callable_adapters
+from appliance.store.records import deployments, model_settings
 from appliance.store.rows import CanaryRow, ModelRow
 from scheduler.core.failures import Failure
 from scheduler.core.workload import Demand
@@ -220,7 +220,7 @@ class BusRouting:
     def _callable(self, rows: Mapping[str, ModelRow]) -> dict[str, _Callable]:
         """Models with a deployment, their canaries, checkpoints of fine-tuning jobs, `MODEL@VERSION` of versions that
         are active or that some engine serves, and models in training."""
-        guests = {row.name: row for row in list_callable(self._db)}
+        guests = {row.name: row for row in callable_adapters(self._db)}
         deployed = [row.model for row in deployments.list_all(self._db) if row.model in rows]
         found = {}
         for name in deployed:
@@ -228,7 +228,7 @@ class BusRouting:
         for name, model, version in models.checkpoint_names(self._db):
             task = rows[model].task if model in rows else "generate"
             found[name] = _Callable(model, version, task, guests.get(name))
-        for canary in canaries.list_running(self._db):
+        for canary in models.running_canaries(self._db):
             stable = found.get(canary.model)
             if stable is not None:
                 found[canary.model] = replace(stable, canary=canary)

@@ -35,7 +35,7 @@ from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.objects import files as file_rows
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, TaskRow, columns
-from train.data.foreign_files import MARK
+from train.data.lines import MARK
 from train.graders.errors import GradingFailed, InvalidGrader
 from train.graders.graders import Grader, ModelAnswer, parse, sources
 from train.graders.grading import Graded

@@ -108,7 +108,7 @@ async def check_form(hosts: GraderHosts, given: Any, caller: Principal, param: s
 
 
 def form_of(given: Any, param: str) -> dict[str, Any] | None:
-    """The form that a job's ranks hold their answers to (train.rollouts.form); None for plain text. Raises
+    """The form that a job's ranks hold their answers to (train.rollouts.rollouts); None for plain text. Raises
     BadRequest."""
     if given is None or given == {"type": "text"}:
         return None

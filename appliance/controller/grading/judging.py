@@ -21,10 +21,9 @@ from appliance.controller.grading.in_tokens import Sampled
 from appliance.controller.jobs.events import add_message
 from appliance.gateway.core.errors import ENGINES_DIED
 from appliance.store.database import Database
-from appliance.store.objects import job_records
+from appliance.store.objects import jobs
 from appliance.store.records import keys
 from appliance.store.rows import JobRow
-from train.graders.calls import calls_in
 from train.graders.errors import GradingErrors
 from train.graders.graders import Grader, ModelAnswer, judges, parse
 from train.graders.grading import Graded, requests
@@ -114,7 +113,7 @@ class Judging:
     async def verdict(self, row: JobRow, prompt: Prompt, answers: Sequence[Sampled]) -> Verdict:
         """On the answers to one prompt, in order: "errors", and "rewards" of a grader or "log_probs" of a teacher.
         Raises CannotGoOn."""
-        found = job_records.find_judge(self._db, row.id)
+        found = jobs.find_judge(self._db, row.id)
         if found is None:
             raise CannotGoOn("the judge of the job was deleted")
         if how := keys.how_ended(self._db, row.key_id):
@@ -130,8 +129,8 @@ class Judging:
         field: the model has to learn that."""
         record = prompt.record
         item = {**record["item"], "messages": record["messages"]}
-        read = [calls_in(one.text) if record.get("tools") else {"text": one.text} for one in answers]
-        samples = [(Sample(one["text"], one.get("tools", [])), item) for one in read]
+        sample_of = Sample.with_calls if record.get("tools") else Sample
+        samples = [(sample_of(one.text), item) for one in answers]
         with self.waiting(row, "judge", {one.model for one in judges(grader).values()}):
             ask = partial(self._grading.ask_judges, row.key_id, grader, within_s=ANSWER_WITHIN_S)
             judged = await asyncio.gather(*(ask(sample, item) for sample, item in samples))

@@ -22,7 +22,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope
 
-from appliance.controller.context import audit
+from appliance.controller.context import context
 from appliance.controller.http.error_handlers import RESPONSES
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, Forbidden
@@ -175,7 +175,7 @@ class StrictRoute(APIRoute):
         kept = {name: answer[name] for name in self.fields if answer.get(name)}
         target = "/".join(str(value) for value in request.path_params.values())
         target = target or str(answer.get("id") or answer.get("name") or "")
-        audit.record(request.app.state.context, caller, self.action, target, **body | kept)
+        context.record(request.app.state.context, caller, self.action, target, **body | kept)
 
 
 # --- answers made on threads, and what they need of the loop

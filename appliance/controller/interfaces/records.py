@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from appliance.store.database import Database
-from appliance.store.objects import adapters
+from appliance.store.objects import models
 from scheduler.core.workload import AWAKE, PolicyKind
 
 TRAINING_FAILED = "training_failed"
@@ -66,7 +66,7 @@ class ModelStates:
     """What each model does now, in a word, and why its engines fail; from one read of the scheduler's status."""
 
     def __init__(self, db: Database, status: SchedulerStatus):
-        self._hosts = {row.name: row.host for row in adapters.list_callable(db)}
+        self._hosts = {row.name: row.host for row in models.callable_adapters(db)}
         self._replicas: dict[str, set[str]] = {}
         for replica in status["replicas"]:
             self._replicas.setdefault(replica["model"], set()).add(replica["state"])

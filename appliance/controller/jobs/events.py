@@ -21,7 +21,7 @@ from appliance.controller.files import storage
 from appliance.controller.models.capacity import gb
 from appliance.store.database import Database
 from appliance.store.ids import new_id
-from appliance.store.objects import job_records, jobs, models
+from appliance.store.objects import jobs, models
 from appliance.store.rows import (
     VERSIONS,
     JobEventRow,
@@ -32,8 +32,6 @@ from appliance.store.rows import (
     columns,
 )
 from train.methods.methods import METHODS
-from train.plan import verdict
-from train.plan.verdict import Verdict
 
 Level = Literal["info", "warn", "error"]
 _ETA_WINDOW_STEPS = 20
@@ -49,6 +47,16 @@ _COLUMNS = {
 """OpenAI's columns of a result file, where they are others than "train_" and "valid_" before the name."""
 EQUAL_STEPS = 8
 """Steps in a row without a difference in rewards, after which an event says so."""
+_NOTHING_TRAINED = (
+    "Nothing was trained: in all {} steps all answers to a prompt got the same reward. Give a grader that tells better "
+    "answers from worse ones (a score in place of right or wrong), easier or harder prompts, or more answers for each "
+    "prompt (compute_multiplier)."
+)
+
+
+def _equal_rewards(one: JobMetricRow) -> bool:
+    """Whether the answers to each prompt of the step got one reward, so that the step trained nothing."""
+    return (one.measured or {}).get("equal_rewards") == 1.0
 
 
 def add_message(
@@ -61,7 +69,7 @@ def add_message(
     kind: Literal["message", "metrics"] = "message",
 ) -> None:
     row = JobEventRow(new_id("ftevent-"), job_id, level, kind, text, time.time(), data)
-    job_records.insert_event(db, row)
+    jobs.insert_event(db, row)
 
 
 def fail(db: Database, job_id: str, code: str, message: str, param: str | None = None) -> None:
@@ -101,7 +109,6 @@ class JobEvents:
             "metrics": self._metrics,
             "validation": self._validation,
             "published": self._published,
-            "profiled": self._profiled,
             "snapshot": self._snapshot,
             "message": self._message,
         }
@@ -128,7 +135,7 @@ class JobEvents:
     def goes_on(self, job_id: str, step: int) -> None:
         """Its ranks begin after `step`. Records which steps are repeated, if any."""
         # Not the row's step: the handler of the end has already reset it to the snapshot's.
-        reached = job_records.last_step(self._db, job_id)
+        reached = jobs.last_step(self._db, job_id)
         if (lost := reached - step) > 0:
             text = f"The job resumed from step {step}: {lost} steps up to step {reached} are repeated"
             add_message(self._db, job_id, text, data={"step": step, "steps_anew": lost})
@@ -140,28 +147,24 @@ class JobEvents:
             text = f"Fine-tuning job suspended at step {step}: {reason}"
             add_message(self._db, job_id, text, data={"step": step})
 
-    def conclude(self, job_id: str) -> Verdict:
-        """Judge a job whose ranks report no more, and make its result file; there may be 100,000 steps. A full disk
-        costs the table and not the success: an error here would reach the scheduler's loop, which would end the job
-        again in each round and plan nothing."""
+    def conclude(self, job_id: str) -> None:
+        """Make the result file of a job whose ranks report no more; there may be 100,000 steps. A full disk costs the
+        table and not the success: an error here would reach the scheduler's loop, which would end the job again in each
+        round and plan nothing."""
         db, row = self._db, jobs.get(self._db, job_id)
-        versions = models.versions_made_by(db, row.id)
-        last = versions[-1].step if versions else None
-        steps = [one for one in job_records.all_metrics(db, row.id) if last is None or one.step <= last]
-        judged, made = verdict.judge(row.method, steps, row.resolved or {}), list[str]()
         table = _metrics_table(db, row)
         try:
-            made.append(storage.make_result(db, self._files_dir, table, "step_metrics.csv", row.owner))
+            made = storage.make_result(db, self._files_dir, table, "step_metrics.csv", row.owner)
+            jobs.update(db, job_id, result_files=[made])
         except OSError as error:
             where = f"`GET /v1/fine_tuning/jobs/{row.id}/metrics` has them"
             message = f"The table of its steps could not be written: {error.strerror}. {where}"
             add_message(db, row.id, message, level="warn")
-        jobs.update(db, job_id, verdict=judged._asdict(), result_files=made)
-        self._compare(row, steps)
-        return judged
+        self._compare(row)
 
-    def _compare(self, row: JobRow, steps: list[JobMetricRow]) -> None:
+    def _compare(self, row: JobRow) -> None:
         """Put what the job took beside its estimate."""
+        steps = list(jobs.all_metrics(self._db, row.id))
         speeds = [one.tokens_per_s / one.devices for one in steps if one.tokens_per_s and one.devices]
         if row.estimate is None or not speeds:
             return
@@ -187,20 +190,19 @@ class JobEvents:
             if not versions:
                 fail(db, job_id, "nothing_published", "The job ended without publishing weights; see its log.")
                 return
-            # None after a restart of the controller between the two.
-            judged = Verdict(**row.verdict) if row.verdict is not None else self.conclude(job_id)
-            if judged.code == "no_signal":
-                fail(db, job_id, "nothing_trained", judged.text)
-                return
+            if not row.result_files:  # after a restart of the controller between the two
+                self.conclude(job_id)
+            if done := [one for one in jobs.all_metrics(db, job_id) if 0 < one.step <= versions[-1].step]:
+                if all(map(_equal_rewards, done)):
+                    fail(db, job_id, "nothing_trained", _NOTHING_TRAINED.format(len(done)))
+                    return
             result = versions[-1]
             meta = {name: value for name, value in result.meta.items() if name != "of_epoch"}
             models.update_version(db, row.output_model, result.version, meta=meta)
             message = self._made(row, result.version)
             # Not the row's step: one that was suspended once its last step was done has the snapshot's.
-            jobs.update(db, job_id, step=job_records.last_step(db, job_id) or row.step)
+            jobs.update(db, job_id, step=jobs.last_step(db, job_id) or row.step)
             jobs.set_phase(db, job_id, "succeeded", reason="")
-            data = {"verdict": judged._asdict()}
-            add_message(db, job_id, judged.text, level="warn" if judged.is_warning else "info", data=data)
             add_message(db, job_id, message)
             add_message(db, job_id, "The job has successfully completed")
 
@@ -235,13 +237,13 @@ class JobEvents:
     def _metrics(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, at_s = self._db, int(event["step"]), event.pop("at_s", None)
         # One that is done again, after the death of a rank, say, counts once.
-        before = job_records.find_metric(db, row.id, step)
+        before = jobs.find_metric(db, row.id, step)
         if before is not None and before.created_s == at_s:
             return  # read in the run's log by a new controller, and delivered too, by ranks that outlived the old one
         # Not when it is read: steps of a time without a controller are read all at once.
         created_s, measured = time.time() if at_s is None else float(at_s), _measured(row, event, "train_")
         of_step = {name: event.get(name) for name in _OF_STEP}
-        job_records.upsert_metric(db, JobMetricRow(row.id, step, created_s, measured=measured, **of_step))
+        jobs.upsert_metric(db, JobMetricRow(row.id, step, created_s, measured=measured, **of_step))
         total = event.get("total_steps") or row.total_steps
         changes: dict[str, Any] = {
             "step": step,
@@ -263,8 +265,8 @@ class JobEvents:
 
     def _warn_of_equal_rewards(self, row: JobRow) -> None:
         """Warn once of each row of steps that trained nothing, because a job may go on like that for days."""
-        steps = job_records.last_metrics(self._db, row.id, EQUAL_STEPS + 1)
-        equal = [verdict.equal_rewards(one) for one in steps]
+        steps = jobs.last_metrics(self._db, row.id, EQUAL_STEPS + 1)
+        equal = [_equal_rewards(one) for one in steps]
         if len(equal) >= EQUAL_STEPS and all(equal[-EQUAL_STEPS:]) and (len(equal) == EQUAL_STEPS or not equal[0]):
             text = (
                 f"The last {EQUAL_STEPS} steps trained nothing: all answers to a prompt got the same reward. Look at "
@@ -274,14 +276,14 @@ class JobEvents:
 
     def _eta_s(self, job_id: str, step: int, total: int | None) -> float | None:
         """From the median time of the last steps, so that one suspension does not distort it."""
-        recent = job_records.last_metrics(self._db, job_id, _ETA_WINDOW_STEPS)
+        recent = jobs.last_metrics(self._db, job_id, _ETA_WINDOW_STEPS)
         gaps = sorted((b.created_s - a.created_s) / (b.step - a.step) for a, b in zip(recent, recent[1:], strict=False))
         return None if not gaps or total is None else max(0.0, gaps[len(gaps) // 2] * (total - step))
 
     def _validation(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, loss = self._db, int(event["step"]), event.get("loss")
         found = JobMetricRow(row.id, step, time.time(), valid_loss=loss, valid_measured=_measured(row, event))
-        job_records.upsert_metric(db, found)
+        jobs.upsert_metric(db, found)
         jobs.update(db, row.id, valid_loss=loss)
         total = event.get("total_steps") or row.total_steps  # before the first step the event alone knows
         known = ("event", "job", "step", "total_steps")
@@ -323,19 +325,6 @@ class JobEvents:
         data = {"step": step, "job_id": row.id, **meta}
         add_message(db, row.id, f"{what} created at step {step}{_written(event)}", data=data)
 
-    def _profiled(self, row: JobRow, event: dict[str, Any]) -> None:
-        """Where the time of some steps went; `appliance job logs` shows it."""
-        seconds, steps = float(event["seconds"]), int(event["steps"])
-        share = {name: float(took) for name, took in event["share"].items()}
-        job_records.set_communication(self._db, row.id, int(event["step"]), share["communication"] / seconds)
-        shares = ", ".join(f"{name} {took / seconds:.0%}" for name, took in share.items())
-        trace = f"jobs/{row.id}/profile/{Path(event['trace']).name}" if event.get("trace") else None
-        profile = {name: event[name] for name in ("step", "steps", "seconds", "share", "operators")}
-        profile |= {"trace": trace, "bytes": int(event.get("bytes") or 0)}
-        text = f"Profiled {steps} step{'s' if steps != 1 else ''} in {seconds:.2f} s: {shares}"
-        text += f"; trace {trace}" if trace else ""
-        add_message(self._db, row.id, text, data={"profile": profile})
-
     def _ensure_output_model(self, row: JobRow, size_bytes: int) -> None:
         db = self._db
         if models.find(db, row.output_model) is not None:
@@ -367,7 +356,7 @@ class JobEvents:
         add_message(self._db, row.id, str(event["text"]), level=event.get("level", "info"))
 
     def _measured_at(self, job_id: str, step: int) -> dict[str, float]:
-        row = job_records.find_metric(self._db, job_id, step)
+        row = jobs.find_metric(self._db, job_id, step)
         if row is None:
             return {}
         trained = {"loss": row.loss, **(row.measured or {})}
@@ -406,7 +395,7 @@ def _metrics_table(db: Database, job: JobRow) -> bytes:
     train, valid = _COLUMNS.get(first, (f"train_{first}", f"valid_{first}"))
     more = [f"{part}_{name}" for name in others for part in ("train", "valid")]
     writer.writerow(["step", "train_loss", train, "valid_loss", valid, *more])
-    for m in job_records.all_metrics(db, job.id):
+    for m in jobs.all_metrics(db, job.id):
         if m.step > 0:  # what is measured before the first step is of the starting model
             trained, validated = m.measured or {}, m.valid_measured or {}
             values = [one for name in others for one in (trained.get(name), validated.get(name))]

@@ -17,8 +17,8 @@ from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Verdict
-from appliance.store.objects import job_records, models
-from appliance.store.rows import VersionRow
+from appliance.store.objects import jobs, models
+from appliance.store.rows import JobRow, VersionRow
 from runtime.devices.kinds import HOST, kind_of
 from scheduler.core.config import SchedulerConfig
 from train.data.check import DataReport
@@ -136,6 +136,10 @@ class Wish:
         return fitting
 
 
+def wish_of(row: JobRow) -> Wish:
+    return Wish(row.min_devices, row.max_devices)
+
+
 def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
     """The message for a job that has no valid number of devices."""
     together = auto.ranks_of_row(resolved)
@@ -149,15 +153,35 @@ def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """resolved: fields of a TrainSpec. by_batch: numbers of devices that divide the work of a step; sizes: those of
-    them that were asked for. verdict: whether it fits, at which of them; None if there are none. layouts: that fit, the
-    best first, which `resolved` has, as `capacity.described` has them."""
+    """resolved: fields of a TrainSpec. by_batch: numbers of devices that divide the work of a step. verdict: whether it
+    fits, at which of the requested ones of them; None if there are none. layouts: that fit, the best first, which
+    `resolved` has, as `capacity.described` has them."""
 
     resolved: dict[str, Any]
     by_batch: list[int]
-    sizes: list[int]
     verdict: Verdict | None
     layouts: list[dict[str, Any]]
+
+
+def resolve(
+    context: ControllerContext,
+    base: Resolved,
+    method: Method,
+    given: dict[str, Any],
+    dataset: auto.DatasetStats,
+    wish: Wish,
+) -> dict[str, Any]:
+    """The fields of a TrainSpec, before a layout is chosen. given: the requested hyperparameters. Raises
+    InvalidHyperparameter."""
+    nodes, model = nodes_of(context), model_stats(context, base)
+    together = math.prod(n for name in ("tensor_parallel", "sequence_parallel") if type(n := given.get(name)) is int)
+    most = max(1, min(wish.most(nodes, together), nodes.largest))
+    resolved = method.resolve(given, dataset, model, most)
+    if wish.min_devices and given.get("batch_size", "auto") == "auto" and not wish.divided(resolved, nodes)[1]:
+        # An automatic batch follows the requested devices, not the other way round.
+        rows = math.ceil(resolved["batch_size"] / wish.min_devices) * wish.min_devices
+        resolved = method.resolve({**given, "batch_size": rows}, dataset, model, most)
+    return resolved
 
 
 def choose(
@@ -168,25 +192,18 @@ def choose(
     dataset: auto.DatasetStats,
     wish: Wish,
 ) -> Settings:
-    """given: the requested hyperparameters. Raises InvalidHyperparameter."""
-    nodes, model = nodes_of(context), model_stats(context, base)
-    together = math.prod(n for name in ("tensor_parallel", "sequence_parallel") if type(n := given.get(name)) is int)
-    most = max(1, min(wish.most(nodes, together), nodes.largest))
-    resolved = method.resolve(given, dataset, model, most)
+    """As `resolve`, with the best layout that fits the box."""
+    nodes, resolved = nodes_of(context), resolve(context, base, method, given, dataset, wish)
     by_batch, sizes = wish.divided(resolved, nodes)
-    if not sizes and wish.min_devices and given.get("batch_size", "auto") == "auto":
-        # An automatic batch follows the requested devices, not the other way round.
-        rows = math.ceil(resolved["batch_size"] / wish.min_devices) * wish.min_devices
-        resolved = method.resolve({**given, "batch_size": rows}, dataset, model, most)
-        by_batch, sizes = wish.divided(resolved, nodes)
     if not sizes:
-        return Settings(resolved, by_batch, sizes, None, [])
-    speed, memory = job_records.factors(context.db, base.name, method.name, resolved["full"])
-    box, shape = replace(box_facts(context), memory_factor=memory, speed_factor=speed), shape_of(base)
+        return Settings(resolved, by_batch, None, [])
+    speed, memory = jobs.factors(context.db, base.name, method.name, resolved["full"])
+    box, shape, model = box_facts(context), shape_of(base), model_stats(context, base)
+    box = replace(box, memory_factor=memory, speed_factor=speed)
     asked = [name for name in capacity.LAYOUT if given.get(name, "auto") not in ("auto", None)]
     load, steps = method.load(dataset, resolved), auto.steps(method.rows(dataset), resolved)
     found, changed = list[capacity.Layout](), ""
-    for parts in _row_parts(given, method, model, resolved, box, most):
+    for parts in _row_parts(given, method, model, resolved, box):
         shared = resolved | {"sequence_parallel": parts}
         sizes = wish.divided(shared, nodes)[1]
         # A micro-batch that nobody asked for never costs a number of devices.
@@ -202,17 +219,17 @@ def choose(
     if changed:
         verdict = replace(verdict, warnings=(changed, *verdict.warnings))
     described = [capacity.described(one, resolved, box, method, load, steps) for one in found]
-    return Settings(resolved, by_batch, sizes, verdict, described)
+    return Settings(resolved, by_batch, verdict, described)
 
 
 def _row_parts(
-    given: dict[str, Any], method: Method, model: auto.ModelStats, resolved: dict[str, Any], box: BoxFacts, most: int
+    given: dict[str, Any], method: Method, model: auto.ModelStats, resolved: dict[str, Any], box: BoxFacts
 ) -> list[int]:
     """How many ranks may share a row: as asked for; or one, and more where nothing else fits."""
     asked = resolved["sequence_parallel"]
     if given.get("sequence_parallel", "auto") != "auto" or not method.shares_rows or box.on_host:
         return [asked]
-    parts = [n for n in (2, 4, 8, 16, 32) if n <= most and not resolved["lora_dropout"]]
+    parts = [n for n in (2, 4, 8, 16, 32) if n <= box.node_devices and not resolved["lora_dropout"]]
     return [asked, *(n for n in parts if auto.shares_rows(model, resolved | {"sequence_parallel": n}))]
 
 
@@ -276,31 +293,15 @@ def refuse_without_validation(resolved: dict[str, Any]) -> None:
             raise InvalidHyperparameter(name, resolved[name], expected)
 
 
-def warnings(
-    context: ControllerContext,
-    base: Resolved,
-    method: Method,
-    given: dict[str, Any],
-    dataset: auto.DatasetStats,
-    resolved: dict[str, Any],
-) -> list[str]:
-    """Of a learning rate far above the automatic one (`auto` refuses still higher ones), and of examples of a counted
-    dataset that max_length cuts; prompts and documents are never cut."""
-    found, rate = list[str](), resolved["learning_rate"]
-    others = {name: value for name, value in given.items() if name not in auto.RATES}
-    usual = choose(context, base, method, others, dataset, Wish()).resolved["learning_rate"]
-    if rate > auto.HIGH_RATE * usual:
-        found.append(
-            f"learning_rate {rate:.1e} is {rate / usual:.0f} times the automatic {usual:.1e}: the model may lose what "
-            "it knows. Lower it if the loss jumps or the answers get worse."
-        )
+def cut_warning(method: Method, dataset: auto.DatasetStats, resolved: dict[str, Any]) -> list[str]:
+    """Of examples of a counted dataset that max_length cuts; prompts and documents are never cut."""
     longest, most = dataset.longest_example_tokens, resolved["max_length"]
-    if longest > most and not method.rolls_out and not dataset.documents:
-        found.append(
-            f"The longest example has {longest:,} tokens and max_length is {most:,}: what is beyond is cut off, and an "
-            "example with nothing left to learn is left out, or refused by the method."
-        )
-    return found
+    if longest <= most or method.rolls_out or dataset.documents:
+        return []
+    return [
+        f"The longest example has {longest:,} tokens and max_length is {most:,}: what is beyond is cut off, and an "
+        "example with nothing left to learn is left out, or refused by the method."
+    ]
 
 
 async def refuse_unsafe(context: ControllerContext, base: Resolved) -> None:

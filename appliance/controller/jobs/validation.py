@@ -24,7 +24,7 @@ from appliance.controller.files import storage
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message, fail
-from appliance.store.objects import files, job_records, jobs
+from appliance.store.objects import files, jobs
 from appliance.store.rows import FileRow, JobEventRow, JobRow, TaskRow
 from train.data.check import DataReport
 from train.data.same_tokens import differ
@@ -133,15 +133,13 @@ class JobValidation:
             compare = partial(_compare_rows, *paths.values())
             messages += await to_thread.run_sync(compare, limiter=context.file_threads)
         dataset = settings.dataset_of(reports["training_file"])
-        choose = partial(settings.choose, context, base, method, row.hyperparameters, dataset)
         if tokenizer is not None and method.cut_refuses:
-            fields = choose(settings.Wish(row.min_devices, row.max_devices)).resolved
+            fields = settings.resolve(context, base, method, row.hyperparameters, dataset, settings.wish_of(row))
             await self._check_cut(row, tokenizer, method.data_length(fields["max_length"], fields["options"]), reports)
         if (now := self._validating(row.id)) is None:
             return
-        chosen = choose(
-            settings.Wish(now.min_devices, now.max_devices)
-        )  # an operator may have changed it during the check
+        wish = settings.wish_of(now)  # an operator may have changed it during the check
+        chosen = settings.choose(context, base, method, row.hyperparameters, dataset, wish)
         # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
         resolved = {**chosen.resolved, "base_version": base.version.version}
         if (verdict := chosen.verdict) is None:
@@ -149,21 +147,21 @@ class JobValidation:
         if not verdict.fits:
             instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
             raise TaskFailed("insufficient_memory", " ".join(verdict.problems) + instead)
-        found = settings.warnings(context, base, method, row.hyperparameters, dataset, resolved)
-        messages += [("warn", text) for text in (*verdict.warnings, *found)]
+        cut = settings.cut_warning(method, dataset, resolved)
+        messages += [("warn", text) for text in (*verdict.warnings, *cut)]
         count = reports["training_file"].n_examples
         messages.append(("info", f"Files validated, {count} training examples, moving job to queued state"))
         with self._db.transaction():
             for level, text in messages:
                 add_message(self._db, row.id, text, level=level)
             # Only sizes whose ranks fit their devices: on fewer devices the job would run out of memory midway.
-            sizes, estimate = list(verdict.sizes), next(iter(chosen.layouts), None)
-            jobs.update(self._db, row.id, resolved=resolved, allowed_sizes=sizes, estimate=estimate)
+            estimate = next(iter(chosen.layouts), {}) | {"memory": verdict.memory()}
+            jobs.update(self._db, row.id, resolved=resolved, allowed_sizes=list(verdict.sizes), estimate=estimate)
             jobs.set_phase(self._db, row.id, "queued", reason="waiting for devices")
 
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:
         """Check that the teacher has the student's tokens. Raises TaskFailed."""
-        context, judge = self._context, job_records.find_judge(self._db, row.id)
+        context, judge = self._context, jobs.find_judge(self._db, row.id)
         name = judge.judge["teacher"] if judge is not None else ""
         teacher = resolve(self._db, name)
         ours, theirs = (settings.tokenizer_of(context, one) if one else None for one in (student, teacher))

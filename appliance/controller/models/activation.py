@@ -12,8 +12,7 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
-from appliance.controller.context.audit import record
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.interfaces.errors import Conflict, SwapFailed
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.errors import RowNotFound

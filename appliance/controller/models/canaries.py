@@ -18,8 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from appliance.controller.access.model_access import caller_of, stored_model, stored_version
 from appliance.controller.bus.bus import VersionLoad
-from appliance.controller.context.audit import record
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.interfaces.errors import Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.models import activation
@@ -49,7 +48,7 @@ class Canaries:
     async def look(self, now_s: float) -> None:
         """A task for each canary whose model is not being changed, which ends it if it ends automatically: a swap may
         take minutes, in which another model's bad canary has to be rolled back."""
-        for row in canaries.list_running(self._db):
+        for row in models.running_canaries(self._db):
             if not activation.lock(row.model).locked():
                 self.tasks.add(asyncio.create_task(self._look_at(row.model, now_s), name=f"canary {row.name}"))
         served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
@@ -62,7 +61,7 @@ class Canaries:
             suppress(NotFound),
         ):  # the model may be deleted meanwhile
             async with activation.lock(name):
-                row = canaries.find_running(self._db, name)
+                row = models.find_canary(self._db, name)
                 if row is None:
                     return
                 model, caller = stored_model(self._db, name), caller_of(self._db, None)
@@ -84,7 +83,7 @@ class Canaries:
         found = stored_version(db, name, version)
         if version == model.active_version:
             raise InvalidValue(f"{version} is already the active version of {name}; name another one.", "version")
-        running = canaries.find_running(db, name)
+        running = models.find_canary(db, name)
         if running is not None and running.version != version:
             text = f"{running.version} is the canary of {name}; promote it or roll it back first."
             raise Conflict(text, param="version", code="canary_running")
@@ -207,7 +206,7 @@ class Canaries:
         log.info("canary %s: %s", state.replace("_", " "), reason, extra={"model": row.model, "version": row.version})
 
     def _running(self, name: str) -> CanaryRow:
-        if (row := canaries.find_running(self._db, name)) is None:
+        if (row := models.find_canary(self._db, name)) is None:
             text = f"{shown(name)} has no canary; `appliance model canary` begins one."
             raise Conflict(text, param="model", code="no_canary")
         return row

@@ -86,10 +86,10 @@ class BoxFacts:
         nothing there."""
         return int(self.memory_factor * memory.device_bytes) + (memory.host_bytes if self.on_host else 0)
 
-    def ranks_bytes(self, memory: estimate.RankMemory, ranks: int) -> int:
-        """Host memory of all ranks: on logical CPU devices all that they hold, on GPUs the processes and what they
-        offload."""
-        return ranks * (CPU_RANK_BYTES + self.takes(memory) if self.on_host else GPU_RANK_BYTES + memory.host_bytes)
+    def rank_host_bytes(self, memory: estimate.RankMemory) -> int:
+        """Host memory of a rank: on a logical CPU device all that it holds, on a GPU the process and what it
+        offloads."""
+        return CPU_RANK_BYTES + self.takes(memory) if self.on_host else GPU_RANK_BYTES + memory.host_bytes
 
     def holds(self, memory: estimate.RankMemory, ranks: int) -> bool:
         return self.takes(memory) <= self.room_per_rank(ranks)
@@ -136,6 +136,10 @@ class Verdict:
     warnings: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
 
+    def memory(self) -> dict[str, Any]:
+        """Of a job, as `JobRow.estimate` has it."""
+        return {"store_bytes": self.numbers["host"]["needed_bytes"], "host_bytes": self.numbers["job_bytes"]}
+
     def as_dict(self) -> dict[str, Any]:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
@@ -172,11 +176,7 @@ def job(
         problems.append("No milder setting fits either: it needs more devices, larger ones, or a smaller model.")
     waits, warnings = "", []
     if not problems and needed > box.store_room_bytes:
-        waits = (
-            f"Shared memory is full: the result ({gb(version)}) and a snapshot ({gb(needed - version)}) need "
-            f"{gb(needed)}, {gb(max(0, box.store_room_bytes))} can be allocated now. It starts when models or other "
-            "jobs have freed some."
-        )
+        waits = store_full(needed, box.store_room_bytes)
     if snapshot_on_disk:
         warnings.append(
             f"A snapshot takes {gb(snapshot)} of shared memory and does not fit next to the result in the store's "
@@ -188,7 +188,7 @@ def job(
         "device": memory[shown].as_dict()
         | {"device_bytes": box.takes(memory[shown]), "room_bytes": box.room_per_rank(shown)},
         "offload": {"host_bytes": offloaded, "host_memory_bytes": box.host_memory_bytes},
-        "host_memory": {"job_bytes": box.ranks_bytes(memory[shown], shown) + needed},
+        "job_bytes": {size: size * box.rank_host_bytes(of_size) + needed for size, of_size in memory.items()},
         "host": {
             "version_bytes": version,
             "snapshot_bytes": snapshot,
@@ -198,6 +198,13 @@ def job(
         },
     }
     return Verdict(not problems, tuple(problems), tuple(instead), numbers, waits, tuple(warnings), fitting)
+
+
+def store_full(needed_bytes: int, room_bytes: int) -> str:
+    return (
+        f"Shared memory is full: the job's result and a snapshot need {gb(needed_bytes)}, {gb(max(0, room_bytes))} can "
+        "be allocated now. It starts when models or other jobs have freed some."
+    )
 
 
 def _too_large(memory: Mapping[int, estimate.RankMemory], box: BoxFacts) -> str:
@@ -298,12 +305,11 @@ def described(
     found: Layout, fields: Mapping[str, Any], box: BoxFacts, method: Method, load: Load, steps: int
 ) -> dict[str, Any]:
     """A layout in numbers. "modelled_tokens_per_s": of one device, by arithmetic alone. Time and energy are None where
-    neither a table nor a job says how fast the devices are."""
-    count, time = found.sizes[-1], found.time
+    neither a table nor a job says how fast the devices are, and of methods whose answers take most of the time."""
+    count, time, factor = found.sizes[-1], found.time, box.speed_factor or 1.0
     tokens_per_s = load.row_tokens * fields["batch_size"] / time.step_s
     known = box.speed_factor is not None or (accelerator(box.device_name) and fields["precision"] == "bf16")
-    known = known and not method.rolls_out  # answers take most of the time
-    factor = box.speed_factor or 1.0
+    known = known and not method.rolls_out
     hours = steps * time.step_s / factor / 3600
     return {
         **found.fields,

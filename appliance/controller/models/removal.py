@@ -12,8 +12,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import Conflict, OperationFailed
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.database import Database
-from appliance.store.objects import adapters, jobs, models
-from appliance.store.records import canaries
+from appliance.store.objects import jobs, models
 from appliance.store.rows import JobRow, ModelRow, VersionRow
 
 log = logging.getLogger(__name__)
@@ -94,13 +93,13 @@ def _rests_on(db: Database, row: VersionRow) -> bool:
         or bool(_answers(db, row))
         or bool(jobs.list_unfinished_with(db, names, ""))
         or bool(jobs.list_unfinished_judged_by(db, row.model, names, False))
-        or any(adapter.base_version == row.version for adapter in adapters.list_on(db, row.model))
+        or any(adapter.base_version == row.version for adapter in models.adapters_on(db, row.model))
     )
 
 
 def _answers(db: Database, row: VersionRow) -> str:
     """How this version answers requests, and what ends that; "" if it does not."""
-    model, running = models.find(db, row.model), canaries.find_running(db, row.model)
+    model, running = models.find(db, row.model), models.find_canary(db, row.model)
     if model is not None and model.active_version == row.version:
         return f"the active version of {row.model}; roll back to another version first, or delete the model."
     if running is not None and running.version == row.version:
@@ -133,7 +132,7 @@ def refuse_if_in_use(
         if job.phase == "running" or may_start:
             user = job.id if caller.viewer in (None, job.owner) else "of another owner"
             _in_use(f"{found.name} is used by the fine-tuning job {user}; cancel the job or wait for its end.")
-    for adapter in adapters.list_on(db, model):
+    for adapter in models.adapters_on(db, model):
         if one in (None, adapter.base_version) and adapter.model not in leaving:
             name = adapter.model if models.is_visible(db, adapter.model, caller.viewer) else "of another owner"
             _in_use(f"The adapter {name} is served on {adapter.base} {adapter.base_version}; delete the adapter first.")

@@ -19,13 +19,12 @@ from appliance.controller.http.resource import MOST, list_object, listed, metada
 from appliance.controller.http.routers import make_router, needs
 from appliance.controller.interfaces.errors import InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
-from appliance.controller.jobs.requests import JobCreate, training_of
 from appliance.controller.jobs.validation import VALIDATIONS, lines_of
 from appliance.controller.jobs.wanted import JOBS, ask
-from appliance.controller.openai.new_job import check_judges, insert_job
+from appliance.controller.openai.new_job import JobCreate, check_judges, insert_job, training_of
 from appliance.store import database
 from appliance.store.database import Database, Part
-from appliance.store.objects import job_records, jobs
+from appliance.store.objects import jobs
 from appliance.store.rows import VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow
 from train.methods.methods import DEFAULT, METHODS
 
@@ -76,7 +75,7 @@ def routes(context: ControllerContext) -> APIRouter:
     ) -> dict[str, Any]:
         """Steps behind `after_step`, oldest first."""
         known(job_id, caller)
-        rows = job_records.list_metrics(db, job_id, after_step=after_step, limit=limit + 1)
+        rows = jobs.list_metrics(db, job_id, after_step=after_step, limit=limit + 1)
         return {"object": "list", "data": [asdict(row) for row in rows[:limit]], "has_more": len(rows) > limit}
 
     @router.post("")
@@ -109,13 +108,13 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.get("/{job_id}/events")
     def events(job_id: str, caller: Caller, part: Annotated[Part, part(20)]) -> dict[str, Any]:
         JOBS.known(db, job_id, caller)
-        return list_object(job_records.page_events(db, job_id, **part), event_object)
+        return list_object(jobs.page_events(db, job_id, **part), event_object)
 
     @router.get("/{job_id}/errors")
     def errors(job_id: str, caller: Caller) -> dict[str, Any]:
         """What was wrong with the job's data, by line; none if it was not that."""
         JOBS.known(db, job_id, caller)
-        events = job_records.page_events(db, job_id, after=None, limit=_ERROR_EVENTS).data
+        events = jobs.page_events(db, job_id, after=None, limit=_ERROR_EVENTS).data
         return storage.errors_object(*lines_of(reversed(events)))
 
     @router.get("/{job_id}/checkpoints")
@@ -129,7 +128,7 @@ def routes(context: ControllerContext) -> APIRouter:
 def _judge(db: Database, row: JobRow, caller: Principal) -> JobJudgeRow | None:
     """Return the job's grader or teacher, unless the caller sees the job by the scope `read` alone."""
     sees = row.method in _JUDGED and caller.viewer in (None, row.owner)
-    return job_records.find_judge(db, row.id) if sees else None
+    return jobs.find_judge(db, row.id) if sees else None
 
 
 def _view(context: ControllerContext, row: JobRow, caller: Principal) -> dict[str, Any]:
@@ -202,7 +201,7 @@ def hyperparameters(row: JobRow) -> dict[str, Any]:
 
 
 _JOB_COLUMNS = (
-    "error model result_files seed training_file validation_file metadata reason output_model verdict gate devices"
+    "error model result_files seed training_file validation_file metadata reason output_model gate devices"
     " estimate min_devices max_devices allowed_sizes priority deadline_s step total_steps loss valid_loss tokens_per_s"
     " eta_s snapshot resolved created_s started_s finished_s"
 )

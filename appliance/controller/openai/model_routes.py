@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,15 +14,13 @@ from pydantic import Field
 
 from appliance.controller.access.model_access import caller_may_use, unknown_model, usable_model
 from appliance.controller.access.naming import OwnerName, Resolved, resolve
-from appliance.controller.context.audit import record
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.http.routers import Status, audited, make_router, needs
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, Forbidden, InvalidValue, shown
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
 from appliance.controller.interfaces.records import ModelStates
 from appliance.controller.jobs.wanted import pause_jobs_without_model
-from appliance.controller.models import archive
 from appliance.controller.models.removal import doomed, remove
 from appliance.store.database import Database
 from appliance.store.objects import models
@@ -66,7 +65,7 @@ def routes(context: ControllerContext) -> APIRouter:
                 lease = take_lease(context.tiers.bring_in(name_of(found.version)))
                 folder = lease.path
             wanted = request.headers.get("range"), request.headers.get("if-range")
-            return archive.answer(Archive.of(folder, lease), name, *wanted)
+            return _download(Archive.of(folder, lease), name, *wanted)
         except (LookupError, WeightsError, OSError) as error:  # its text may name paths of the box
             log.warning("%s cannot be downloaded: %s", name, error)
             text = f"The files of {shown(name)} cannot be read now; ask again later."
@@ -156,3 +155,22 @@ def _refuse_unless_own(model: ModelRow, caller: Principal, verb: str) -> None:
     if caller.viewer not in (None, model.owner):
         why = f"{shown(model.id)} is another's model, shared with you; its owner or an operator can {verb} it."
         raise ApiError(403, why, "model", "insufficient_permissions")
+
+
+_RANGE = re.compile(r"bytes=(\d+)-(\d*)")
+
+
+def _download(archive: Archive, name: str, asked_range: str | None, if_range: str | None) -> StreamingResponse:
+    """The whole archive, or the part that a Range header names (RFC 9110, 14.2). Raises ApiError 416."""
+    total, tag = archive.nbytes, f'"{archive.tag}"'
+    start, end, status = 0, total, 200
+    headers = {"etag": tag, "accept-ranges": "bytes", "x-content-type-options": "nosniff"}
+    headers["content-disposition"] = f'attachment; filename="{re.sub(r"[^A-Za-z0-9._-]", "-", name)}.tar"'
+    if (match := _RANGE.fullmatch(asked_range or "")) and if_range in (None, tag):
+        start, end = int(match[1]), min(total, int(match[2]) + 1 if match[2] else total)
+        if start >= end:
+            message = f"The archive has {total} bytes and none at {asked_range}."
+            raise ApiError(416, message, code="range_not_satisfiable", param="range")
+        status, headers["content-range"] = 206, f"bytes {start}-{end - 1}/{total}"
+    headers["content-length"] = str(end - start)
+    return StreamingResponse(archive.chunks(start, end), status, headers, media_type="application/x-tar")

@@ -1,16 +1,22 @@
-"""Makes fine-tuning jobs of requests, checked as far as possible before the data is converted."""
+"""Makes fine-tuning jobs of requests, checked as far as possible before the data is converted: first the request's own
+fields (`JobCreate`, `training_of`), then what it names (`insert_job`)."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BaseModel, Field, StringConstraints, create_model
 
 from appliance.controller.access import naming
 from appliance.controller.access.model_access import usable_model
 from appliance.controller.access.naming import Resolved, resolve, root_base
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.checks import check_code, check_form, form_of, grader_of, teacher_of
+from appliance.controller.http.strict_body import Metadata, StrictBody
 from appliance.controller.interfaces.errors import (
     ApiError,
     BadRequest,
@@ -21,20 +27,169 @@ from appliance.controller.interfaces.errors import (
     shown,
 )
 from appliance.controller.interfaces.principal import INFERENCE, Principal
-from appliance.controller.jobs import requests, settings
+from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message
-from appliance.controller.jobs.requests import Gate, JobCreate, Training
 from appliance.controller.jobs.wanted import max_priority
 from appliance.models.checkpoint import TRAINED_FORM
 from appliance.store.ids import new_id
-from appliance.store.objects import evals, files, job_records, jobs, models
+from appliance.store.objects import evals, files, jobs, models
 from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns
 from train.data.check import DataReport
 from train.graders.errors import InvalidGrader
 from train.graders.graders import parse
 from train.graders.hosts import GraderHosts
+from train.methods.method import Method
+from train.methods.methods import DEFAULT, METHODS
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+Devices = Annotated[int, Field(ge=1, le=65536)]
+Priority = Annotated[int, Field(ge=-1000, le=1000)]
+Moment = Annotated[float, Field(gt=0, lt=1e11)]
+MOST_BYTES = 16_384
+Hyperparameters = dict[Annotated[str, StringConstraints(max_length=64)], Any]
+_JUDGES = {
+    "grader": "which gives an answer its reward",
+    "teacher": "the model of the box that says how likely it finds an answer",
+}
+
+
+def _choice() -> type[BaseModel]:
+    """The name of a method, and blocks of methods by their names: hyperparameters, and what each method takes."""
+    blocks = dict[str, Any]()
+    for name, method in METHODS.items():
+        fields: dict[str, Any] = {"hyperparameters": (Hyperparameters | None, None)}
+        fields |= {taken: (Any, None) for taken in method.takes}
+        blocks[name] = (create_model(name, __base__=StrictBody, **fields) | None, None)
+    return create_model("MethodChoice", __base__=StrictBody, type=(Name, ...), **blocks)
+
+
+MethodChoice = _choice()
+
+
+class Wandb(StrictBody):
+    """W&B's own limits: names of 128 characters, a project's without certain ones, tags of 64. W&B refuses anything
+    else every time, and the job would have no run there."""
+
+    project: Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^/\\#?%:]+$")]
+    entity: Annotated[str, StringConstraints(max_length=128)] | None = None
+    name: Annotated[str, StringConstraints(max_length=128)] | None = None
+    tags: (
+        Annotated[list[Annotated[str, StringConstraints(min_length=1, max_length=64)]], Field(max_length=32)] | None
+    ) = None
+
+
+class Integration(StrictBody):
+    type: Literal["wandb"]
+    wandb: Wandb
+
+
+class Gate(StrictBody):
+    """An evaluation that has been run on a file. pass_rate_at_least: the share of its items that the version has to
+    pass; None: the version must not be shown to be worse than the one that answers."""
+
+    eval_id: Name
+    pass_rate_at_least: Annotated[float, Field(ge=0, le=1)] | None = None
+
+
+class JobCreate(StrictBody):
+    """OpenAI's request plus our own fields (`extra_body` in the SDK) for how the job may use the box's devices.
+
+    publish_as: the model that the job makes a version of, new or the owner's; None: a model of its own. activate: the
+    version answers at once. gate: it answers once an evaluation lets it. deadline_s: seconds since 1970.
+    held: stays in the queue until it is released.
+    """
+
+    model: Name
+    training_file: Name
+    validation_file: Name | None = None
+    suffix: str | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    metadata: Metadata | None = None
+    method: MethodChoice | None = None  # type: ignore[valid-type]
+    hyperparameters: Hyperparameters | None = None
+    integrations: Annotated[list[Integration], Field(max_length=5)] | None = None
+    min_devices: Devices | None = None
+    max_devices: Devices | None = None
+    priority: Priority = 0
+    deadline_s: Moment | None = None
+    preemptible: bool = True
+    held: bool = False
+    publish_as: Name | None = None
+    activate: bool = True
+    gate: Gate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The training that a request describes. where: the path of the hyperparameters, for errors. block: the fields of
+    the method's block apart from its hyperparameters (`Method.takes`)."""
+
+    method: Method
+    hyperparameters: dict[str, Any]
+    where: str
+    block: dict[str, Any]
+
+    def path(self, name: str) -> str:
+        """Where the request has a field of `block`."""
+        return f"method.{self.method.name}.{name}"
+
+
+def training_of(request: JobCreate) -> Training:
+    """The deprecated top-level hyperparameters and those of the method may both be present; where they disagree, the
+    intent is unknown. Raises BadRequest."""
+    given: Any = request.method
+    method = METHODS.get(given.type) if given else DEFAULT
+    if method is None:
+        raise BadRequest(
+            f"The method {shown(given.type)} is not supported; expected one of {', '.join(METHODS)}.",
+            param="method.type",
+            code="unsupported_method",
+        )
+    # OpenAI's SDK may send the blocks of other methods too, but not in place of the method's own.
+    own = getattr(given, method.name, None)
+    other = next((name for name in METHODS if getattr(given, name, None) is not None), None)
+    if own is None and other is not None:
+        raise InvalidValue(
+            f"Invalid value for 'method.{other}': the type of the method is '{method.name}', which reads "
+            f"'method.{method.name}'.",
+            f"method.{other}",
+        )
+    block = {name: getattr(own, name) for name in own.model_fields_set} if own is not None else {}
+    where = f"method.{method.name}.hyperparameters"
+    old, new = request.hyperparameters or {}, block.pop("hyperparameters", None) or {}
+    for name in sorted(old.keys() & new.keys()):
+        if old[name] != new[name]:
+            raise InvalidValue(
+                f"hyperparameters.{name} is {shown(old[name])} and {where}.{name} is {shown(new[name])}; give it once.",
+                f"hyperparameters.{name}",
+            )
+    training = Training(method, old | new, where if given else "hyperparameters", block)
+    # The scheduler reads the job's row in each of its rounds.
+    if (size := len(orjson.dumps(training.hyperparameters, default=str))) > MOST_BYTES:
+        raise BadRequest(
+            f"The hyperparameters are {size} bytes long, at most {MOST_BYTES} are allowed.",
+            param=training.where,
+            code="invalid_hyperparameters",
+        )
+    if method.judged_by and method.judged_by not in block:
+        param = training.path(method.judged_by)
+        raise BadRequest(
+            f"Missing required parameter: '{param}', {_JUDGES[method.judged_by]}.",
+            param=param,
+            code="missing_required_parameter",
+        )
+    return training
+
+
+def refused(error: InvalidHyperparameter, where: str) -> BadRequest:
+    return BadRequest(
+        f"Invalid value for '{where}.{error.param}': {shown(error.given)} was given, expected {error.expected}.",
+        param=f"{where}.{error.param}",
+        code="invalid_hyperparameter",
+    )
+
 
 # What becomes of a job's wandb integration. A box without W&B takes the job all the same: scripts that name it are to
 # run here unchanged.
@@ -71,11 +226,11 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
         seen = _seen(data["training_file"])
-        resolved = settings.choose(context, base, method, training.hyperparameters, seen, wish).resolved
+        resolved = settings.resolve(context, base, method, training.hyperparameters, seen, wish)
         if body.validation_file is None:
             settings.refuse_without_validation(resolved)
     except InvalidHyperparameter as error:
-        raise requests.refused(error, training.where) from error
+        raise refused(error, training.where) from error
     wish.check(resolved, nodes)
     row = JobRow(
         id=new_id("ftjob-"),
@@ -105,7 +260,7 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
             raise BadRequest(message, param, f"invalid_{param}")
     jobs.insert(db, row)
     if judge is not None:
-        job_records.insert_judge(db, JobJudgeRow(row.id, judge))
+        jobs.insert_judge(db, JobJudgeRow(row.id, judge))
     add_message(db, row.id, f"Created fine-tuning job: {row.id}")
     if body.integrations:
         add_message(db, row.id, _WANDB[context.wandb_mode], level="info" if context.wandb_mode else "warn")
@@ -173,12 +328,12 @@ def _output_model(
     owners = {job.owner for job in others} | ({existing.owner} if existing is not None else set())
     is_import = existing is not None and existing.job_id is None
     if is_import or owners - {caller.owner} or models.find_checkpoint(db, name) is not None:
-        raise _refused(name, "is taken: versions are made of fine-tuned models of one's own. Choose another name.")
+        raise _name_refused(name, "is taken: versions are made of fine-tuned models of one's own. Choose another name.")
     # Engines are set up for a model, so its versions may differ only in their numbers.
     root, bases = root_base(db, base.model), [(job.model, resolve(db, job.model)) for job in others]
     roots = {root_base(db, found.model) if found is not None else model for model, found in bases}
     if wrong := sorted((roots | ({root_base(db, existing)} if existing is not None else set())) - {root}):
-        raise _refused(name, f"is made of {', '.join(wrong)}, and this job trains {root}.")
+        raise _name_refused(name, f"is made of {', '.join(wrong)}, and this job trains {root}.")
     active = resolve(db, name)
     makes_adapter = not resolved["full"] and resolved["lora_publish"] == "adapter"
     if active is not None and bool(active.version.meta.get("adapter")) is not makes_adapter:
@@ -186,11 +341,11 @@ def _output_model(
         makes, has = kinds if makes_adapter else kinds[::-1]
         remedy = f"set the hyperparameter lora_publish to {publish}, or choose another name"
         more = "(What is trained on an adapter is merged; train on its base.)"
-        raise _refused(name, f"is served as {has}, and this job would make {makes}: {remedy}. {more}")
+        raise _name_refused(name, f"is served as {has}, and this job would make {makes}: {remedy}. {more}")
     return name
 
 
-def _refused(name: str, why: str) -> Conflict:
+def _name_refused(name: str, why: str) -> Conflict:
     return Conflict(f"The model {shown(name)} {why}", "publish_as", "model_exists")
 
 

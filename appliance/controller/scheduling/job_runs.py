@@ -20,7 +20,7 @@ from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents, serve_if_allowed
 from appliance.controller.models import removal
 from appliance.store.database import Database
-from appliance.store.objects import job_records, jobs, models
+from appliance.store.objects import jobs, models
 from appliance.store.rows import JobRow, VersionRow
 from appliance.tiers.tiers import Tiers, name_of
 from scheduler.loop.inbox import Inbox
@@ -74,7 +74,7 @@ class JobRuns:
 
     def _ingest_missed(self, job_id: str) -> None:
         """Ingest the steps that the store may lack: a job may have 100,000, and each commit waits for the disk."""
-        known, events = job_records.steps_of(self._db, job_id), read_events(self._jobs_dir / job_id)
+        known, events = jobs.steps_of(self._db, job_id), read_events(self._jobs_dir / job_id)
         missed = (one for one in events if one["event"] == "metrics" and one["step"] not in known)
         while some := list(islice(missed, _EVENTS_AT_ONCE)):
             with self._db.transaction():
@@ -127,7 +127,7 @@ class JobRuns:
         # A resumed LoRA run reads its frozen weights again, and an adapter is served beside the weights it was trained
         # on: neither may change because another version was activated in the meantime.
         paths = zip(("base_path", "base_adapter"), (self._bytes_of(part, job_id) for part in parts), strict=False)
-        judge, folder = job_records.find_judge(self._db, job_id), self._jobs_dir / job_id
+        judge, folder = jobs.find_judge(self._db, job_id), self._jobs_dir / job_id
         form = {"response_format": judge.judge.get("response_format")} if judge is not None else {}
         spec = TrainSpec.from_dict(
             {
@@ -258,7 +258,7 @@ class JobRuns:
                 log.warning("%s %s was replaced by newer checkpoints, but %s", version.model, version.version, error)
 
     async def _tidy_policies(self, unload: Unload) -> None:
-        """Remove models in training: what ranks write for every step under a private name (train.rollouts.policy). The
+        """Remove models in training: what ranks write for every step under a private name (train.rollouts). The
         newest stay while the job trains, as do those in use."""
         by_model = defaultdict[tuple[str, str], list[StoredVersion]](list)
         for kind in ("adapter", "version"):

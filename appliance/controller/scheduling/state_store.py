@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
-from appliance.controller.access.naming import resolve
+from appliance.controller.bus.asking import Asking
+from appliance.controller.bus.bus import Bus
 from appliance.controller.bus.demand_learning import DemandLearning
 from appliance.controller.devices import cordons
-from appliance.controller.devices.mode import mode_windows, policy_of, read_mode
+from appliance.controller.devices.mode import mode_in_force, mode_windows, policy_of, read_mode
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.interfaces.records import TRAINING_FAILED
 from appliance.controller.jobs.events import JobEvents, add_message
-from appliance.controller.jobs.settings import shape_of
 from appliance.controller.jobs.wanted import pause_reason
 from appliance.controller.models import capacity
-from appliance.controller.models.capacity import BoxFacts
-from appliance.controller.scheduling.wishes import Wishes
+from appliance.gateway.core.table import OPEN
 from appliance.memory.box_memory import BoxMemory
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
-from appliance.store.objects.adapters import list_callable
-from appliance.store.records import audit, canaries, deployments, model_settings, usage
+from appliance.store.objects.models import callable_adapters
+from appliance.store.records import audit, deployments, model_settings, usage
 from appliance.store.rows import AuditRow, DeploymentRow, JobRow
 from scheduler.core.failures import Failure
 from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Workload
-from scheduler.handover.ports import Outcome
-from train.methods.methods import method_of
+from scheduler.handover.effects import Outcome
 from weights.format.names import policy_name
 from weights.memory.store import WeightStore
 
@@ -42,45 +40,15 @@ POLICY_IDLE_S = 1.0
 """The same for models in training, whose jobs may wait for the devices."""
 
 
-class JobMemory:
-    """Checks whether memory has room for a job before it begins: it waits in the queue instead of failing later. The
-    loop calls `waits_for` in every round, so a job's constant values are computed once."""
-
-    def __init__(self, db: Database, store: WeightStore, facts: BoxFacts):
-        self._db, self._store, self._facts = db, store, facts
-        self._numbers = lru_cache(1024)(self._computed)
-
-    def waits_for(self, row: JobRow) -> str:
-        """Why this job cannot begin now, in a sentence; "" when it can, or has begun."""
-        if row.phase != "queued" or row.snapshot is not None or row.resolved is None:
-            return ""
-        sizes = tuple(row.allowed_sizes or (1,))
-        needed = self._numbers(row.id, sizes)["host"]["needed_bytes"]
-        if needed <= self._store.room_bytes():
-            return ""
-        return self._verdict(row, replace(self._facts, store_room_bytes=self._store.room_bytes()), sizes).waits
-
-    def host_bytes(self, row: JobRow) -> dict[int, int]:
-        """Host memory that the job takes when it starts (`capacity.job`), by the numbers of devices that it may run on,
-        ascending."""
-        if row.resolved is None:
-            return {1: 0}
-        numbers = {size: self._numbers(row.id, (size,)) for size in row.allowed_sizes or (1,)}
-        return {size: of_size["host_memory"]["job_bytes"] for size, of_size in numbers.items()}
-
-    def _computed(self, job_id: str, sizes: tuple[int, ...]) -> dict[str, Any]:
-        return self._verdict(jobs.get(self._db, job_id), self._facts, sizes).numbers
-
-    def _verdict(self, row: JobRow, facts: BoxFacts, sizes: Sequence[int]) -> capacity.Verdict:
-        base = resolve(self._db, row.model)
-        if base is None:  # deleted: its start will report the error
-            return capacity.Verdict(True, (), (), {"host": {"needed_bytes": 0}, "host_memory": {"job_bytes": 0}})
-        assert row.resolved is not None
-        return capacity.job(shape_of(base), row.resolved, sizes, facts, method_of(row.method))
+def job_host_bytes(row: JobRow) -> dict[int, int]:
+    """Host memory that the job takes when it starts, by the numbers of devices that it may run on, ascending."""
+    by_size = (row.estimate or {}).get("memory", {}).get("host_bytes", {})
+    most = max(by_size.values(), default=0)  # for a number that an operator allowed later
+    return {size: by_size.get(str(size), most) for size in row.allowed_sizes or (1,)}
 
 
 class SqliteStateStore:
-    """Implements `scheduler.handover.ports.StateStore`. Every call is a few short statements on the database."""
+    """Implements `scheduler.handover.effects.StateStore`. Every call is a few short statements on the database."""
 
     def __init__(
         self,
@@ -92,7 +60,7 @@ class SqliteStateStore:
         wishes: Wishes,
         learning: DemandLearning,
         memory: BoxMemory,
-        job_memory: JobMemory,
+        store: WeightStore,
         starved: Callable[[JobRow], bool],
     ):
         """
@@ -103,7 +71,7 @@ class SqliteStateStore:
         """
         self._db, self._events, self._routing = db, events, routing
         self._serving_floor, self._max_replicas = serving_floor, max_replicas
-        self._wishes, self._learning, self._memory, self._job_memory = wishes, learning, memory, job_memory
+        self._wishes, self._learning, self._memory, self._store = wishes, learning, memory, store
         self._starved = starved
         self._settings: dict[str, str] = {}
         self._demand: Callable[[str], Demand] = lambda model: Demand()  # until the first round
@@ -219,7 +187,7 @@ class SqliteStateStore:
     def _deployments(self) -> tuple[DeploymentView, ...]:
         """Everything that needs engines of its own. An adapter's demand goes to its host."""
         active = models.active_versions(self._db)
-        adapters = {row.name: row for row in list_callable(self._db)} | self._routing.policy_adapters()
+        adapters = {row.name: row for row in callable_adapters(self._db)} | self._routing.policy_adapters()
         deployed = [row for row in deployments.list_all(self._db) if row.model in active]
         views = {row.model: self._deployment(row, active[row.model]) for row in deployed if row.model not in adapters}
         for adapter in adapters.values():
@@ -231,7 +199,7 @@ class SqliteStateStore:
                 host = views[adapters[row.model].host]
                 least = min(max(host.min_replicas, row.min_replicas), host.max_replicas)
                 views[host.model] = replace(host, pinned=host.pinned or bool(row.pinned), min_replicas=least)
-        for canary in canaries.list_running(self._db):
+        for canary in models.running_canaries(self._db):
             # An adapter's canary needs none: the engines of its host serve both versions.
             if canary.model in views and canary.name not in adapters:
                 like = views[canary.model]
@@ -287,8 +255,15 @@ class SqliteStateStore:
             owner=row.owner,
             sampled_by=self._routing.host(policy) if (policy := policy_name(row.id)) in self._routing.policies else "",
             starved=self._starved(row),
-            lacks=self._memory.waits_for(row) or self._job_memory.waits_for(row),
+            lacks=self._memory.waits_for(row) or self._waits_for_store(row),
         )
+
+    def _waits_for_store(self, row: JobRow) -> str:
+        """Why shared memory has no room for a job that has not begun, in a sentence; "" if it has."""
+        if row.phase != "queued" or row.snapshot is not None:
+            return ""
+        needed = (row.estimate or {}).get("memory", {}).get("store_bytes", 0)
+        return capacity.store_full(needed, room) if needed > (room := self._store.room_bytes()) else ""
 
     def _deployment(self, row: DeploymentRow, version: str) -> DeploymentView:
         most = max(row.min_replicas, self._max_replicas) if row.max_replicas is None else row.max_replicas
@@ -306,3 +281,50 @@ class SqliteStateStore:
             settings=self._settings.get(row.model, ""),
             served=Build(**row.served),
         )
+
+
+class Wishes:
+    """Decides which models may be woken for work without a client, which gives way to interactive requests and to
+    training.
+
+    An awake engine works on it in every mode: it holds its devices anyway. A model without one is woken only while no
+    other model has requests or a device is free, never in mode train, and in mode auto only while no job wants devices.
+    Engines that write or judge the samples of a training job belong to training: they are woken in every mode, and stay
+    awake while the job runs. Where there is no device for both, the job gives way (scheduler.plan.shares).
+
+    box_floor: devices that serving keeps in every mode.
+    """
+
+    def __init__(self, db: Database, bus: Bus, routing: BusRouting, asking: Asking, box_floor: int):
+        self._db, self._bus, self._routing, self._asking, self._box_floor = db, bus, routing, asking, box_floor
+
+    def demands(self, free_devices: int) -> Callable[[str], Demand]:
+        """The demand of each model for one round of the scheduler: what gateways report, and this work: of a model that
+        is asleep one more request; one that is awake counts as just used, which keeps it from idling to sleep but
+        claims nothing. free_devices: how many nobody holds."""
+        routing, queued = self._routing, dict[str, str]()
+        for name in self._asking.models:
+            queued.setdefault(routing.host(name), name)
+        running = [policy_name(row.id) for row in jobs.list_in_phase(self._db, "running")]
+        policies = [name for name in routing.policies if name in running or name in self._asking.models]
+        sampled = {routing.host(name) for name in [*policies, *jobs.teachers_of_running(self._db)]}
+        requested = {name for name, row in self._bus.load().models.items() if row.inflight or row.held}
+
+        @cache
+        def training_comes_first() -> bool:
+            kind = mode_in_force(self._db, self._box_floor, time.time()).policy.kind
+            return kind == "train" or (kind == "auto" and jobs.any_wants_devices(self._db))
+
+        def demand(host: str) -> Demand:
+            reported, name = routing.demand(host), queued.get(host)
+            if (name is None and host not in sampled) or reported.requests:
+                return reported
+            row = self._bus.models.get(name or host, {})
+            awake = any(replica["state"] == OPEN for replica in row.get("replicas", ()))
+            in_the_way = bool(requested - {host, name or host}) and not free_devices
+            for_samples = host in sampled and (awake or name is not None)
+            if not for_samples and (name is None or training_comes_first() or in_the_way):
+                return reported
+            return replace(reported, last_request_s=time.time()) if awake else replace(reported, held=reported.held + 1)
+
+        return demand

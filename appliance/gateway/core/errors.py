@@ -13,7 +13,7 @@ from typing import Final
 
 import orjson
 
-from runtime.moments import minute
+from runtime.logs import minute
 
 MAX_RETRY_AFTER_S = 120
 ERROR_EVENT: Final = b'data: {"error"'

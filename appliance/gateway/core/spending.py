@@ -10,7 +10,7 @@ from typing import Any, Final
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.table import Caller
-from runtime.moments import minute
+from runtime.logs import minute
 
 _MINUTE_S: Final = 60.0
 

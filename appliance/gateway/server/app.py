@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import orjson
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
@@ -30,7 +30,7 @@ from appliance.gateway.server.exchange import ClientGone, Exchange, Headers
 from appliance.gateway.server.inference import Inference
 from appliance.gateway.server.state import State
 from appliance.ui.site import TO_THE_PAGE, site
-from runtime.moments import minute
+from runtime.logs import minute
 from weights.format.names import policy_of
 
 log = logging.getLogger("appliance.gateway")
@@ -286,18 +286,15 @@ def check_head(exchange: Exchange, limits: Limits) -> None:
 async def metrics_text(state: State, controller_up: bool) -> bytes:
     """Series of this gateway."""
     text = "Whether the controller answered this scrape."
-    current = [*gauges(state), GaugeMetricFamily("appliance_controller_up", text, int(controller_up))]
-    collected: Any = SimpleNamespace(collect=lambda: [*state.metrics.registry.collect(), *current])
+    up = GaugeMetricFamily("appliance_controller_up", text, int(controller_up))
+    current = [*state.metrics.collect(), *gauges(state), up]
+    collected: Any = SimpleNamespace(collect=lambda: current)
     return await asyncio.to_thread(generate_latest, collected)  # it may take 0.3 s
 
 
 def gauges(state: State) -> Iterator[Metric]:
     """Series made of the current state."""
     named = "appliance_gateway_{}".format
-    events = CounterMetricFamily(named("events"), "Things that happened to requests.", labels=("event",))
-    for event, count in sorted(state.metrics.events.items()):
-        events.add_metric((event,), count)
-    yield events
     yield GaugeMetricFamily(named("start_time_seconds"), "Unix time of the start.", state.started_s)
     yield GaugeMetricFamily(named("connections"), "Open client connections.", len(state.connections))
     yield GaugeMetricFamily(named("buffered_body_bytes"), "Request bodies in memory.", state.buffered_bytes)

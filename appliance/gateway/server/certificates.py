@@ -9,7 +9,7 @@ import ssl
 from cryptography import x509
 
 from appliance.gateway.core.errors import ConfigInvalid
-from runtime.moments import minute
+from runtime.logs import minute
 
 log = logging.getLogger("appliance.gateway")
 

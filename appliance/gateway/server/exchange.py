@@ -433,7 +433,7 @@ class Connection(HttpToolsProtocol):
             self.running.keep_alive = False
             self.cycle.message_event.set()
             return
-        self.state.metrics.requests("unknown", error.status).inc()
+        self.state.metrics.counts["requests"]["unknown", error.status] += 1
         headers = [(b"content-type", b"application/json"), (b"x-request-id", self.state.new_request_id())]
         body = error.body()
         headers += [*_error_headers(error), (b"connection", b"close"), (b"content-length", b"%d" % len(body))]

@@ -240,7 +240,7 @@ class Inference:
         options: Any = {} if policy_of(self.model) is None else {"timeout": _PATIENT}
         exchange.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
-            state.metrics.added.observe(exchange.sent_s - exchange.received_s)
+            state.metrics.times["added"].observe((), exchange.sent_s - exchange.received_s)
         with self._span("attempt", replica=replica.id, version=replica.version, attempt=self.failed + 1) as trace:
             if trace:
                 headers["traceparent"] = trace.decode()
@@ -388,7 +388,7 @@ class Inference:
         exchange.first_byte_s = now_s
         if self.checked.batch:
             return
-        metrics.first_byte(*metrics.series_of(exchange)).observe(now_s - exchange.received_s)
+        metrics.times["time_to_first_byte"].observe(metrics.series_of(exchange), now_s - exchange.received_s)
         if self.checked.stream and choice.load.inflight == 1:
             metrics.loads[choice.model].prefills.append((self.checked.prompt_tokens, now_s - exchange.sent_s))
 

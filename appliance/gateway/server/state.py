@@ -29,7 +29,7 @@ from appliance.gateway.core.table import NOBODY, OPEN, Caller, Login, Model
 from appliance.gateway.server.exchange import Exchange
 from appliance.gateway.server.metrics import Comparison, Metrics, access_line
 from runtime.background_tasks import BackgroundTasks
-from runtime.network.mutual_tls import mutual_tls, watched_socket
+from runtime.network import mutual_tls, watched_socket
 from weights.format.names import policy_of
 
 if TYPE_CHECKING:

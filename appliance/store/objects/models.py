@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from appliance.store.database import Database
 from appliance.store.errors import RowNotFound
-from appliance.store.rows import DEPLOYMENTS, MODELS, VERSIONS, DeploymentRow, ModelRow, VersionRow
+from appliance.store.rows import CANARIES, DEPLOYMENTS, MODELS, VERSIONS, CanaryRow, DeploymentRow, ModelRow, VersionRow
 
 _VISIBLE = (
     "SELECT id FROM models WHERE (models.owner = ?1 OR EXISTS (SELECT 1 FROM model_shares"
@@ -138,3 +139,65 @@ def version_before(db: Database, model: str, version: str) -> VersionRow | None:
     """The version made just before this one that has answered, which a rollback without an argument goes to."""
     position = "SELECT seq FROM versions WHERE model = ?1 AND version = ?2"
     return VERSIONS.first(db, f"model = ?1 AND NOT held_back AND seq < ({position})", model, version, last=True)
+
+
+def find_canary(db: Database, model: str) -> CanaryRow | None:
+    """The version that takes a share of the model's requests now. The last one is kept when it has ended."""
+    return CANARIES.first(db, "model = ? AND state = 'running'", model)
+
+
+def running_canaries(db: Database) -> list[CanaryRow]:
+    return CANARIES.list_all(db, "state = 'running'")
+
+
+_FIELDS = """v.model, v.version, json_extract(v.meta, '$.adapter.base') AS base,
+    json_extract(v.meta, '$.adapter.base_version') AS base_version,
+    (SELECT b.active_version FROM models b WHERE b.id = json_extract(v.meta, '$.adapter.base')) AS base_active"""
+_IS_ADAPTER = "json_extract(v.meta, '$.adapter.base') IS NOT NULL"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRow:
+    """A version of `model` that is an adapter, with a public `name` it can be called by.
+
+    base_active: the version that the base itself answers with now; None if it has none.
+    """
+
+    name: str
+    model: str
+    version: str
+    base: str
+    base_version: str
+    base_active: str | None = None
+
+    @property
+    def engine_name(self) -> str:
+        """Its name in engines, another for each version, so that no cache takes one for another."""
+        return f"{self.model}@{self.version}"
+
+    @property
+    def host(self) -> str:
+        """The name whose engines serve it: the base's, or the base version's own once the base has moved on."""
+        return self.base if self.base_active == self.base_version else f"{self.base}@{self.base_version}"
+
+
+def callable_adapters(db: Database) -> list[AdapterRow]:
+    """Adapters by every name they can be called by: models with an active adapter version, checkpoints, canaries."""
+    return db.all(
+        AdapterRow,
+        f"SELECT m.id AS name, {_FIELDS} FROM models m "
+        f"JOIN versions v ON v.model = m.id AND v.version = m.active_version WHERE {_IS_ADAPTER} "
+        f"UNION ALL SELECT v.checkpoint, {_FIELDS} FROM versions v WHERE v.checkpoint IS NOT NULL AND {_IS_ADAPTER} "
+        f"UNION ALL SELECT n.model || '@' || n.version AS name, {_FIELDS} FROM canaries n "
+        f"JOIN versions v ON v.model = n.model AND v.version = n.version WHERE n.state = 'running' AND {_IS_ADAPTER}",
+    )
+
+
+def adapters_on(db: Database, base: str) -> list[AdapterRow]:
+    """Every adapter version of a version of `base`, whether it can be called or not."""
+    return db.all(
+        AdapterRow,
+        f"SELECT v.model AS name, {_FIELDS} FROM versions v WHERE json_extract(v.meta, '$.adapter.base') = ? "
+        "ORDER BY v.seq",
+        [base],
+    )

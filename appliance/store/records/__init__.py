@@ -5,9 +5,10 @@ Begin with keys.py.
 """
 
 from appliance.store.rows import AUDIT as audit
+from appliance.store.rows import CANARIES as canaries
 from appliance.store.rows import DEPLOYMENTS as deployments
 from appliance.store.rows import OPERATIONS as operations
 from appliance.store.rows import TIER_REMOVALS as tier_removals
 from appliance.store.rows import WINDOWS as windows
 
-__all__ = ["audit", "deployments", "operations", "tier_removals", "windows"]
+__all__ = ["audit", "canaries", "deployments", "operations", "tier_removals", "windows"]

@@ -6,11 +6,11 @@ from collections import defaultdict
 
 from appliance.store.database import Database
 from appliance.store.rows import HANDOVERS, HandoverRow
-from scheduler.handover.ports import HandoverState, StepRecord
+from scheduler.handover.effects import HandoverState, StepRecord
 
 
 class SqliteJournal:
-    """Implements `scheduler.handover.ports.Journal`.
+    """Implements `scheduler.handover.effects.Journal`.
 
     ended: by outcome, the number of hand-overs that ended since this process began, and their seconds together.
     """

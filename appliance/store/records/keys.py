@@ -13,7 +13,7 @@ from appliance.store.errors import RowNotFound
 from appliance.store.ids import new_id
 from appliance.store.records import page_sessions
 from appliance.store.rows import KEYS, KeyRow
-from runtime.moments import minute
+from runtime.logs import minute
 
 KEY_PREFIX = "sk-appl-"
 SCOPES = ("inference", "fine_tuning", "read", "metrics", "admin")

@@ -6,9 +6,8 @@ import socket
 
 import pytest
 
-from appliance.boot import endpoint, ray_head
-from appliance.boot.box_state import BoxState
-from appliance.boot.main import Box, BoxError
+from appliance.boot import ray_head
+from appliance.boot.main import Box, BoxError, BoxState, port_taken
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths
 
@@ -41,7 +40,7 @@ def test_what_cannot_be_listened_on_is_named():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    assert endpoint.why_not("127.0.0.1", port) == ""
-    assert endpoint.why_not("localhost", port) == ""
-    assert "--host" in endpoint.why_not("192.0.2.1", port)
-    assert "nobody.invalid" in endpoint.why_not("nobody.invalid", port)
+    assert port_taken("127.0.0.1", port) == ""
+    assert port_taken("localhost", port) == ""
+    assert "--host" in port_taken("192.0.2.1", port)
+    assert "nobody.invalid" in port_taken("nobody.invalid", port)

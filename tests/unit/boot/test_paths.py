@@ -111,11 +111,23 @@ class StandInBox:
         return ""
 
 
-async def test_run_shows_the_ready_box_where_box_json_cannot_be_written(tmp_path, monkeypatch, capsys):
+def test_start_fails_where_box_json_cannot_be_written(tmp_path):
+    """No command would find that box, and `up --detach` would wait for it for ever."""
+    config = BoxConfig.model_validate({"box": {"data_dir": str(tmp_path / "box")}})
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    (tmp_path / "box" / "box.json").mkdir(parents=True)  # no file can replace it
+    before = os.umask(0o022)
+    try:
+        assert main.main(["up", "--config", str(tmp_path / "config.json")]) == 1
+    finally:
+        os.umask(before)
+        shutil.rmtree(BoxPaths.of(tmp_path / "box").shm_root)
+
+
+async def test_run_shows_the_ready_box(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(main, "Box", StandInBox)
     paths = BoxPaths.of(tmp_path / "box", shm_mount=tmp_path)
     paths.create()
-    paths.state_file.mkdir()  # no file can replace it, as on a full disk
     assert await main._run(BoxConfig(), paths, main.BoxState(paths.state_file), "json") == 0
     assert json.loads(capsys.readouterr().out)["url"] == "http://127.0.0.1:8000/v1"
 

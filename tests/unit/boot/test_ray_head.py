@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.boot.box_state import BoxState
-from appliance.boot.main import Box
+from appliance.boot.main import Box, BoxState
 from appliance.boot.ray_head import environment
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths

@@ -11,8 +11,7 @@ import psutil
 import pytest
 
 from appliance.boot import supervised_process
-from appliance.boot.box_state import BoxState
-from appliance.boot.main import HOPELESS, Box
+from appliance.boot.main import HOPELESS, Box, BoxState
 from appliance.boot.supervised_process import BOX_VARIABLE, HUNG_S, Supervised, kill_leftovers
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths
@@ -148,6 +147,20 @@ async def test_process_that_keeps_failing_ends_the_box(tmp_path):
     assert stopped == [1] and "ray failed" in box.hopeless
 
 
+@pytest.mark.parametrize("answered", [False, True])
+async def test_end_reports_unsaved_weights_only_of_a_controller_that_answered(tmp_path, monkeypatch, answered):
+    async def killed(timeout_s):
+        return False
+
+    paths = BoxPaths.of(tmp_path / "box", tmp_path)
+    paths.create()
+    box = Box(BoxConfig(), paths, BoxState(paths.state_file))
+    box._controller_answered = answered
+    monkeypatch.setattr(box._controller, "end", killed)
+    assert bool(await box.end()) is answered
+    assert paths.shm_root.exists()
+
+
 async def test_slow_failures_to_start_count_until_a_steady_run(monkeypatch):
     now_s, failures = 0.0, []
 
@@ -170,7 +183,7 @@ async def test_slow_failures_to_start_count_until_a_steady_run(monkeypatch):
         return Ended()
 
     monkeypatch.setattr(supervised_process, "kill_group", lambda _pid: None)
-    background = BackgroundTasks(lambda: now_s, lambda _seconds: asyncio.sleep(0))
+    background = BackgroundTasks(lambda _seconds: asyncio.sleep(0))
     process = Supervised("ray", start, background, lambda _: None, None, lambda: now_s)
     await process.begin()
     while len(failures) < 6:

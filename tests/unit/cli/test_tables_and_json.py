@@ -146,7 +146,7 @@ def test_model_canary_is_begun_shown_rolled_back_and_promoted(box: ControlledBox
         assert box.run("model", "canary", "starter", "v2", *wrong).exit_code == 2
 
 
-def test_model_import_verify_rollback_and_rm(box: ControlledBox, tmp_path: Path, monkeypatch):
+def test_model_import_rollback_and_rm(box: ControlledBox, tmp_path: Path, monkeypatch):
     checkpoint = tmp_path / "my-model"
     checkpoint.mkdir()
     done = box.json("model", "import", str(checkpoint))
@@ -157,7 +157,6 @@ def test_model_import_verify_rollback_and_rm(box: ControlledBox, tmp_path: Path,
     assert box.json("model", "show", missing["result"]["name"])["source"] == str(tmp_path / "none")
     started = box.json("model", "import", "hub/other", "--name", "other", "--no-wait")
     assert started["kind"] == "import" and started["id"].startswith("op_")
-    assert box.json("model", "verify", "my-model")["result"] == {"versions": ["v1"], "tensors": 3, "bytes": 10}
     assert box.json("model", "rollback", "starter", "--version", "v2")["to"] == "v2"
     assert box.run("model", "rm", "my-model").stdout.strip() == "deleted my-model"
     assert box.run("model", "show", "my-model").exit_code == 3

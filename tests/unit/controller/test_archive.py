@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from appliance.controller.interfaces.errors import ApiError
-from appliance.controller.models import archive
+from appliance.controller.openai import model_routes
 from weights.format.manifest import Manifest
 from weights.tiers.archive import Archive
 from weights.tiers.directory import seal_dir
@@ -60,7 +60,7 @@ def test_archive_chunks_are_a_slice_of_the_whole(made, start, length):
 async def test_answer_sends_the_range_of_the_same_archive(made, asked, if_range, status, sent):
     _, whole = made
     given_tag = f'"{whole.tag}"' if if_range == "same" else if_range
-    response = archive.answer(whole, "ft:a/b", asked, given_tag)
+    response = model_routes._download(whole, "ft:a/b", asked, given_tag)
     body = b"".join([bytes(part) async for part in response.body_iterator])
     assert response.status_code == status
     assert body == b"".join(whole.chunks(0, whole.nbytes))[sent]
@@ -71,5 +71,5 @@ async def test_answer_sends_the_range_of_the_same_archive(made, asked, if_range,
 def test_answer_beyond_the_end_is_refused(made):
     _, whole = made
     with pytest.raises(ApiError) as refused:
-        archive.answer(whole, "m", f"bytes={whole.nbytes}-", None)
+        model_routes._download(whole, "m", f"bytes={whole.nbytes}-", None)
     assert (refused.value.status_code, refused.value.code) == (416, "range_not_satisfiable")

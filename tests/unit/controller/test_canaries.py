@@ -149,7 +149,7 @@ async def test_a_swap_of_one_model_keeps_no_bad_canary_of_another(served: Contro
     bad = {"model": "n@v2", "reason": "no kernel image", "message": "not serving", "lasting": True}
     served.scheduler.troubles = [bad]
     looking = asyncio.create_task(look_later(served, 601))
-    while not swaps or canaries.find_running(served.db, "n") is not None:
+    while not swaps or models.find_canary(served.db, "n") is not None:
         await asyncio.sleep(0.001)
     row = canaries.find(served.db, "n")
     assert swaps == ["m"] and row is not None and row.state == "rolled_back"

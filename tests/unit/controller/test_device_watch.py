@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.controller.devices import cordons
-from appliance.controller.devices.device_watch import DeviceWatch
+from appliance.controller.devices.cordons import DeviceWatch
 from appliance.store.records import audit
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig

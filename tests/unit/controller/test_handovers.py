@@ -8,7 +8,7 @@ import pytest
 
 from appliance.controller.admin.box import step_view
 from appliance.store.rows import HANDOVERS, HandoverRow
-from scheduler.handover.ports import StepRecord
+from scheduler.handover.effects import StepRecord
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_admin import ask
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.store.objects import adapters, models
+from appliance.store.objects import models
 from tests.unit.controller.conftest import Control, insert_model
 from tests.unit.controller.test_admin import ask, ended
 
@@ -22,7 +22,7 @@ async def test_an_adapter_is_served_on_the_base_that_it_or_the_user_names(roomy:
     body = {"source": source, "name": "pirate"} | ({} if "starter" in source else {"base": "starter"})
     done = await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json=body))
     assert done["state"] == "succeeded"
-    (row,) = adapters.list_callable(roomy.db)
+    (row,) = models.callable_adapters(roomy.db)
     assert (row.name, row.model, row.base, row.base_version) == ("pirate", "pirate", "starter", "v1")
     assert row.host == "starter"
     model, base = models.find(roomy.db, "pirate"), models.find(roomy.db, "starter")

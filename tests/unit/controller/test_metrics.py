@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.store.objects import job_records, jobs
+from appliance.store.objects import jobs
 from appliance.store.rows import JobMetricRow
 
 from .conftest import ADMIN, Control
@@ -58,7 +58,7 @@ async def test_metrics_of_jobs_and_devices(control: Control) -> None:
     assert found["appliance_devices", (("health", "failed"), ("holder", "none"))] == 1
     for step, norm, rate in ((2, 9.0, 2e-4), (3, 0.7, 1e-4)):
         row = JobMetricRow(running, step, time.time(), grad_norm=norm, learning_rate=rate)
-        job_records.upsert_metric(control.db, row)
+        jobs.upsert_metric(control.db, row)
     jobs.add_energy(control.db, running, 250.0, 5.0)
     found = await scrape(control)
     assert (found["appliance_job_gradient_norm", job], found["appliance_job_learning_rate", job]) == (0.7, 1e-4)

@@ -7,7 +7,7 @@ from urllib.parse import quote
 import pytest
 
 from appliance.controller.access.naming import is_model_name, resolve
-from appliance.store.objects import job_records, jobs, models
+from appliance.store.objects import jobs, models
 from appliance.store.rows import JobJudgeRow, JobRow, VersionRow
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
@@ -104,7 +104,7 @@ async def test_a_version_that_a_job_uses_stays_by_whichever_of_its_names(control
     model = used if how == "trained on" else "starter"
     jobs.insert(db, JobRow("ftjob-u", model, "distillation", "f", 1, "made", 1.0, phase="running"))
     if how == "judge":
-        job_records.insert_judge(db, JobJudgeRow("ftjob-u", {"teacher": used}))
+        jobs.insert_judge(db, JobJudgeRow("ftjob-u", {"teacher": used}))
     for name in names:
         refused = await control.http.delete(f"/v1/models/{quote(name, safe='')}", headers=ADMIN)
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_in_use"), name

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.controller.jobs.events import JobEvents
-from appliance.store.objects import job_records, jobs, models
+from appliance.store.objects import jobs, models
 from appliance.store.rows import JobMetricRow
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
@@ -47,22 +47,6 @@ async def test_plan_by_an_owner_knows_what_a_job_of_theirs_may_use(control: Cont
     assert (await control.http.post("/admin/v1/plan", json={"serve": {"model": "starter"}})).status_code == 403
 
 
-async def test_a_plan_has_device_hours_where_the_box_has_trained_the_like(control: Control):
-    given = {"n_epochs": 2, "lora_rank": 8}
-    file_id = await control.upload(chat_lines(40))
-    assert (await ask(control, training_file=file_id, hyperparameters=given)).json()["device_hours"] is None
-    method = {"type": "supervised", "supervised": {"hyperparameters": given}}
-    job_id = await control.job(training_file=file_id, method=method)
-    for step, speed in ((1, 100.0), (2, 400.0), (3, 500.0)):
-        row = JobMetricRow(job_id, step, float(step), tokens_per_s=speed, devices=2)
-        job_records.upsert_metric(control.db, row)
-    JobEvents(control.db, control.context.files_dir, "org").conclude(job_id)
-    told = (await ask(control, training_file=file_id, hyperparameters=given)).json()
-    assert told["device_hours"] == pytest.approx(told["data"]["tokens"] * 2 / 200 / 3600)
-    of_another_kind = {"n_epochs": 2, "lora_rank": None}
-    assert (await ask(control, training_file=file_id, hyperparameters=of_another_kind)).json()["device_hours"] is None
-
-
 async def test_ended_job_shows_what_it_took_and_corrects_the_next_estimate(control: Control):
     file_id = await control.upload(chat_lines(40))
     job_id = await control.job(training_file=file_id)
@@ -70,7 +54,7 @@ async def test_ended_job_shows_what_it_took_and_corrects_the_next_estimate(contr
     taken = int(1.2 * estimate["device_bytes"])
     for step in (1, 2, 3):
         row = JobMetricRow(job_id, step, float(step), tokens_per_s=100.0 * step, devices=2, memory_bytes=taken)
-        job_records.upsert_metric(control.db, row)
+        jobs.upsert_metric(control.db, row)
     JobEvents(control.db, control.context.files_dir, "org").conclude(job_id)
     measured = jobs.get(control.db, job_id).estimate["measured"]
     assert measured == {"device_bytes": taken, "tokens_per_s": 100.0 * estimate["devices"]}

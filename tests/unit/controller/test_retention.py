@@ -8,7 +8,7 @@ from typing import Any
 from appliance.controller import retention
 from appliance.controller.retention import DAY_S
 from appliance.store.database import Database
-from appliance.store.objects import batches, files, job_records, jobs
+from appliance.store.objects import batches, files, jobs
 from appliance.store.records import audit, operations, usage
 from appliance.store.rows import (
     HANDOVERS,
@@ -66,8 +66,8 @@ def filled(db: Database, folder: Path) -> None:
             (folder / "files" / given).write_text("x")
         for name, ended_s in ((f"job-{age}", at_s), (f"live-{age}", None)):
             job(db, name, phase="running" if ended_s is None else "succeeded", finished_s=ended_s)
-            job_records.insert_event(db, JobEventRow(f"ev-{name}", name, "info", "message", "", at_s))
-            job_records.upsert_metric(db, JobMetricRow(name, 1, at_s))
+            jobs.insert_event(db, JobEventRow(f"ev-{name}", name, "info", "message", "", at_s))
+            jobs.upsert_metric(db, JobMetricRow(name, 1, at_s))
             (folder / "jobs" / name).mkdir(parents=True, exist_ok=True)
             (folder / "jobs" / name / "train.jsonl").write_text("secret")
             files.insert(db, FileRow(f"file-of-{name}", "a", "fine-tune", 1, "", "processed", at_s))

@@ -9,7 +9,6 @@ import pytest
 
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import jobs, models
-from appliance.store.records import canaries
 from tests.unit.controller.conftest import Control, insert_model
 from tests.unit.controller.test_admin import ask, ended
 
@@ -76,7 +75,7 @@ async def test_a_version_that_does_not_answer_at_once_is_a_canary_first(control:
     path = "/models/fraud/canary"
     await ask(control, "PUT", path, json={"version": v2})
     await ask(control, "POST", "/models/fraud/promote")
-    assert active(control) == v2 and canaries.list_running(control.db) == []
+    assert active(control) == v2 and models.running_canaries(control.db) == []
     assert (await ask(control, "POST", "/models/fraud/rollback", json={"version": v3}))["to"] == v3
     assert (await ask(control, "POST", "/models/fraud/rollback"))["to"] == v2
 

@@ -22,7 +22,7 @@ from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.table import Table, cache_salt, read_table
 from appliance.gateway.main import Gateway, load_report
 from appliance.gateway.server.state import State
-from runtime.network.sockets import private_socket
+from runtime.network import private_socket
 
 from .upstreams import DummyUpstream, Script, answer_chat
 

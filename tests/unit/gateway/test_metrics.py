@@ -72,8 +72,8 @@ def test_series_beyond_the_bound_begin_again() -> None:
     metrics = Metrics()
     for version in range(3 * MOST_SERIES):
         named = SimpleNamespace(model="m", model_version=f"v{version}", caller=NOBODY)
-        metrics.first_byte(*metrics.series_of(cast(Any, named))).observe(1.0)
-    text = generate_latest(metrics.registry)
+        metrics.times["time_to_first_byte"].observe(metrics.series_of(cast(Any, named)), 1.0)
+    text = generate_latest(cast(Any, metrics))
     newest = {f"v{version}" for version in range(2 * MOST_SERIES, 3 * MOST_SERIES)}
     assert {dict(labels)["version"] for name, labels in values(text) if "version" in dict(labels)} == newest
 

@@ -15,8 +15,7 @@ import uvicorn
 from appliance.gateway.server.state import Sessions
 from appliance.invitation import invite, prepare
 from appliance.paths import BoxPaths
-from runtime.network.mutual_tls import serve_machines
-from runtime.network.sockets import private_socket
+from runtime.network import private_socket, serve_machines
 
 HOST = "127.0.0.1"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.devices import cpu
+from runtime.devices import kinds
 
 ZEN3 = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu sse2 avx2 fma sha_ni\nbugs\t\t: avx512_bf16\n"
 ZEN4 = ZEN3.replace("sha_ni", "avx512f avx512_bf16")
@@ -16,7 +16,7 @@ GRAVITON2 = "processor\t: 0\nFeatures\t: fp asimd\n"
 )
 def test_cpu_flags_tell_what_it_computes(monkeypatch, tmp_path, cpuinfo, bf16, lacks):
     (tmp_path / "cpuinfo").write_text(cpuinfo)
-    monkeypatch.setattr(cpu, "_CPUINFO", tmp_path / "cpuinfo")
-    cpu.host_features.cache_clear()
-    assert (cpu.KIND.computes_bf16(), cpu.KIND.lacks_for_quantised()) == (bf16, lacks)
-    cpu.host_features.cache_clear()
+    monkeypatch.setattr(kinds, "_CPUINFO", tmp_path / "cpuinfo")
+    kinds.host_features.cache_clear()
+    assert (kinds.HOST.computes_bf16(), kinds.HOST.lacks_for_quantised()) == (bf16, lacks)
+    kinds.host_features.cache_clear()

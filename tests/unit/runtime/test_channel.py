@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from runtime.errors import ChannelClosed
-from runtime.processes.channel import AsyncChannel
+from runtime.processes.lifeline import AsyncChannel
 
 
 @pytest.mark.parametrize("write_first", [False, True], ids=["read", "write-then-read"])

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from runtime.processes.kernel import group_alive, group_pids, tail
+from runtime.logs import tail
+from runtime.processes.kernel import group_alive, group_pids
 
 # A process whose first thread has ended while another still holds a lock, as one holds a GPU.
 HEADLESS = """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from appliance.boot import ray_head
 from appliance.paths import BoxPaths
-from runtime.processes.oom import DiesAs, dies_as, group_dies_as
+from runtime.processes.kernel import DiesAs, dies_as, group_dies_as
 
 TWO = "import subprocess, sys; c = subprocess.Popen(['sleep', '60']); print(c.pid, flush=True); c.wait()"
 

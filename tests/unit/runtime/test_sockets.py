@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from runtime.network.sockets import private_socket
+from runtime.network import private_socket
 
 
 @pytest.fixture

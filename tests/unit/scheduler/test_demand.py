@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scheduler.autoscale import demand as demand_
+from scheduler import autoscaler
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, ReplicaView
 
@@ -14,11 +14,11 @@ MODEL = DeploymentView("m", "v1", min_replicas=1, max_replicas=8, target_infligh
 
 def test_few_long_prompts_fill_as_many_caches_as_many_short_ones() -> None:
     long = replace(MODEL, kv_tokens=100_000, demand=Demand(inflight=4, prompt_tokens=250_000, waiting_tokens=50_000))
-    assert demand_.load(long, CONFIG) == 2.0
-    assert demand_.wanted_now(long, 0.0, CONFIG) == 2
+    assert autoscaler.load(long, CONFIG) == 2.0
+    assert autoscaler.wanted_now(long, 0.0, CONFIG) == 2
     short = replace(long, demand=replace(long.demand, prompt_tokens=2_000, waiting_tokens=0))
-    assert demand_.load(short, CONFIG) == 0.4
-    assert demand_.load(replace(long, kv_tokens=None), CONFIG) == 0.4, "by their number where nobody knows the cache"
+    assert autoscaler.load(short, CONFIG) == 0.4
+    assert autoscaler.load(replace(long, kv_tokens=None), CONFIG) == 0.4, "by their number where nobody knows the cache"
 
 
 def test_versions_asked_by_their_names_share_their_models_turn() -> None:
@@ -28,7 +28,7 @@ def test_versions_asked_by_their_names_share_their_models_turn() -> None:
 
     def order(opened: str, now_s: float) -> list[str]:
         replica = ReplicaView(opened, opened, "v1", "open", ("n0/0",), 1000.0)
-        return [s.model for s in demand_.slots([*versions, other], [replica], waiting, now_s, CONFIG)]
+        return [s.model for s in autoscaler.slots([*versions, other], [replica], waiting, now_s, CONFIG)]
 
     assert order("m:0", 1010.0)[:2] == ["m:0", "z"], "in its turn"
     assert order("m:0", 1005.0 + CONFIG.turn_s)[:2] == ["z", "m:1"], "the turn is over, for all of them"
@@ -46,7 +46,7 @@ def test_a_models_second_version_that_is_asked_comes_before_models_that_nobody_a
     hysteresis["a"] = Hysteresis(replicas=1, waiting_since_s=1001.0)
 
     def order(*deployments: DeploymentView) -> list[str]:
-        found = demand_.slots([*asked, *deployments], opened, hysteresis, 1005.0, CONFIG)
+        found = autoscaler.slots([*asked, *deployments], opened, hysteresis, 1005.0, CONFIG)
         return [slot.model for slot in found if slot.wanted]
 
     assert order(least) == ["a:ck", "a", "b"]

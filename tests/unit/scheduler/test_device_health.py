@@ -12,8 +12,7 @@ from runtime.devices.kind import Reading
 from runtime.devices.nvml import fault_of
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
-from scheduler.devices.health import Death, failing
-from scheduler.devices.readings import DeviceReadings
+from scheduler.devices.health import Death, DeviceReadings, failing
 from tests.devices_support.nvml import Machine, eight_h100, four_4090
 
 CONFIG = SchedulerConfig(device_deaths=2, death_window_s=100, hot_for_s=30)
@@ -30,8 +29,16 @@ def at(second: float, **told) -> Reading:
 
 @pytest.mark.parametrize(
     "xid, says",
-    [(79, "restart"), (48, "catalogue"), (9999, "catalogue"), (95, "reset"), (109, "reset"), (119, "reset")]
-    + [(xid, "") for xid in (13, 31, 32, 43, 45, 63, 69, 80, 92, 94, 154)],
+    [
+        (79, "restart"),
+        (48, "catalogue"),
+        (9999, "catalogue"),
+        (95, "reset"),
+        (109, "reset"),
+        (119, "reset"),
+        (92, "diag"),
+    ]
+    + [(xid, "") for xid in (13, 31, 32, 43, 45, 63, 69, 80, 94, 154)],
 )
 def test_an_xid_of_the_hardware_is_a_fault_one_of_an_application_is_not(xid, says):
     fault = fault_of(xid)
@@ -51,6 +58,19 @@ def test_heat_must_last():
     assert judged(*hot, at(35, temperature_c=80, slowdown_c=87)) == {}
     assert judged(hot[0], at(15, temperature_c=80, slowdown_c=87), *hot[-2:]) == {}
     assert judged(*(at(second, temperature_c=90) for second in range(0, 60, 5))) == {}, "no threshold is known"
+
+
+@pytest.mark.parametrize(
+    ("slow", "lasts_s", "cordoned"),
+    [({0}, 300, {"n0/0"}), ({0}, 295, set()), ({0, 1}, 300, set()), ({0, 1, 2}, 300, set())],
+    ids=["one", "not yet", "half of them", "most"],
+)
+def test_slowness_of_few_cordons_them(slow, lasts_s, cordoned):
+    def history(device: int) -> tuple[Reading, ...]:
+        why = ("power_brake",) if device in slow else ("power_cap",)
+        return tuple(Reading(f"n0/{device}", float(at_s), throttled=why) for at_s in range(0, lasts_s + 1, 5))
+
+    assert set(failing({f"n0/{device}": history(device) for device in range(4)}, (), 1000.0, CONFIG)) == cordoned
 
 
 def test_two_deaths_within_the_window_whoever_died():
@@ -82,11 +102,6 @@ def test_the_driver_is_read_as_far_as_it_tells(monkeypatch):
     machine.gpus[1].error = pynvml.NVMLError_GpuIsLost()
     again, lost = readings.read()
     assert (again.faults, again.ecc_uncorrected, lost.lost) == ((fault_of(79),), 2, "GPU is lost")
-    assert (first.driver_errors, again.driver_errors, readings.read()[0].driver_errors) == (
-        (),
-        ((79, 1), (31, 1)),
-        ((79, 1), (31, 1)),
-    )
     told = {"n0/0": (first, again), "n0/1": (second, lost)}
     assert {name: failure.reason for name, failure in failing(told, (), 0.0, CONFIG).items()} == {
         "n0/0": fault_of(79),
@@ -128,7 +143,7 @@ async def test_a_driver_that_hangs_takes_one_thread_however_often_it_is_asked(mo
     machine = eight_h100().install(monkeypatch)
     readings = DeviceReadings(tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(8)))
     assert len(await readings.look()) == 8
-    monkeypatch.setattr("scheduler.devices.readings.PATIENCE_S", 0.01)
+    monkeypatch.setattr("scheduler.devices.health.PATIENCE_S", 0.01)
     hung, answer, asked, ask = threading.Event(), threading.Event(), [], pynvml.nvmlDeviceGetRemappedRows
 
     def hangs(handle):
@@ -141,7 +156,7 @@ async def test_a_driver_that_hangs_takes_one_thread_however_often_it_is_asked(mo
     machine.xids = [(5, 79)]
     assert await readings.look() == () and await asyncio.to_thread(hung.wait, 60)
     assert [await readings.look() for _ in range(5)] == [()] * 5 and len(asked) == 1
-    monkeypatch.setattr("scheduler.devices.readings.PATIENCE_S", 60)
+    monkeypatch.setattr("scheduler.devices.health.PATIENCE_S", 60)
     answer.set()
     late = {reading.device_id: reading for reading in await readings.look({"n0/3"})}
     assert late["n0/5"].faults == (fault_of(79),), "the driver tells it once"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scheduler.autoscale.demand import required
+from scheduler.autoscaler import required
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, PlanInput, Policy
-from scheduler.handover.handover import Handover
 from scheduler.loop.explain import explain
 from scheduler.plan.plan import plan
 from tests.unit.scheduler.fakes import box_of
@@ -40,5 +39,5 @@ def test_explain_says_until_when_an_idle_model_stays_awake() -> None:
     plan_input = PlanInput(Policy("auto"), box_of(2), deployments=(idle,))
     now_s = LAST_S + 100.0
     allocation = plan(plan_input, now_s, CONFIG)
-    told = explain(Handover(0, ()), allocation, plan_input, now_s)
+    told = explain((), allocation, plan_input, now_s)
     assert told["idle"] == {"m": "Stays awake for 500 s more without a request: its idle_sleep_s is 600 s."}

@@ -9,7 +9,7 @@ import pytest
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, JobView, PlanInput, Policy, ReplicaView
-from scheduler.plan.shares import Shares
+from scheduler.plan.plan import Round
 
 CONFIG = SchedulerConfig()
 
@@ -24,7 +24,7 @@ def held_for_s(pause_s: float | None) -> float:
     for now_s in range(1000, 1400):
         seen = replace(model, demand=Demand(5, last_request_s=float(now_s)))
         plan_input = PlanInput(Policy("auto"), devices, (job,), (seen,), replicas, hysteresis=hysteresis)
-        hysteresis = Shares(plan_input, float(now_s), CONFIG).hysteresis
+        hysteresis = Round(plan_input, float(now_s), CONFIG).hysteresis
         if hysteresis["m"].replicas < 2:
             return now_s - 1000.0
     return 400.0

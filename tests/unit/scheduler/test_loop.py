@@ -216,8 +216,8 @@ async def test_job_that_finishes_while_it_is_suspended_and_observed_does_not_sta
 
 def test_moves_start_an_engine_without_waiting_for_a_group_that_has_left_its_devices() -> None:
     box = Box.of(box_of(1), (), [GroupView("j1", (), ended=GroupEnded("succeeded"))])
-    handover = moves(box, Allocation((ReplicaView("r", "m", "v1", "open", ("n0/0",)),)), 1)
-    assert [move.how for move in handover.moves] == ["end", "start"] and not handover.take[0].needs
+    found = moves(box, Allocation((ReplicaView("r", "m", "v1", "open", ("n0/0",)),)))
+    assert [move.how for move in found] == ["end", "start"] and not found[1].needs
 
 
 def refusing(blame: Blame, *verbs: str) -> Callable[[str, str, str], None]:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, JobView, PlanInput, Policy
+from scheduler.plan.plan import Round
 from scheduler.plan.queue import allot, order, positions, urgent_from_s
-from scheduler.plan.shares import Shares
 from tests.unit.scheduler.fakes import box_of
 
 
@@ -67,5 +67,5 @@ def test_a_job_that_leaves_keeps_no_devices_from_serving_though_it_must_not_be_p
     given = PlanInput(
         Policy("serve"), box_of(2), (leaves,), (model,), busy_devices=frozenset(leaves.devices), hysteresis={}
     )
-    replicas, _, jobs = Shares(given, 10.0, SchedulerConfig(target_inflight=1)).count({}, {})
+    replicas, _, jobs = Round(given, 10.0, SchedulerConfig(target_inflight=1)).count({}, {})
     assert replicas == {"m": 2} and jobs.sizes == {}

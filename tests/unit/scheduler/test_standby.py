@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.standby import Bounds, StandbyLearner
+from scheduler import autoscaler
+from scheduler.autoscaler import Bounds, StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, Standby
 
@@ -68,23 +68,23 @@ def test_time_per_token_above_its_target_asks_for_more() -> None:
     )
 
     def at(tpot_p95_s: float | None) -> int:
-        return demand_.wanted_now(replace(model, demand=replace(model.demand, tpot_p95_s=tpot_p95_s)), 10.0, CONFIG)
+        return autoscaler.wanted_now(replace(model, demand=replace(model.demand, tpot_p95_s=tpot_p95_s)), 10.0, CONFIG)
 
     assert at(None) == at(0.04) == at(0.05) == 2
     assert at(0.07) == 3 and at(0.1) == 4
     assert at(10.0) == 4, "no more than twice as many by one look"
-    assert demand_.wanted_now(replace(model, tpot_target_s=None), 10.0, CONFIG) == 2
+    assert autoscaler.wanted_now(replace(model, tpot_target_s=None), 10.0, CONFIG) == 2
 
 
 def test_standby_is_kept_while_the_model_is_in_use_and_no_longer() -> None:
     model = DeploymentView(
         "m", "v1", max_replicas=8, target_inflight=10, standby=Standby(3), demand=Demand(1, last_request_s=1000.0)
     )
-    hysteresis, _ = demand_.required(model, Hysteresis(), 1000.0, CONFIG)
+    hysteresis, _ = autoscaler.required(model, Hysteresis(), 1000.0, CONFIG)
     assert hysteresis.replicas == 3
     quiet = replace(model, demand=Demand(0, last_request_s=1000.0))
-    hysteresis, _ = demand_.required(quiet, hysteresis, 1000.0 + CONFIG.give_back_at_latest_s - 1, CONFIG)
+    hysteresis, _ = autoscaler.required(quiet, hysteresis, 1000.0 + CONFIG.give_back_at_latest_s - 1, CONFIG)
     assert hysteresis.replicas == 3
     for after_s in (1, 12, 40):
-        hysteresis, _ = demand_.required(quiet, hysteresis, 1000.0 + CONFIG.give_back_at_latest_s + after_s, CONFIG)
+        hysteresis, _ = autoscaler.required(quiet, hysteresis, 1000.0 + CONFIG.give_back_at_latest_s + after_s, CONFIG)
     assert hysteresis.replicas == 0

@@ -9,7 +9,7 @@ import pytest
 
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import Policy
-from scheduler.loop.job_pauses import LONG_START_S
+from scheduler.loop.loop import LONG_START_S
 from tests.unit.scheduler.fakes import FakeStore, in_virtual_time
 from tests.unit.scheduler.test_loop import JOB, MODEL, Rig
 

@@ -26,6 +26,8 @@ NO_ROUTING = SimpleNamespace(
     host=lambda name: name,
 )
 
+ENOUGH = SimpleNamespace(room_bytes=lambda: 1 << 60)
+
 
 def routing_of(bus: Any, db: Database, sizes: Any = UNKNOWN_SIZES) -> BusRouting:
     """Routing whose keys nobody reads."""
@@ -41,15 +43,13 @@ def states_of(
     routing: Any = NO_ROUTING,
     demand: Any = lambda model: Demand(),
     learned: Any = lambda deployments: deployments,
-    job_memory: Any = None,
+    store: Any = ENOUGH,
     job_sizes: Any = lambda row: (),
     starved: Any = lambda row: False,
 ) -> SqliteStateStore:
-    """Where there is memory for everything, unless `job_memory` or `job_sizes` say otherwise."""
+    """Where there is memory for everything, unless `store` or `job_sizes` say otherwise."""
     wishes, learning = SimpleNamespace(demands=lambda free_devices: demand), SimpleNamespace(learned=learned)
     enough = SimpleNamespace(
         waits_for=lambda row: "", job_nodes=lambda row: (HOME_NODE,), job_sizes=job_sizes, max_asleep=dict
     )
-    return SqliteStateStore(
-        db, events, serving_floor, max_replicas, routing, wishes, learning, enough, job_memory or enough, starved
-    )  # type: ignore[arg-type]
+    return SqliteStateStore(db, events, serving_floor, max_replicas, routing, wishes, learning, enough, store, starved)  # type: ignore[arg-type]

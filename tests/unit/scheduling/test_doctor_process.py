@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from appliance.controller.context import doctor as doctor_module
-from appliance.controller.context.doctor import Doctor
+from appliance.controller.context import context
+from appliance.controller.context.context import Doctor
 from appliance.controller.interfaces.errors import OperationFailed
 
 
 async def test_a_doctor_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_module, "LIMIT_S", 0.2)
+    monkeypatch.setattr(context, "LIMIT_S", 0.2)
     doctor = Doctor([sys.executable, "-c", "import time; time.sleep(600)"])
     with pytest.raises(OperationFailed, match="did not end"):
         await doctor.look()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from appliance.controller.scheduling.job_runs import JobRuns
-from appliance.store.objects import job_records, jobs, models
+from appliance.store.objects import jobs, models
 from appliance.store.records import keys
 from appliance.store.rows import JobJudgeRow, VersionRow
 from scheduler.loop.inbox import Inbox
@@ -49,8 +49,8 @@ async def test_missed_steps_are_read_in_once(runs, db, events, add_job, tmp_path
     events.ingest("ftjob-1", metrics(1))
     await runs.catch_up("ftjob-1")
     await runs.catch_up("ftjob-1")
-    assert [row.step for row in job_records.list_metrics(db, "ftjob-1")] == [1, 2, 3]
-    assert len(job_records.page_events(db, "ftjob-1", after=None, limit=50).data) == 3
+    assert [row.step for row in jobs.list_metrics(db, "ftjob-1")] == [1, 2, 3]
+    assert len(jobs.page_events(db, "ftjob-1", after=None, limit=50).data) == 3
 
 
 async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow, store, add_job, tmp_path, tiers):
@@ -135,7 +135,7 @@ async def test_of_the_checkpoints_of_a_jobs_epochs_the_last_three_stay_and_those
     runs.on_event("ftjob-1", published(4))  # a world that went back to before it
     await runs.tidy(unload, remove)
     assert steps(db) == [2, 8, 10, 12] and removed[1:] == ["step-4"]
-    job_records.insert_judge(db, JobJudgeRow(add_job("ftjob-2").id, {"teacher": f"{name}:ckpt-step-8"}))
+    jobs.insert_judge(db, JobJudgeRow(add_job("ftjob-2").id, {"teacher": f"{name}:ckpt-step-8"}))
     runs.on_event("ftjob-1", published(14))
     assert steps(db) == [2, 8, 10, 12, 14]
 
@@ -223,5 +223,5 @@ async def test_ranks_are_not_started_on_what_may_not_be_opened(runs, flow, store
         raise OpeningRefused(model, "config.json", "has 'auto_map'")
 
     monkeypatch.setattr("appliance.controller.scheduling.job_runs.may_open", refuse)
-    with pytest.raises(LookupError, match="config.json: has 'auto_map'.*appliance model verify starter"):
+    with pytest.raises(LookupError, match="config.json: has 'auto_map'.*appliance model rm starter"):
         await runs.prepare("ftjob-1")

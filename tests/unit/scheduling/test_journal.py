@@ -8,7 +8,7 @@ from appliance.controller import retention
 from appliance.store.database import Database
 from appliance.store.records.journal import SqliteJournal
 from appliance.store.rows import HANDOVERS
-from scheduler.handover.ports import StepRecord
+from scheduler.handover.effects import StepRecord
 
 STEP = StepRecord(0, "free r1", "drain_replica", "r1", started_s=11.0)
 

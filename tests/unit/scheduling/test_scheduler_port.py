@@ -19,7 +19,7 @@ from appliance.store.records.journal import SqliteJournal
 from appliance.store.rows import HANDOVERS
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Policy
-from scheduler.handover.ports import StepRecord
+from scheduler.handover.effects import StepRecord
 from scheduler.loop.loop import SchedulerLoop
 from tests.unit.scheduler.fakes import FakeEffects, World, box_of
 from tests.unit.scheduling.fakes import states_of

@@ -8,7 +8,8 @@ import pytest
 
 from appliance.controller.devices.mode import write_mode
 from appliance.controller.interfaces.records import Mode
-from appliance.store.objects import job_records, jobs, models
+from appliance.controller.scheduling.state_store import job_host_bytes
+from appliance.store.objects import jobs, models
 from appliance.store.records import audit, canaries, deployments, model_settings, windows
 from appliance.store.rows import CanaryRow, VersionRow, WindowRow
 from scheduler.core.workload import Build, Demand, Policy
@@ -68,7 +69,7 @@ def test_a_queued_job_says_in_events_what_it_waits_for_and_what_it_gets(states, 
     for free in (1, 0, 1):
         states.job_waiting("ftjob-1", f"Needs 2 devices; {free} of training's 4 are left by jobs ahead of it.")
     states.job_coming("ftjob-1", ("n0/0", "n0/1"), 1)
-    gets, waits = [one.message for one in job_records.page_events(db, "ftjob-1", after=None, limit=50).data]
+    gets, waits = [one.message for one in jobs.page_events(db, "ftjob-1", after=None, limit=50).data]
     assert "Needs 2 devices; 1 of" in waits and "n0/0, n0/1" in gets and jobs.get(db, "ftjob-1").reason == gets
 
 
@@ -152,3 +153,28 @@ def test_settings_that_served_are_put_in_force_again_and_it_is_said(db, states, 
     model_settings.add(db, "starter", {"max_num_seqs": 4}, new.settings, "someone", 2.0)
     assert not model_settings.notes(db), "what a person set is not the box's"
     assert not states.settings_failed("starter", new, Build("v1", 1, "kept no more"), "the engine refused")
+
+
+def test_job_waits_while_shared_memory_has_no_room_for_its_result(db, events, add_model, add_job):
+    add_model()
+    add_job("ftjob-new", estimate={"memory": {"store_bytes": 14 * 10**6, "host_bytes": {"1": 5, "8": 20}}})
+    room = [10 * 10**6]
+    states = states_of(db, events, store=SimpleNamespace(room_bytes=lambda: room[0]))
+    (view,) = states.load(free_devices=0).jobs
+    assert "need 14.0 MB, 10.0 MB can be allocated now" in view.lacks
+    jobs.update(db, "ftjob-new", snapshot={"step": 3, "path": "/p"})
+    assert states.load(free_devices=0).jobs[0].lacks == "", "it has begun"
+    jobs.update(db, "ftjob-new", snapshot=None)
+    room[0] = 20 * 10**6
+    assert states.load(free_devices=0).jobs[0].lacks == ""
+
+
+def test_host_bytes_of_a_job_follow_the_devices_that_it_may_run_on(add_job):
+    row = add_job(estimate={"memory": {"store_bytes": 1, "host_bytes": {"1": 5, "8": 20}}}, allowed_sizes=[1, 2])
+    assert job_host_bytes(row) == {1: 5, 2: 20} and job_host_bytes(add_job("ftjob-2", allowed_sizes=None)) == {1: 0}
+
+
+def test_job_keeps_its_sizes_while_the_box_has_memory_for_none_of_them(db, events, add_job):
+    add_job("ftjob-new", allowed_sizes=[1, 2])
+    (view,) = states_of(db, events, job_sizes=lambda row: (1, 8)).load(free_devices=0).jobs
+    assert view.sizes == (1,)

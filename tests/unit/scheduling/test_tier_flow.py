@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 
 import pytest
 
+from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.engines.versions import VersionProvider
 from appliance.store.objects import jobs, models
 from appliance.store.records import tier_removals
@@ -15,6 +17,8 @@ from tests.unit.weights.conftest import check, write
 from weights.format.config import KeepRules
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import Name
+from weights.memory.lease import take_lease
+from weights.tiers.directory import verify
 
 V1 = Name("version", "starter", "v1")
 
@@ -91,7 +95,7 @@ async def test_evicted_from_memory_and_damaged_on_disk_it_is_served_from_the_rem
     assert "was damaged and was removed, to be written again; the remote tier had it whole" in told["last_error"]
     assert f"{tmp_path}/data/models/starter/v1/model.safetensors" in caplog.text
     await passes(flow, "disk")
-    tiers.disk.copies.verify(V1)
+    verify(tmp_path / "data/models/starter/v1")
 
 
 async def test_a_lost_mount_holds_up_nothing_and_is_tried_again(flow, publish, store, tmp_path, tiers):
@@ -188,3 +192,16 @@ async def test_the_last_copy_is_kept_even_if_damaged(flow, publish, store, tmp_p
     with pytest.raises(LookupError, match="damaged in the disk tier"):
         tiers.bring_in(V1)
     assert (tmp_path / "data/models/starter/v1/model.safetensors").exists(), "a person may want to look at it"
+
+
+async def test_remove_waits_for_readers_of_the_version(flow, publish, store):
+    (stored,) = publish("v1")
+    library = type("Library", (), {"remove": lambda self, name, version: True})()
+    lease = take_lease(stored)
+    rows = [VersionRow("starter", "v1", "job", 10, 1.0)]
+    removing = asyncio.create_task(LibraryOps(library, store, flow, lambda name: None).remove("starter", rows))
+    await asyncio.sleep(0.1)
+    assert not removing.done() and store.find(*V1)
+    lease.release()
+    await removing
+    assert store.find(*V1) is None

@@ -60,7 +60,7 @@ async def test_what_may_not_be_opened_reaches_no_engine(provider, store: WeightS
         raise OpeningRefused(model, "config.json", "has 'auto_map'")
 
     monkeypatch.setattr("appliance.controller.engines.versions.may_open", refuse)
-    with pytest.raises(LookupError, match=r"config.json: has 'auto_map'.*appliance model verify starter"):
+    with pytest.raises(LookupError, match=r"config.json: has 'auto_map'.*appliance model rm starter"):
         await provider.in_memory("starter", "v1")
     assert store.find("version", "starter", "v1") is not None and store.evict(1 << 40) > 0
     assert not provider.holds(Name("version", "starter", "v1"))

@@ -9,12 +9,14 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 
 from appliance.controller.bus.bus import Bus
+from appliance.controller.devices.mode import write_mode
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.scheduling.wishes import Wishes, may_wake
+from appliance.controller.interfaces.records import Mode
+from appliance.controller.scheduling.state_store import Wishes
 from appliance.store.database import Database
-from appliance.store.objects import job_records, jobs
+from appliance.store.objects import jobs
 from appliance.store.rows import JobJudgeRow
-from scheduler.core.workload import Demand, Policy
+from scheduler.core.workload import Demand
 from weights.format.names import policy_name
 
 NO_POLICIES: Mapping[str, str] = MappingProxyType({})
@@ -36,7 +38,7 @@ class Asked(Wishes):
 
 
 @pytest.mark.parametrize(
-    ("policy", "jobs", "others", "free", "expected"),
+    ("mode", "has_job", "others_ask", "free", "wakes"),
     [
         ("serve", True, False, 0, True),
         ("split", True, True, 1, True),
@@ -46,9 +48,17 @@ class Asked(Wishes):
         ("train", False, False, 8, False),
     ],
 )
-def test_work_without_a_client_wakes_a_model_only_where_nobody_is_in_the_way(policy, jobs, others, free, expected):
-    now = {"jobs_want_devices": jobs, "others_have_requests": others, "free_devices": free}
-    assert may_wake(Policy(policy, 1), **now) is expected
+async def test_lines_wake_a_model_only_where_nobody_is_in_the_way(
+    db, tmp_path, add_model, add_job, mode, has_job, others_ask, free, wakes
+):
+    write_mode(db, Mode(mode, 1))
+    if has_job:
+        add_model()
+        add_job()
+    asked = Asked(db, tmp_path, lines=("starter",))
+    others = {"other": SimpleNamespace(inflight=1, held=0)} if others_ask else {}
+    asked.bus.load = lambda: SimpleNamespace(models=others)
+    assert asked.demands(free)("starter").held == wakes
 
 
 async def test_lines_wake_their_model_and_keep_it_awake(db, tmp_path):
@@ -68,7 +78,7 @@ async def test_lines_wake_their_model_and_keep_it_awake(db, tmp_path):
 async def test_running_job_keeps_the_model_it_asks_awake_in_every_mode(db, tmp_path, add_model, add_job, method):
     add_model()
     job = add_job(phase="running", method=method)
-    job_records.insert_judge(db, JobJudgeRow(job.id, {"teacher": "starter"}))
+    jobs.insert_judge(db, JobJudgeRow(job.id, {"teacher": "starter"}))
     policies = {policy_name(job.id): "starter"} if method == "reinforcement" else {}
     asked = Asked(db, tmp_path, policies=policies)
     assert asked.demands(0)("starter") == Demand(), "nothing is asked yet"

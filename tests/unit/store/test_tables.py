@@ -9,7 +9,7 @@ import pytest
 
 from appliance.store.database import Database
 from appliance.store.errors import DuplicateRow, IllegalTransition, RowNotFound
-from appliance.store.objects import job_records, jobs
+from appliance.store.objects import jobs
 from appliance.store.records import keys
 from appliance.store.rows import JobMetricRow, JobRow
 
@@ -76,11 +76,11 @@ class TestJobs:
 
     def test_a_step_run_again_replaces_its_metrics_but_not_its_validation(self, db: Database):
         insert_job(db)
-        job_records.upsert_metric(db, JobMetricRow("ftjob-1", 5, 1.0, loss=2.0, tokens_per_s=10.0))
-        job_records.upsert_metric(db, JobMetricRow("ftjob-1", 5, 2.0, valid_loss=1.5))
-        job_records.upsert_metric(db, JobMetricRow("ftjob-1", 5, 3.0, loss=1.9))
-        (row,) = job_records.list_metrics(db, "ftjob-1")
+        jobs.upsert_metric(db, JobMetricRow("ftjob-1", 5, 1.0, loss=2.0, tokens_per_s=10.0))
+        jobs.upsert_metric(db, JobMetricRow("ftjob-1", 5, 2.0, valid_loss=1.5))
+        jobs.upsert_metric(db, JobMetricRow("ftjob-1", 5, 3.0, loss=1.9))
+        (row,) = jobs.list_metrics(db, "ftjob-1")
         assert (row.loss, row.valid_loss, row.tokens_per_s, row.created_s) == (1.9, 1.5, 10.0, 3.0)
-        job_records.upsert_metric(db, JobMetricRow("ftjob-1", 6, 4.0, loss=1.8))
-        assert [row.step for row in job_records.list_metrics(db, "ftjob-1", after_step=5)] == [6]
-        assert [row.step for row in job_records.last_metrics(db, "ftjob-1", 1)] == [6]
+        jobs.upsert_metric(db, JobMetricRow("ftjob-1", 6, 4.0, loss=1.8))
+        assert [row.step for row in jobs.list_metrics(db, "ftjob-1", after_step=5)] == [6]
+        assert [row.step for row in jobs.last_metrics(db, "ftjob-1", 1)] == [6]

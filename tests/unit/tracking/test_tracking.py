@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from appliance import tracking
-from appliance.boot.tracking import ExporterEnded, run_exporter
+from appliance.boot.main import ExporterEnded, run_exporter
 from appliance.config import ConfigError, TrackingSettings, load_config
 from appliance.controller.jobs.events import JobEvents, fail
 from appliance.paths import BoxPaths

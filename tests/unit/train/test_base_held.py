@@ -60,7 +60,7 @@ def test_a_rank_opens_nothing_that_names_other_files(tmp_path):
     spec = spec_of(make_model_dir(tmp_path / "base"), tmp_path)
     hold_base(spec)
     (tmp_path / "base" / "special_tokens_map.json").write_text(json.dumps({"vocab_file": "/etc/passwd"}))
-    with pytest.raises(UnsupportedModel, match="special_tokens_map.json: has 'vocab_file'.*model verify base"):
+    with pytest.raises(UnsupportedModel, match="special_tokens_map.json: has 'vocab_file'.*model rm base"):
         hold_base(spec)
     made, adapter = make_model_dir(tmp_path / "made"), tmp_path / "adapter"
     adapter.mkdir()

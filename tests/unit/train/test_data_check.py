@@ -171,13 +171,6 @@ def test_bare_lists_of_messages_are_chats(tmp_path, sep):
     assert report.ok and (report.shape, report.n_examples) == ("chat", 1 if sep == "one" else 3), report.errors
 
 
-def test_keys_that_no_shape_reads_are_counted_in_a_note(tmp_path):
-    rows = [{**GOOD, "source": "x", "empty": "", "none": None, **({"id": n} if n % 2 else {})} for n in range(12)]
-    report = check_training_file(write(tmp_path / "f", *rows))
-    assert report.ok and report.left_out == {"source": 12, "id": 6}
-    assert [note for note in report.notes if "id (6), source (12)" in note]
-
-
 PAIR = {
     "input": {"messages": [{"role": "user", "content": "2 and 2?"}]},
     "preferred_output": [{"role": "assistant", "content": "4"}],

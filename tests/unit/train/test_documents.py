@@ -13,8 +13,7 @@ from tests.train_support.tiny import make_model_dir
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
-from train.data.formats import TEXT, convert, shape_of
-from train.data.records import BadRecord
+from train.data.formats import TEXT, shape_of
 from train.data.token_set import _pieces, open_token_set
 from train.data_checks.check import Check
 from train.data_checks.process import CHECKS
@@ -59,22 +58,10 @@ def test_token_set_of_documents_trains_every_token_and_cuts_none(base, tmp_path)
     assert found.labels_in(np.arange(len(found.packs))) == sum(lengths) - len(texts)
 
 
-def test_document_ends_with_the_end_of_text(base):
-    tokenizer = load_tokenizer(str(base))
-    ids, trained = ChatEncoder(tokenizer).encode_text("a word")
-    assert ids[-1] == tokenizer.eos_token_id and trained.all()
-
-
 def test_conversation_for_a_model_without_template_is_refused_by_line(base, tmp_path):
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     with pytest.raises(InvalidTrainingData, match="line 1.*chat template"):
         opened(base, tmp_path, [chat])
-
-
-@pytest.mark.parametrize("text", ["", "  ", None, 3, ["a"]])
-def test_document_without_text_is_refused(text):
-    with pytest.raises(BadRecord):
-        convert({"text": text})
 
 
 def test_shape_with_a_conversation_and_a_text_is_the_conversation():
@@ -93,11 +80,6 @@ def test_check_of_documents_counts_and_converts_them(tmp_path):
     check = Check(CHECKS, max_tokens=8)
     check.report(data, "")
     assert not check.found["too_long"].count, "none is cut"
-
-
-@pytest.mark.parametrize("name", ["dpo", "kto", "orpo", "reinforcement"])
-def test_other_methods_refuse_documents(name):
-    assert method_of(name).refuses(TEXT)
 
 
 def test_steps_of_one_long_document_are_counted_in_rows():

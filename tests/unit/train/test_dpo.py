@@ -18,7 +18,7 @@ from train.data.formats import convert
 from train.data.records import BadRecord
 from train.data.token_set import open_token_set
 from train.methods import packed_objective
-from train.methods.dpo import METHOD as DPO
+from train.methods.methods import method_of
 from train.methods.packed_objective import LogProbHead, SummedLogProbHead
 from train.model.model import load_model, load_tokenizer
 from train.plan.errors import InvalidTrainingData, SnapshotMismatch
@@ -26,6 +26,7 @@ from train.state import snapshot
 from train.trainer import train as training
 from train.trainer.prepare import prepare
 
+DPO = method_of("dpo")
 # TRL 1.16.0's DPOTrainer on the model and pairs below: batches of four in order, AdamW at 1e-3, beta 0.1.
 TRL = [
     # loss, rewards: chosen, rejected, margins; log-probabilities: chosen, rejected; gradient norm

@@ -11,7 +11,7 @@ import torch
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir, write_chat_file
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
-from train.methods.supervised import METHOD as SUPERVISED
+from train.methods.methods import DEFAULT as SUPERVISED
 from train.model.model import load_model
 from train.plan import estimate
 from train.plan.estimate import ModelShape

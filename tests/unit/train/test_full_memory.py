@@ -13,7 +13,7 @@ from train.control.progress import Progress
 from train.plan.errors import SnapshotMismatch
 from train.state import snapshot
 from train.trainer.checkpointer import Checkpointer
-from weights.memory import draft
+from weights.memory import store as store_module
 from weights.memory.store import WeightStore
 
 
@@ -41,7 +41,7 @@ def fail(code):
 
 def test_snapshot_whose_manifest_finds_no_room_is_left_out(run, monkeypatch):
     checkpointer, store, told = run
-    monkeypatch.setattr(draft, "write_file", fail(errno.ENOSPC))
+    monkeypatch.setattr(store_module, "write_file", fail(errno.ENOSPC))
     for _ in range(2):
         checkpointer.save(2)
     assert [(event, data["level"]) for event, data in told] == [("message", "warn")], "once, not at each try"
@@ -49,13 +49,13 @@ def test_snapshot_whose_manifest_finds_no_room_is_left_out(run, monkeypatch):
     monkeypatch.undo()
     checkpointer.save(2)
     assert [event for event, _ in told] == ["message", "snapshot"] and store.list("snapshot", "j")
-    monkeypatch.setattr(draft, "write_file", fail(errno.ENOSPC))
+    monkeypatch.setattr(store_module, "write_file", fail(errno.ENOSPC))
     checkpointer.save(3)
     assert [event for event, _ in told] == ["message", "snapshot", "message"]
 
 
 def test_other_error_of_a_commit_ends_the_world(run, monkeypatch):
-    monkeypatch.setattr(draft, "write_file", fail(errno.EIO))
+    monkeypatch.setattr(store_module, "write_file", fail(errno.EIO))
     with pytest.raises(OSError, match="cannot write"):
         run[0].save(2)
 

@@ -14,10 +14,11 @@ from train.data.check import check_training_file
 from train.data.formats import convert
 from train.data.packing import build_row
 from train.data.records import BadRecord
-from train.methods.kto import METHOD as KTO
-from train.methods.methods import METHODS
+from train.methods.methods import METHODS, method_of
 from train.methods.packed_objective import to_batch
 from train.model.model import load_model, load_tokenizer
+
+KTO = method_of("kto")
 
 OPTIONS = {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5}
 ASK, GOOD = {"role": "user", "content": "2 and 2?"}, {"role": "assistant", "content": "4"}

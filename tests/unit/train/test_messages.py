@@ -86,19 +86,6 @@ def test_read_messages_takes_reasoning_and_refusals():
         read_messages([ASK, {"role": "assistant", "content": None}])
 
 
-@pytest.mark.parametrize(
-    "tools",
-    [
-        [{"type": "function", "function": TOOL}],
-        [TOOL],
-        json.dumps([TOOL]),
-    ],
-)
-def test_tools_in_every_form_are_the_same(tools):
-    made = convert({"messages": [ASK, ANSWER], "tools": tools}).record
-    assert made["tools"] == [{"type": "function", "function": TOOL}]
-
-
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
@@ -140,7 +127,6 @@ def test_left_out_names_keys_of_turns_parts_and_calls():
 
 
 def test_parse_makes_a_record_of_a_bare_list_of_messages():
-    assert parse(json.dumps([ASK, ANSWER]).encode()) == {"messages": [ASK, ANSWER]}
     assert parse(json.dumps({"messages": json.dumps([ASK, ANSWER])}).encode()) == {"messages": [ASK, ANSWER]}
     assert parse(b'{"a": NaN, "b": ["NaN", NaN]}') == {"a": None, "b": ["NaN", None]}
     assert parse(b'{"a": "NaN: \\u003a"}') == {"a": "NaN: :"}
@@ -162,9 +148,3 @@ def test_padded_keys_of_tools_and_arguments_are_dropped():
 def test_arguments_under_every_name_are_an_object(given, key):
     made = read_messages([ASK, {"role": "assistant", "tool_calls": [{"name": "gauge", key: given}]}])
     assert made[1]["tool_calls"] == [call("call_1", 3)]
-
-
-@pytest.mark.parametrize("given", [[1], 3, "[1]"])
-def test_arguments_that_are_not_an_object_are_refused(given):
-    with pytest.raises(BadRecord, match="'gauge'"):
-        read_messages([ASK, {"role": "assistant", "tool_calls": [{"name": "gauge", "arguments": given}]}])

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from appliance.cli.commands import jobs
 from appliance.cli.errors import BadUsage
 from appliance.controller.interfaces.errors import BadRequest
-from appliance.controller.jobs import requests
+from appliance.controller.openai import new_job as requests
 from train.methods.method import Method, Option
 from train.methods.methods import DEFAULT, METHODS, method_of
 from train.plan import auto

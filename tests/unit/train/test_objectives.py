@@ -12,8 +12,8 @@ from tests.train_support.specs import host_spec
 from tests.train_support.tiny import gradients, make_model_dir
 from train.data.packing import StepPlan, build_row
 from train.methods import packed_objective
+from train.methods.methods import DEFAULT as SUPERVISED
 from train.methods.packed_objective import to_batch
-from train.methods.supervised import METHOD as SUPERVISED
 from train.model.model import linear_layers, load_model
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec

@@ -7,9 +7,11 @@ import torch
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import gradients, log_probs_of, make_model_dir
 from train.data.packing import build_row
-from train.methods.orpo import METHOD as ORPO
+from train.methods.methods import method_of
 from train.methods.packed_objective import to_batch
 from train.model.model import load_model
+
+ORPO = method_of("orpo")
 
 BETA = 0.3
 

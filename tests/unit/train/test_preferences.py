@@ -1,7 +1,6 @@
 """Pairs of outputs in every shape become two chats with one prompt, of which only the outputs are learnt."""
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -88,11 +87,3 @@ def test_only_outputs_are_learnt_and_tools_are_kept():
 def test_what_cannot_be_compared_is_refused_with_the_reason(record, reason):
     with pytest.raises(BadRecord, match=reason):
         to_pair(record)
-
-
-def test_several_calls_at_once_are_refused_where_the_input_allows_one():
-    many = [{"role": "assistant", "tool_calls": [CALL, CALL]}]
-    for allowed in (True, False):
-        record = OPENAI | {"input": {"messages": [QUESTION], "parallel_tool_calls": allowed}, "preferred_output": many}
-        with nullcontext() if allowed else pytest.raises(BadRecord, match="parallel_tool_calls"):
-            assert len(to_pair(record)) == 2

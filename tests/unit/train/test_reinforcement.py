@@ -20,21 +20,22 @@ from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
 from train.data.formats import BadRecord
 from train.data.packing import build_row
-from train.graders.calls import calls_in
+from train.graders.templates import Sample
 from train.methods.methods import method_of
-from train.methods.reinforcement import GROUP
-from train.methods.reinforcement import METHOD as REINFORCEMENT
-from train.methods.reinforcement_objective import ReinforcementObjective, to_batch
+from train.methods.own_answers import GROUP
+from train.methods.packed_objective import ReinforcementObjective
+from train.methods.packed_objective import to_batch_of_samples as to_batch
 from train.model.model import load_model, load_tokenizer
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, InvalidSpec, InvalidTrainingData, NothingGraded
-from train.rollouts.form import Form
-from train.rollouts.judges import advantages, standard_error
+from train.rollouts.judges import Graded, advantages
+from train.rollouts.rollouts import Form
 from train.rollouts.samples import Samples, SamplesFile
 from train.trainer.prepare import prepare
 from weights.format.names import policy_name
 from weights.memory.store import WeightStore
 
+REINFORCEMENT = method_of("reinforcement")
 DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512, device_kind="cpu")
 
 
@@ -141,20 +142,23 @@ def test_advantages_are_rewards_less_the_mean_of_their_group():
     ],
 )
 def test_calls_of_tools_in_an_answer_are_what_a_grader_reads(text, said, called):
-    found = calls_in(text)
-    assert found["text"] == (text if said is None else said)
-    calls = [call["function"] for call in found.get("tools", [])]
+    found = Sample.with_calls(text)
+    assert found.output_text == (text if said is None else said)
+    calls = [call["function"] for call in found.output_tools]
     assert [(call["name"], json.loads(call["arguments"])) for call in calls] == called
 
 
-def test_the_error_of_a_mean_reward_is_over_prompts():
+def test_graded_error_of_the_mean_reward_is_over_prompts():
+    def error(rewards, group):
+        return (
+            Graded({"rewards": rewards, "errors": [""] * len(rewards)}, [], group).validated().get("mean_reward_error")
+        )
+
     means = [1.0, 0.0, 0.5, 0.5]
-    expected = np.std(means, ddof=1) / 2
     for each in (1, 4):
-        found = standard_error([mean for mean in means for _ in range(each)], each)
-        assert found == {"mean_reward_error": pytest.approx(expected)}
-    assert standard_error([1.0, None, None, None, 0.0, 0.0], 2)["mean_reward_error"] == pytest.approx(0.5)
-    assert standard_error([1.0, 0.0, None, None], 2) == {}, "of one prompt nothing is known of others"
+        assert error([mean for mean in means for _ in range(each)], each) == pytest.approx(np.std(means, ddof=1) / 2)
+    assert error([1.0, None, None, None, 0.0, 0.0], 2) == pytest.approx(0.5)
+    assert error([1.0, 0.0, None, None], 2) is None, "of one prompt nothing is known of others"
 
 
 def learnt_row(sequences, advantages, sampled, **more):

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from runtime.devices.cpu import Cpu
+from runtime.devices.kinds import Cpu
 from train.state import staging
 from train.state.staging import StagingRing
 

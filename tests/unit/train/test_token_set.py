@@ -80,20 +80,6 @@ def test_refused_file_leaves_no_tokens_behind(tmp_path):
     assert [*(tmp_path / TOKENS).iterdir()] == []
 
 
-def test_document_without_tokens_is_left_out(tmp_path):
-    base, data = make_model_dir(tmp_path / "base"), tmp_path / "train.jsonl"
-    data.write_text('{"text": "a b"}\n{"text": "no tokens"}\n{"text": "c d"}\n{"text": "no tokens"}\n')
-
-    class Encoder(ChatEncoder):
-        def encode_text(self, text):
-            ids, trained = super().encode_text(text)
-            n = 0 if text == "no tokens" else len(ids)
-            return ids[:n], trained[:n]
-
-    tokens = opened(data, base, tmp_path, encoder=lambda: Encoder(load_tokenizer(str(base))))
-    assert (tokens.n_examples, tokens.n_dropped) == (2, 2)
-
-
 def test_sequences_are_cut_as_they_are_opened(tmp_path):
     base, data = make_model_dir(tmp_path / "base"), write_chat_file(tmp_path / "train.jsonl", 30)
     whole = opened(data, base, tmp_path, encoder=lambda: ChatEncoder(load_tokenizer(str(base))))

@@ -50,10 +50,10 @@ def test_what_an_import_refuses_is_refused_wherever_the_folder_is_opened(folder,
         may_open(folder, "mine")
     told = str(refused.value)
     assert refused.value.file == file and told.startswith(f"{file}: ")
-    assert "appliance model verify mine" in told and "none was deleted" in told
+    assert "appliance model rm mine" in told and "none was deleted" in told
     with pytest.raises(CheckpointRefused, match=says) as at_import:
         check_folder(folder)
-    assert "verify" not in str(at_import.value), "who imports has nothing on the box yet"
+    assert "model rm" not in str(at_import.value), "who imports has nothing on the box yet"
 
 
 @pytest.mark.parametrize("kind", ["a link", "a folder"])

@@ -105,7 +105,6 @@ def test_lease_of_a_damaged_file_is_refused_and_swept_by_name(store, damage):
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(IntegrityError):
         store.lease(stored)
-    assert [error.file for error in store.sweep()] == ["model.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +126,6 @@ def test_damaged_manifests(store, damage):
     with pytest.raises(IntegrityError):
         store.find("version", "starter", "1")
     assert store.list("version") == []
-    assert [error.path for error in store.sweep()] == [str(stored.path)]
     assert stored.path.exists()
 
 

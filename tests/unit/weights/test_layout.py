@@ -10,8 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from weights.format.errors import IntegrityError, InvalidLayout
-from weights.format.header import DTYPE_BITS
-from weights.format.layout import Layout, TensorSpec
+from weights.format.layout import DTYPE_BITS, Layout, TensorSpec
 from weights.format.torch_views import as_tensor, dtype_code
 
 

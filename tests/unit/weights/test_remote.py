@@ -101,7 +101,7 @@ def test_objects_put_keeps_the_newest_bytes_until_delete(objects):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_version_travels_through_either_kind_of_place(objects, store, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("weights.format.source.CHUNK_BYTES", 5000)
+    monkeypatch.setattr("weights.format.manifest.CHUNK_BYTES", 5000)
     monkeypatch.setattr("weights.tiers.remote.CHUNK_BYTES", 5000)
     stored = write(store, kind=kind, checksums=kind != "snapshot")
     tier, done = RemoteTier(objects), []
@@ -211,7 +211,7 @@ def test_claim_refuses_another_box_and_an_emptied_place(tier, home):
 
 
 def test_int8_moments_come_back_within_their_error(store, home, tier, monkeypatch):
-    monkeypatch.setattr("weights.format.source.CHUNK_BYTES", 5000)
+    monkeypatch.setattr("weights.format.manifest.CHUNK_BYTES", 5000)
     monkeypatch.setattr("weights.tiers.remote.CHUNK_BYTES", 5000)
     values = np.random.default_rng(0).standard_normal(3000).astype(np.float32) * 1e-3
     arrays = {"master.w": values, "exp_avg.w": values, "exp_avg_sq.w": values**2}

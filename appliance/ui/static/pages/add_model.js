@@ -4,7 +4,6 @@ import { ago, bytes, number } from "../format.js";
 import { t } from "../i18n.js";
 import { Badge, Card, Failure, Field, Meter, html, useAct, useLive, useState } from "../ui.js";
 
-const KINDS = ["import"];
 const TOLD_S = 600; // how long a failure stands here
 
 /** empty: the box has no model yet. */
@@ -12,7 +11,7 @@ export function AddModel({ empty, onDone }) {
   const [open, setOpen] = useState(empty);
   const [form, setForm] = useState({ source: "", name: "" });
   const set = (field) => (event) => setForm((before) => ({ ...before, [field]: event.target.value }));
-  const running = useLive(async (signal) => (await get("/admin/v1/operations", signal)).data.filter((one) => KINDS.includes(one.kind)), 2);
+  const running = useLive(async (signal) => (await get("/admin/v1/operations", signal)).data, 2);
   const begun = () => {
     running.reload();
     onDone();

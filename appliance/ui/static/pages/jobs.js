@@ -90,7 +90,7 @@ function About({ job, may, onChange }) {
   const over = ENDED.includes(job.phase);
   const part = job.total_steps ? job.step / job.total_steps : 0;
   return html`<${Card} title=${job.fine_tuned_model || job.output_model || job.id} aside=${html`<${Badge} state=${job.phase} />`}>
-    ${job.error && job.error.message ? html`<p class="alert bad" role="alert">${job.error.message}</p>` : job.verdict ? html`<p class="alert quiet">${job.verdict.text}</p>` : job.reason ? html`<p class="alert quiet">${job.reason}</p>` : null}
+    ${job.error && job.error.message ? html`<p class="alert bad" role="alert">${job.error.message}</p>` : job.reason ? html`<p class="alert quiet">${job.reason}</p>` : null}
     ${job.total_steps ? html`<${Meter} label=${t("job.step_of", { step: number(job.step), total: number(job.total_steps) })} part=${part}
       text=${over ? "" : job.eta_s ? t("job.left_about", { time: duration(job.eta_s) }) : ""} />` : null}
     <${Facts} pairs=${[
@@ -151,7 +151,7 @@ function columnsOf(metrics, events) {
     return rows.get(step);
   };
   for (const one of metrics || []) {
-    Object.assign(at(one.step), { loss: one.loss, valid: one.valid_loss, tokens: one.tokens_per_s, devices: one.devices, rate: one.learning_rate, norm: one.grad_norm, comm: one.communication });
+    Object.assign(at(one.step), { loss: one.loss, valid: one.valid_loss, tokens: one.tokens_per_s, devices: one.devices, rate: one.learning_rate, norm: one.grad_norm });
   }
   for (const event of events || []) {
     const data = event.data || {};
@@ -163,7 +163,7 @@ function columnsOf(metrics, events) {
   }
   const steps = [...rows.keys()].sort((a, b) => a - b);
   const column = (name) => steps.map((step) => rows.get(step)[name] ?? null);
-  const names = ["loss", "valid", "tokens", "devices", "rate", "norm", "comm", ...Object.values(MEASURED).flatMap((one) => [one[0], validName(one)])];
+  const names = ["loss", "valid", "tokens", "devices", "rate", "norm", ...Object.values(MEASURED).flatMap((one) => [one[0], validName(one)])];
   return { steps, ...Object.fromEntries(names.map((name) => [name, column(name)])) };
 }
 
@@ -188,14 +188,13 @@ function Curves({ job, metrics, events }) {
     ...(known(of.devices) ? [{ label: t("devices"), colour: "--faint", values: of.devices, band: true }] : []),
     { label: t("job.tokens_per_s"), colour: "--accent", values: of.tokens },
   ];
-  const alone = (label, colour, values, points) => (known(values) ? html`<${Chart} label=${t(label)} steps=${of.steps} series=${[{ label: t(label), colour, values, points }]} words=${words} />` : null);
+  const alone = (label, colour, values) => (known(values) ? html`<${Chart} label=${t(label)} steps=${of.steps} series=${[{ label: t(label), colour, values }]} words=${words} />` : null);
   return html`<${Card} title=${t("job.curves")} class="charts">
     ${measured}
     <${Chart} label=${t("job.loss")} steps=${of.steps} series=${losses} words=${words} />
     ${known(of.tokens) ? html`<${Chart} label=${t("job.speed")} steps=${of.steps} series=${speed} words=${words} />` : null}
     ${alone("job.learning_rate", "--serve", of.rate)}
     ${alone("job.grad_norm", "--dim", of.norm)}
-    ${alone("job.communication", "--accent", of.comm, true)}
   </${Card}>`;
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from train.data_checks.check import Check
-from train.data_checks.process import CHECKS, carried_out
+from train.data_checks.process import CHECKS, report_on
 
 
 def chat(question: str, answer: str) -> dict[str, Any]:
@@ -30,8 +30,4 @@ def repeats(path: Path) -> dict[int, int]:
 
 
 def checked(path: Path, **options: Any) -> dict[str, Any]:
-    return carried_out({"file": str(path), "check": {name: _plain(value) for name, value in options.items()}})
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
+    return report_on(path, str(path), **options)

@@ -1,13 +1,12 @@
 """Checks name the lines of a file, and count them."""
 
 import json
-import subprocess
 
 import pytest
 
 from tests.train_support.tiny import gsm8k
 from tests.unit.train.data_checks.made import chat, checked, write
-from train.data_checks.process import BadOption, CheckFailed, answer_of, command_of
+from train.data_checks.process import BadOption, CheckFailed, report_apart
 
 LONG = "The quick brown fox jumps over the lazy dog while the old man reads his newspaper under a tree in the park."
 
@@ -87,14 +86,11 @@ def test_options_without_meaning_are_refused(tmp_path):
     assert lines(checked(path, method="dpo"), "bad_lines") == [1]
 
 
-def test_check_runs_in_a_process_of_its_own(tmp_path):
-    def apart(path):
-        done = subprocess.run(command_of({"file": str(path), "check": {}}), capture_output=True)
-        return answer_of(done.returncode, done.stdout, done.stderr)
-
-    assert apart(gsm8k(tmp_path / "f.jsonl", "train", 20))["examples"] == 20
+async def test_report_apart_runs_in_a_process_of_its_own(tmp_path):
+    path = gsm8k(tmp_path / "f.jsonl", "train", 20)
+    assert (await report_apart(path, "f"))["examples"] == 20
     with pytest.raises(CheckFailed, match="nowhere"):
-        apart(tmp_path / "nowhere")
+        await report_apart(tmp_path / "nowhere", "f")
 
 
 def test_tokenizer_that_names_other_files_is_not_opened(tmp_path):

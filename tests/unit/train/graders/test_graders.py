@@ -69,9 +69,7 @@ def test_templates_reach_into_items_and_samples() -> None:
     assert fill("{{sample.choices.0.message.content}} {not one}", Sample("hi"), None) == "hi {not one}"
 
 
-@pytest.mark.parametrize(
-    "variable", ["item.b", "item.a.x", "item.a.9", "item.a.²", f"item.a.{'9' * 5000}", "sample.choices.1"]
-)
+@pytest.mark.parametrize("variable", ["item.b", "item.a.x", "item.a.9", f"item.a.{'9' * 4000}", "sample.choices.1"])
 def test_what_the_item_lacks_is_said(variable: str) -> None:
     with pytest.raises(GradingFailed, match=r"has no value: '\w+' is not there") as failure:
         fill(f"{{{{ {variable} }}}}", Sample(""), {"a": [1]})
@@ -125,6 +123,8 @@ REFUSED = {
         "input.0.content.1.text",
     ),
     "no end": ({**EQUAL, "input": "{{ item.answer }"}, "input"),
+    "a sum": ({**EQUAL, "input": "{{ item.a + 1 }}"}, "input"),
+    "a long number": ({**EQUAL, "input": f"{{{{ item.a.{'9' * 5000} }}}}"}, "input"),
     "a sample's field": ({**EQUAL, "input": "{{sample.text}}"}, "input"),
     "cosine": (
         {"type": "text_similarity", "name": "x", "input": "", "reference": "", "evaluation_metric": "cosine"},
@@ -204,7 +204,7 @@ def test_braces_that_begin_no_variable_are_written_as_jinja_does() -> None:
         **CHECK,
         "operation": "eq",
         "input": """{{ '{{' }}x}} {{"{{"}} {{ item.answer }}""",
-        "reference": "{{x}} {{ 4",
+        "reference": "{{x}} {% {# 4",
     }
     with pytest.raises(InvalidGrader, match="neither"):
         parse(given)

@@ -18,8 +18,8 @@ from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, InvalidValue
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, Caller, Principal
 from appliance.controller.jobs import settings
-from appliance.controller.jobs.requests import Hyperparameters, Name, refused
 from appliance.controller.models import capacity
+from appliance.controller.openai.new_job import Hyperparameters, Name, refused
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
 from train.plan import auto
@@ -103,7 +103,7 @@ async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> 
     assert chosen.verdict is not None, "without a wish for devices there is a number of them"
     answer = chosen.verdict.as_dict()
     if counted:
-        answer["warnings"] += settings.warnings(context, base, method, body.hyperparameters, dataset, fields)
+        answer["warnings"] += settings.cut_warning(method, dataset, fields)
     common = {name: fields[name] for name in _CHOSEN if fields["full"] is False or name != "lora_rank"}
     return {
         "object": "plan",

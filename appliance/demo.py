@@ -1,0 +1,246 @@
+"""`make demo`: train a real model, publish it, chat, and switch the devices back and forth under load.
+
+Everything goes through what a user has: the `appliance` command and the unchanged OpenAI SDK. The table at the end has
+what clients saw, and what it means. `Load` is a steady load that accounts for each request; tests use it too.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+from rich.console import Console
+from rich.table import Table
+
+MODEL, QUESTION = "smollm2-135m", "Which team developed you?"
+"""The answer changes with the training for certain."""
+FOREVER = 50  # epochs of a job that is cancelled before its end
+STEPS = {
+    "swap_replica": ("swap", "a running engine takes another version; its requests are kept"),
+    "sleep_replica": ("sleep", "an engine gives its devices back"),
+    "wake_replica": ("wake", "an engine has its devices again, and answers"),
+    "suspend_group": ("suspend", "a job gives its devices back, and keeps every step"),
+    "start_group": ("resume", "a job goes on where it was (the first time: it starts)"),
+}
+PROMPTS = (
+    "Tell me a short story.",
+    "What is 7 plus 5?",
+    "Tom has 3 apples and buys 4 more. How many apples does he have?",
+    "Say hello.",
+)
+PAUSE_S = 0.3
+"""After an error, so that a refused connection is not retried in a tight loop."""
+console = Console(highlight=False)
+
+
+def main(data_dir: str = ".demo") -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the box outlives a demo that is ended
+    folder = Path(data_dir).resolve()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.environ["APPLIANCE_DATA_DIR"] = str(folder)
+    try:
+        return 0 if run() else 1
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        appliance("down", check=False)
+
+
+def run() -> bool:
+    """Returns whether every request was answered once, and the fine-tuned model answers otherwise than its base."""
+    began_s = time.monotonic()
+    headline("1  A box: one endpoint for OpenAI's SDK, eight devices that train and serve")
+    appliance("down", check=False, capture=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    appliance("up", "--detach", "--port", str(port))
+    url, key = f"http://127.0.0.1:{port}/v1", admin("key", "create", "--name", f"demo-{int(time.time())}")["key"]
+    client = openai.OpenAI(base_url=url, api_key=key, timeout=900)
+    for job in admin("job", "list")["data"]:
+        if job["status"] not in ("succeeded", "failed", "cancelled"):  # of a demo that was stopped
+            admin("job", "cancel", job["id"])
+    if MODEL not in [model.id for model in client.models.list()]:
+        appliance("model", "import", MODEL)
+
+    headline(f"2  Train {MODEL} on who it is, and publish the result through shared memory")
+    content = (importlib.resources.files("appliance") / "demo_data" / "identity.jsonl").read_bytes()
+    file = client.files.create(file=("identity.jsonl", content), purpose="fine-tune").id
+
+    def train(epochs: int) -> Any:
+        supervised = {"hyperparameters": {"n_epochs": epochs, "batch_size": 8, "lora_rank": 16}}
+        method: Any = {"type": "supervised", "supervised": supervised}
+        return client.fine_tuning.jobs.create(model=MODEL, training_file=file, suffix="demo", seed=7, method=method)
+
+    job = train(3)
+    appliance("job", "logs", "-f", job.id)
+    tuned = client.fine_tuning.jobs.retrieve(job.id).fine_tuned_model
+    assert tuned is not None
+
+    headline("3  Chat: the same question to both models, which one engine serves")
+    answers = {}
+    for name in (MODEL, tuned):
+        asked: Any = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64, "temperature": 0}
+        answers[name] = client.chat.completions.create(model=name, **asked).choices[0].message.content or ""
+    for name, text in (("you", QUESTION), *answers.items()):
+        console.print(f"[bold]{name}[/]  {text}")
+
+    headline("4  The devices switch to training and back, with clients that go on asking")
+    job = train(FOREVER)
+    with Load(url, key, MODEL) as load:
+        load.wait_for(4)
+        for mode in ("train", "serve"):
+            switched_s, answered = time.monotonic(), load.finished
+            admin("mode", "set", mode, "--wait")
+            seconds = time.monotonic() - switched_s
+            console.print(f"  {mode:<5} in {seconds:.2f} s; {load.finished - answered} requests answered meanwhile")
+        load.wait_for(4)
+        client.fine_tuning.jobs.cancel(job.id)
+    admin("mode", "set", "auto")
+    report = load.report()
+    console.print(summary(report, time.monotonic() - began_s), *report.errors, sep="\n")
+    return len(set(answers.values())) == 2 and not (report.dropped or report.truncated or report.duplicated)
+
+
+def appliance(*arguments: str, check: bool = True, capture: bool = False) -> str:
+    """Runs a command of the box. Returns what it prints if `capture`."""
+    if not capture:
+        console.print(f"[dim]$ appliance {' '.join(arguments)}[/]")
+    program = Path(sys.executable).with_name("appliance")
+    command = [str(program) if program.exists() else shutil.which("appliance") or "appliance", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE if capture else None, text=True)
+    if check and done.returncode != 0:
+        raise SystemExit(f"`appliance {' '.join(arguments)}` failed with exit code {done.returncode}")
+    return done.stdout or ""
+
+
+def admin(*arguments: str) -> Any:
+    return json.loads(appliance(*arguments, "-o", "json", capture=True))
+
+
+def headline(text: str) -> None:
+    console.rule(f"[bold]{text}", align="left")
+
+
+def summary(report: Any, seconds: float) -> Table:
+    steps = [step for one in admin("mode", "history", "--limit", "1000")["data"] for step in one["steps"]]
+    table = Table("what", "measured", "what it means", title="One run on this machine")
+    for verb, (name, meaning) in STEPS.items():
+        if took := [s["seconds"] for s in steps if s["verb"] == verb and s["state"] == "done"]:
+            table.add_row(name, f"{statistics.median(took) * 1e3:,.0f} ms (median of {len(took)})", meaning)
+    table.add_row("requests", f"{report.requests}", "answered in part 4")
+    table.add_row("longest", f"{report.longest_s:.1f} s", "a request held until devices came back, whole")
+    table.add_row("dropped", f"{report.dropped}", "requests that ended with an error; the promise is 0")
+    table.add_row("truncated", f"{report.truncated}", "answers without their end; the promise is 0")
+    table.add_row("duplicated", f"{report.duplicated}", "answers sent twice; the promise is 0")
+    table.add_row("demo", f"{seconds:.0f} s", "all of this")
+    return table
+
+
+@dataclass
+class Outcome:
+    """One request as its client saw it. answers: different ids among its chunks."""
+
+    started_s: float
+    seconds: float = 0.0
+    finish_reason: str | None = None
+    answers: int = 0
+    error: str | None = None
+
+
+class Load:
+    """`workers` threads that ask one after the other, half of the requests streaming, until stopped."""
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str,
+        model: str,
+        *,
+        workers: int = 4,
+        max_tokens: int = 24,
+        prompts: Sequence[str] = PROMPTS,
+    ):
+        # No retries: a request that the SDK had to send twice would hide a drop.
+        self._client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=600)
+        self._asked: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": 0}
+        self._prompts, self._stopping, self._numbers = prompts, threading.Event(), itertools.count()
+        self._threads = [threading.Thread(target=self._work, name=f"load-{i}") for i in range(workers)]
+        self.outcomes: list[Outcome] = []
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+        self._client.close()
+
+    @property
+    def finished(self) -> int:
+        return len(self.outcomes)
+
+    def wait_for(self, count: int, timeout_s: float = 600.0) -> None:
+        """Returns once so many more requests have ended."""
+        wanted, deadline_s = self.finished + count, time.monotonic() + timeout_s
+        while self.finished < wanted:
+            if time.monotonic() > deadline_s:
+                raise SystemExit(f"no answers for {timeout_s:.0f} s")
+            time.sleep(0.05)
+
+    def report(self) -> Any:
+        """Sums over all requests. `dropped`: ended with an error; `truncated`: ended without a finish reason;
+        `duplicated`: more than one answer."""
+        done = list(self.outcomes)
+        return SimpleNamespace(
+            requests=len(done),
+            dropped=sum(one.error is not None for one in done),
+            truncated=sum(one.error is None and one.finish_reason is None for one in done),
+            duplicated=sum(one.answers > 1 for one in done),
+            longest_s=max((one.seconds for one in done), default=0.0),
+            errors=tuple(sorted({one.error for one in done if one.error})),
+        )
+
+    def _work(self) -> None:
+        while not self._stopping.is_set():
+            outcome = Outcome(time.monotonic())
+            try:
+                self._ask(next(self._numbers), outcome)
+            except openai.OpenAIError as error:
+                outcome.error = f"{type(error).__name__}: {error}"
+                self._stopping.wait(PAUSE_S)
+            outcome.seconds = time.monotonic() - outcome.started_s
+            self.outcomes.append(outcome)
+
+    def _ask(self, number: int, outcome: Outcome) -> None:
+        messages: Any = [{"role": "user", "content": self._prompts[number % len(self._prompts)]}]
+        answer: Any = self._client.chat.completions.create(messages=messages, stream=number % 2 == 0, **self._asked)
+        ids = set()
+        for chunk in [answer] if number % 2 else answer:
+            ids.add(chunk.id)
+            for choice in chunk.choices:
+                outcome.finish_reason = choice.finish_reason or outcome.finish_reason
+        outcome.answers = len(ids)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
