@@ -13,8 +13,7 @@ from pydantic import Field, StringConstraints
 from appliance.controller.access.model_access import usable_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files.storage import FILES
-from appliance.controller.http.routers import unaudited
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import StrictBody, unaudited
 from appliance.controller.interfaces.errors import BadRequest, Conflict
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs import settings

@@ -20,8 +20,7 @@ from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import floor_notes, mode_in_force
 from appliance.controller.devices.power import of_job
 from appliance.controller.http.resource import RECENT, list_object, part
-from appliance.controller.http.routers import Readings, Status, answer, audited, needs
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import Readings, Status, StrictBody, answer, audited, needs
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.principal import ADMIN, METRICS, READ, Caller
 from appliance.controller.jobs.events import add_message

@@ -20,8 +20,7 @@ from pydantic import StringConstraints
 from appliance.controller.admin.keys import end_key
 from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.files import storage
-from appliance.controller.http.routers import needs, unaudited
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import StrictBody, needs, unaudited
 from appliance.controller.interfaces.principal import ADMIN, Caller
 from appliance.controller.jobs.wanted import ask
 from appliance.store.database import TABLES, Database

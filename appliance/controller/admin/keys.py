@@ -15,8 +15,7 @@ from appliance.controller.access.model_access import caller_of
 from appliance.controller.access.naming import CallableName, OwnerName, model_of
 from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.http.resource import list_object, part
-from appliance.controller.http.routers import audited, needs
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import StrictBody, audited, needs
 from appliance.controller.interfaces.config import OwnerBounds, Scope
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, ANY, FINE_TUNING, INFERENCE, READ, Caller, Principal

@@ -28,8 +28,7 @@ from joserfc.errors import JoseError
 from pydantic import Field
 
 from appliance.controller.context.context import ControllerContext, record
-from appliance.controller.http.routers import audited, make_router, needs, unaudited
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import StrictBody, audited, make_router, needs, unaudited
 from appliance.controller.interfaces.config import OidcSettings
 from appliance.controller.interfaces.errors import ApiError, NotFound, shown
 from appliance.controller.interfaces.principal import ANY, GATEWAY, Caller

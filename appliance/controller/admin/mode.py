@@ -20,8 +20,7 @@ from appliance.controller.devices.mode import (
     window_of,
     write_mode,
 )
-from appliance.controller.http.routers import audited, unaudited
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import StrictBody, audited, unaudited
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, BadRequest, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.interfaces.records import Mode

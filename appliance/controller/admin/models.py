@@ -18,8 +18,7 @@ from pydantic import Field, StringConstraints, ValidationError
 from appliance.controller.access.model_access import stored_model, stored_version, unknown_model
 from appliance.controller.context.context import ControllerContext, name_of, record
 from appliance.controller.http.resource import RECENT, list_object
-from appliance.controller.http.routers import Status, answer, audited
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import Status, StrictBody, answer, audited
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.interfaces.records import ModelStates, SchedulerStatus

@@ -17,7 +17,7 @@ from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name, m
 from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.http.resource import RECENT, list_object
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.models.imported import adapter_base, register

@@ -7,8 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from appliance.controller.context.context import ControllerContext, name_of
-from appliance.controller.http.routers import Status, audited
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import Status, StrictBody, audited
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs.events import add_message

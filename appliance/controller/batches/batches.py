@@ -35,7 +35,7 @@ from appliance.controller.context.tasks import Kind, TaskFailed, finished, is_fu
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES, ExpiresAfter
 from appliance.controller.http.resource import Resource, object_of, part
-from appliance.controller.http.strict_body import Metadata, StrictBody
+from appliance.controller.http.routers import Metadata, StrictBody
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict
 from appliance.controller.interfaces.principal import INFERENCE, Caller
 from appliance.store.ids import new_id

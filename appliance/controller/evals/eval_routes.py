@@ -121,7 +121,8 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
     of_runs, url = RUNS.router(), context.box["public_url"]
 
     def view(row: EvalRunRow) -> dict[str, Any]:
-        return shapes.run_object(row, url, runner.waits_for(row))
+        waits = context.asking.why(row.key_id, row.model) if row.status == "in_progress" and row.model else ""
+        return shapes.run_object(row, url, waits)
 
     @of_runs.post("", status_code=201)
     async def create_run(eval_id: str, body: RunCreate, request: Request, caller: Caller) -> dict[str, Any]:

@@ -121,12 +121,6 @@ class EvalRunner:
         self._end(run_id, "canceled", None)
         self._context.tasks.restart(EVAL_RUNS, run_id)
 
-    def waits_for(self, row: EvalRunRow) -> str:
-        """Why a run does not proceed at the moment, "" if it does."""
-        if row.status == "queued":
-            return "the runs of one owner take turns"
-        return self._context.asking.why(row.key_id, row.model) if row.status == "in_progress" and row.model else ""
-
     async def run(self, task: TaskRow) -> None:
         """Raises TaskFailed."""
         row = evals.find_run(self._db, task.id)

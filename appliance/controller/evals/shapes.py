@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from appliance.controller.http.resource import object_of
-from appliance.controller.http.strict_body import Metadata, StrictBody
+from appliance.controller.http.routers import Metadata, StrictBody
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
 from train.graders import graders, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader

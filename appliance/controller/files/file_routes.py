@@ -38,8 +38,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES, INCOMING_PREFIX
 from appliance.controller.http.resource import IDEMPOTENCY_KEEP_S, Resource, is_retry, object_of, part
-from appliance.controller.http.routers import FORM_BYTES, takes, unaudited
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import FORM_BYTES, StrictBody, takes, unaudited
 from appliance.controller.interfaces.errors import BadRequest, Conflict, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store.ids import new_id

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.resource import Resource, object_of
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import StrictBody
 from appliance.controller.interfaces.principal import FINE_TUNING
 from appliance.store.database import Database
 from appliance.store.ids import new_id

@@ -18,8 +18,7 @@ from appliance.controller.access.naming import resolve as resolve_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading import in_tokens
 from appliance.controller.grading.judging import Grading
-from appliance.controller.http.routers import make_router
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import StrictBody, make_router
 from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.gateway.core import errors as gateway_errors

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -92,8 +91,6 @@ class Grading:
 ANSWER_WITHIN_S = 3600.0
 """How long a model that samples, judges or teaches may take; the job's devices stand still meanwhile. In mode `train` a
 person may want exactly that for a while."""
-SAY_AFTER_S = 30.0
-"""After this long without an answer the job says that it waits."""
 SAY_AGAIN_S = 600.0
 """A job says the same this often at most."""
 MOST_REWARD = 1e9
@@ -131,10 +128,9 @@ class Judging:
         item = {**record["item"], "messages": record["messages"]}
         sample_of = Sample.with_calls if record.get("tools") else Sample
         samples = [(sample_of(one.text), item) for one in answers]
-        with self.waiting(row, "judge", {one.model for one in judges(grader).values()}):
-            ask = partial(self._grading.ask_judges, row.key_id, grader, within_s=ANSWER_WITHIN_S)
-            judged = await asyncio.gather(*(ask(sample, item) for sample, item in samples))
-            graded = await self._grading.grade(row.key_id, grader, samples, judged, waited_for=True)
+        ask = partial(self._grading.ask_judges, row.key_id, grader, within_s=ANSWER_WITHIN_S)
+        judged = await asyncio.gather(*(ask(sample, item) for sample, item in samples))
+        graded = await self._grading.grade(row.key_id, grader, samples, judged, waited_for=True)
         rewards, errors = [_reward(one) for one in graded], [_error(one) for one in graded]
         if (first := next((place for place, why in enumerate(errors) if why), None)) is not None:
             counts = "counts for nothing" if rewards[first] is None else "has the reward 0"
@@ -146,11 +142,8 @@ class Judging:
         """The teacher's log-probability of each token of an answer; None with the reason in "errors"."""
         texts = [[*prompt.tokens, *one.ids] for one in samples]
         bodies = [in_tokens.scoring_request(teacher, tokens) for tokens in texts]
-        with self.waiting(row, f"teacher {teacher}", [teacher]):
-            ask = self._asking.ask
-            answers = await asyncio.gather(
-                *(ask(row.key_id, teacher, in_tokens.URL, body, within_s=ANSWER_WITHIN_S) for body in bodies)
-            )
+        ask = partial(self._asking.ask, row.key_id, teacher, in_tokens.URL, within_s=ANSWER_WITHIN_S)
+        answers = await asyncio.gather(*map(ask, bodies))
         if fatal := next((one for one in answers if one.code == ENGINES_DIED), None):
             # The same sample would make an engine die again in each step, and others would lose their requests with it.
             raise CannotGoOn(f"an answer of the student cannot be shown to its teacher {teacher}: {fatal.error}")
@@ -168,20 +161,6 @@ class Judging:
             ((why, _),) = counted.most_common(1)
             self._say(row, f"nothing is learnt of some answers, of which the teacher {teacher} told nothing: {why}")
         return {"log_probs": log_probs, "errors": errors}
-
-    @contextmanager
-    def waiting(self, row: JobRow, whom: str, models: Collection[str]) -> Iterator[None]:
-        """Says that the job waits for one of the models, and why, if this takes long."""
-
-        def waits() -> None:
-            if why := next(filter(None, (self._asking.why(row.key_id, model) for model in models)), ""):
-                self._say(row, f"the job waits for its {whom}, up to {ANSWER_WITHIN_S / 60:.0f} minutes: {why}")
-
-        timer = asyncio.get_running_loop().call_later(SAY_AFTER_S, waits)
-        try:
-            yield
-        finally:
-            timer.cancel()
 
     def _say(self, row: JobRow, text: str, flags: dict[str, Any] | None = None) -> None:
         """Add an event, unless the job had one of its kind lately. flags: of an error whose text varies, its kind."""

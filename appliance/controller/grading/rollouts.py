@@ -145,13 +145,12 @@ class Rollouts:
         self, row: JobRow, plan: SamplesPlan, model: str, prompt: Prompt, n: int
     ) -> tuple[list[in_tokens.Sampled], Verdict]:
         """The answers to one prompt. Raises CannotGoOn."""
-        each, name, base = in_tokens.answers_at_once(plan.counts.room), policy_name(row.id), plan.spec.base_model
+        each = in_tokens.answers_at_once(plan.counts.room)
         parts = (self._asked(row, plan, model, prompt, first, min(each, n - first)) for first in range(0, n, each))
         try:
-            with self._judging.waiting(row, f"engine of {base}", [name]):
-                answers = [one for part in await asyncio.gather(*parts) for one in part]
+            answers = [one for part in await asyncio.gather(*parts) for one in part]
         except ValueError as error:
-            raise CannotGoOn(f"no engine of {base} samples answers: {error}") from error
+            raise CannotGoOn(f"no engine of {plan.spec.base_model} samples answers: {error}") from error
         return answers, await self._judging.verdict(row, prompt, answers)
 
     async def _asked(

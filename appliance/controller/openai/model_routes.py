@@ -15,8 +15,7 @@ from pydantic import Field
 from appliance.controller.access.model_access import caller_may_use, unknown_model, usable_model
 from appliance.controller.access.naming import OwnerName, Resolved, resolve
 from appliance.controller.context.context import ControllerContext, record
-from appliance.controller.http.routers import Status, audited, make_router, needs
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import Status, StrictBody, audited, make_router, needs
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, Forbidden, InvalidValue, shown
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
 from appliance.controller.interfaces.records import ModelStates

@@ -16,7 +16,7 @@ from appliance.controller.access.model_access import usable_model
 from appliance.controller.access.naming import Resolved, resolve, root_base
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.checks import check_code, check_form, form_of, grader_of, teacher_of
-from appliance.controller.http.strict_body import Metadata, StrictBody
+from appliance.controller.http.routers import Metadata, StrictBody
 from appliance.controller.interfaces.errors import (
     ApiError,
     BadRequest,

@@ -13,8 +13,7 @@ from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES
-from appliance.controller.http.routers import needs, unaudited
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import StrictBody, needs, unaudited
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, InvalidValue
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, Caller, Principal
 from appliance.controller.jobs import settings

@@ -26,8 +26,7 @@ from appliance.controller.access.model_access import caller_of, check_may_ask
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import INTERNAL_ERROR, KEY_ENDED, Kind, TaskFailed
 from appliance.controller.http.resource import Resource, list_object, metadata_of, part, sliced
-from appliance.controller.http.routers import as_json, make_router, needs, takes, unaudited
-from appliance.controller.http.strict_body import Metadata, StrictBody
+from appliance.controller.http.routers import Metadata, StrictBody, as_json, make_router, needs, takes, unaudited
 from appliance.controller.interfaces.errors import ApiError, BadRequest, NotFound, shown
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller
 from appliance.controller.responses import objects
