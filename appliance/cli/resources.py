@@ -291,13 +291,6 @@ ROWS = (
         "List jobs in the order in which they get devices, each with why it waits, as Slurm does.", _queue,
         watch=True),
     *(
-        Row(f"job {name}", f"POST /admin/v1/jobs/{{id}}/{name}", help, f"{{id}} is {done}", _MANY_JOBS)
-        for name, done, help in (
-            ("hold", "held", "Keep jobs in the queue; one that runs is suspended at its next step."),
-            ("release", "released", "Release held jobs: they get devices again in their turn."),
-        )
-    ),
-    *(
         Row(
             f"job {name}", f"POST {JOBS}/{{id}}/{name}", help, f"{{id}}: {name} accepted, status {{status}}", _MANY_JOBS
         )

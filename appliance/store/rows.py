@@ -227,7 +227,7 @@ class JobRow:
         answers at once, also where another version of the model does.
     snapshot: {"step", "path"} of the newest resumable state; stays after the end until its bytes were released.
     devices: device names held now.
-    owner: of the key it was made with, at that time; empty for the box itself. held: an operator keeps it waiting.
+    owner: of the key it was made with, at that time; empty for the box itself.
     gate: {"eval_id", "pass_rate_at_least", "version" judged, "before" it, "runs" by version, "verdict" ("passed",
         "refused", "undecided"), "reason", "activated": None until it has ended}; None: there is none.
     joules: that its devices have counted, in `metered_s` device-seconds; None: nothing was counted.
@@ -261,7 +261,6 @@ class JobRow:
     owner: str = ""
     deadline_s: float | None = None
     preemptible: int = 1
-    held: int = 0
     stable_name: int = 0
     activate: int = 1
     devices: list[str] = field(default_factory=list)

@@ -66,7 +66,6 @@ class JobView:
     submitted_s: float = 0.0
     preemptible: bool = True
     phase: JobPhase = "wanted"
-    held: bool = False
     lacks: str = ""
     deadline_s: float | None = None
     owner: str = ""
@@ -92,7 +91,7 @@ class JobView:
         return max((size for size in self.sizes if size <= budget), default=0)
 
     def wants_devices(self, now_s: float) -> bool:
-        return self.phase != "paused" and not self.held and not self.lacks and self.not_before_s <= now_s
+        return self.phase != "paused" and not self.lacks and self.not_before_s <= now_s
 
     @property
     def interruptible(self) -> bool:

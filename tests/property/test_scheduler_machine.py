@@ -176,7 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.changed()
 
     @precondition(lambda self: self.store.jobs)
-    @rule(data=st.data(), what=st.sampled_from(["pause", "resume", "hold", "release", "cancel"]))
+    @rule(data=st.data(), what=st.sampled_from(["pause", "resume", "cancel"]))
     def change_job(self, data: st.DataObject, what: str) -> None:
         name = data.draw(st.sampled_from(sorted(self.store.jobs)))
         job = self.store.jobs[name]
@@ -185,8 +185,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.store.jobs[name] = replace(job, phase="paused")
             case "resume" if job.phase == "paused":
                 self.store.jobs[name] = replace(job, phase="suspended")
-            case "hold" | "release":
-                self.store.jobs[name] = replace(job, held=what == "hold")
             case "cancel":
                 del self.store.jobs[name]
                 self.cancelled.add(name)

@@ -229,7 +229,7 @@ def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None)
         method={"type": row.method, row.method: judged_by | {"hyperparameters": trained_with}},
         phase=job_phase(row),
         publish_as=row.output_model if row.stable_name else None,
-        **{name: bool(getattr(row, name)) for name in ("activate", "preemptible", "held")},
+        **{name: bool(getattr(row, name)) for name in ("activate", "preemptible")},
     )
 
 

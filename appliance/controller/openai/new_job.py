@@ -98,7 +98,6 @@ class JobCreate(StrictBody):
 
     publish_as: the model that the job makes a version of, new or the owner's; None: a model of its own. activate: the
     version answers at once. gate: it answers once an evaluation lets it. deadline_s: seconds since 1970.
-    held: stays in the queue until it is released.
     """
 
     model: Name
@@ -115,7 +114,6 @@ class JobCreate(StrictBody):
     priority: Priority = 0
     deadline_s: Moment | None = None
     preemptible: bool = True
-    held: bool = False
     publish_as: Name | None = None
     activate: bool = True
     gate: Gate | None = None
@@ -242,7 +240,6 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
         integrations=[item.model_dump(exclude_none=True) for item in body.integrations or []] or None,
         hyperparameters=training.hyperparameters,
         preemptible=int(body.preemptible),
-        held=int(body.held),
         owner=caller.owner,
         output_model=_output_model(context, body, base, resolved, caller),
         stable_name=int(body.publish_as is not None),

@@ -195,12 +195,10 @@ def test_job_queue_shows_bounds_and_update_changes_them(
     options = ("--priority", "3", "--min-devices", "2", "--deadline", "8h", "--no-preemptible", "--batch-size", "8")
     job_id = make_job(box, tmp_path, *options)
     row = box.do(lambda: jobs.get(box.context.db, job_id))
-    assert (row.priority, row.allowed_sizes, row.preemptible, row.held) == (3, [2, 4, 8], 0, 0)
+    assert (row.priority, row.allowed_sizes, row.preemptible) == (3, [2, 4, 8], 0)
     assert 7.9 * 3600 < row.deadline_s - time.time() <= 8 * 3600
     (entry,) = box.json("job", "queue")["data"]
     assert lines(box.run("job", "queue").stdout)[1][:4] == ["1", job_id, "-", "3"]
-    assert box.run("job", "hold", job_id).stdout.strip() == f"{job_id} is held"
-    assert box.json("job", "release", job_id)["held"] is False
     assert (
         box.run("job", "update", job_id, "--priority", "9", "--deadline", "none", "--min-devices", "1").exit_code == 0
     )

@@ -18,7 +18,7 @@ from tests.unit.controller.test_admin import actions, ask
 async def test_a_job_says_how_it_may_use_the_devices(control: Control):
     deadline_s = time.time() + 3600
     control.as_key("planner", max_priority=5)
-    asked = {"priority": 5, "deadline_s": deadline_s, "preemptible": False, "held": True}
+    asked = {"priority": 5, "deadline_s": deadline_s, "preemptible": False}
     sizes = {"min_devices": 2, "max_devices": 4}
     job_id = await control.job(hyperparameters={"batch_size": 8}, extra_body=asked | sizes)
     row = jobs.get(control.db, job_id)
