@@ -72,9 +72,6 @@ def routes(context: ControllerContext) -> APIRouter:
 
     @router.post("")
     async def create(body: BatchCreate, request: Request, caller: Caller) -> dict[str, Any]:
-        attempt = BATCHES.attempt(request, caller, await request.body())
-        if (earlier := attempt.earlier()) is not None:
-            return view(earlier)
         file = FILES.known(db, body.input_file_id, caller, "input_file_id")
         if file.purpose != "batch":
             message = f"The file {file.id} has the purpose {file.purpose!r}; a batch reads one of purpose 'batch'."
@@ -98,7 +95,7 @@ def routes(context: ControllerContext) -> APIRouter:
             context.tasks.start(TASKS, row.id, row.key_id)
             return row
 
-        return view(attempt.once(make))
+        return view(BATCHES.once(request, caller, await request.body(), make))
 
     @router.post("/{batch_id}/cancel")
     async def cancel(batch_id: str, caller: Caller) -> dict[str, Any]:

@@ -72,9 +72,6 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
 
     @of_evals.post("", status_code=201)
     async def create(body: EvalCreate, request: Request, caller: Caller) -> dict[str, Any]:
-        attempt = EVALS.attempt(request, caller, await request.body())
-        if (earlier := attempt.earlier()) is not None:
-            return shapes.eval_object(earlier)
         criteria = await _criteria(context, body, caller)
         schema, param = body.data_source_config.item_schema, "data_source_config.item_schema"
         await check_schema(context.graders, schema, caller, param)
@@ -102,7 +99,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
             evals.insert(db, row)
             return row
 
-        return shapes.eval_object(attempt.once(make))
+        return shapes.eval_object(EVALS.once(request, caller, await request.body(), make))
 
     @of_evals.post("/{eval_id}")
     async def update(eval_id: str, body: EvalUpdate, caller: Caller) -> dict[str, Any]:
@@ -127,13 +124,10 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
     @of_runs.post("", status_code=201)
     async def create_run(eval_id: str, body: RunCreate, request: Request, caller: Caller) -> dict[str, Any]:
         of = EVALS.known(db, eval_id, caller)
-        attempt = RUNS.attempt(request, caller, await request.body())
-        if (earlier := attempt.earlier()) is not None:
-            return view(earlier)
         await _check_run(context, of, body.data_source, caller)
         source = body.data_source.model_dump(mode="json", exclude_unset=True)
         insert = partial(insert_run, context, of, caller, source, name=body.name or "", metadata=body.metadata)
-        return view(attempt.once(insert))
+        return view(RUNS.once(request, caller, await request.body(), insert))
 
     @of_runs.get("")
     def list_runs(

@@ -128,7 +128,7 @@ async def _received(context: ControllerContext, request: Request, caller: Princi
             return row
 
         identity = orjson.dumps([upload.sha256, upload.filename, upload.fields], option=orjson.OPT_SORT_KEYS)
-        return FILES.attempt(request, caller, identity).once(make)
+        return FILES.once(request, caller, identity, make)
 
 
 def _form_of(fields: dict[str, str]) -> _Form:
@@ -248,7 +248,7 @@ def upload_routes(context: ControllerContext) -> APIRouter:
             uploads.insert(db, row)
             return row
 
-        return _view(context, UPLOADS.attempt(request, caller, await request.body()).once(make))
+        return _view(context, UPLOADS.once(request, caller, await request.body(), make))
 
     @router.post("/{upload_id}/parts")
     @takes(lambda config: config.upload_part_bytes + FORM_BYTES)

@@ -80,18 +80,15 @@ def routes(context: ControllerContext) -> APIRouter:
 
     @router.post("")
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
-        attempt = JOBS.attempt(request, caller, await request.body())
-        if (row := attempt.earlier()) is None:
-            training = training_of(body)
-            await check_judges(context.graders, training, caller)
+        training = training_of(body)
+        await check_judges(context.graders, training, caller)
 
-            def make() -> JobRow:
-                row = insert_job(context, body, training, caller)
-                context.tasks.start(VALIDATIONS, row.id, row.key_id)
-                return row
+        def make() -> JobRow:
+            row = insert_job(context, body, training, caller)
+            context.tasks.start(VALIDATIONS, row.id, row.key_id)
+            return row
 
-            row = attempt.once(make)
-        return _view(context, row, caller)
+        return _view(context, JOBS.once(request, caller, await request.body(), make), caller)
 
     @router.post("/{job_id}/cancel")
     async def cancel(job_id: str, caller: Caller) -> dict[str, Any]:

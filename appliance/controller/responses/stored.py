@@ -269,21 +269,19 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
         if not context.config.responses_kept_days:
             why = "This box stores no responses (responses_kept_days is 0), and one in background must be stored."
             raise BadRequest(why, "background", "unsupported_parameter")
-        attempt = RESPONSES.attempt(request, caller, await request.body())
-        if (row := attempt.earlier()) is None:
-            previous = body.get("previous_response_id")
-            if previous is not None:
-                await stored.conversation(previous, caller.viewer)
-            check_may_ask(db, caller, str(body.get("model")))
+        previous = body.get("previous_response_id")
+        if previous is not None:
+            await stored.conversation(previous, caller.viewer)
+        check_may_ask(db, caller, str(body.get("model")))
 
-            def make() -> ResponseRow:
-                row = objects.queued_row(body, caller.key_id or "", caller.owner)
-                context.quotas.check(caller, row.bytes, begins=True)
-                responses.insert(db, row)
-                context.tasks.start(TASKS, row.id, row.key_id or None)
-                return row
+        def make() -> ResponseRow:
+            row = objects.queued_row(body, caller.key_id or "", caller.owner)
+            context.quotas.check(caller, row.bytes, begins=True)
+            responses.insert(db, row)
+            context.tasks.start(TASKS, row.id, row.key_id or None)
+            return row
 
-            row = attempt.once(make)
+        row = RESPONSES.once(request, caller, await request.body(), make)
         return _stream(stored.follow(row.id, -1)) if body.get("stream") else _json(row.response.encode())
 
     @router.get("/{response_id}")
