@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
-from appliance.controller.access.model_access import caller_of
-from appliance.controller.access.naming import CallableName, OwnerName, model_of
+from appliance.controller.access.model_access import CallableName, OwnerName, caller_of, model_of
 from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.http.resource import list_object, part
 from appliance.controller.http.routers import StrictBody, audited, needs

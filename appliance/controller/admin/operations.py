@@ -12,8 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import StringConstraints
 
-from appliance.controller.access.model_access import caller_of
-from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name, made_by_jobs
+from appliance.controller.access.model_access import MODEL_NAME_RULE, caller_of, is_model_name, made_by_jobs
 from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.http.resource import RECENT, list_object

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from appliance.controller.access.naming import resolve
+from appliance.controller.access.model_access import resolve
 from appliance.controller.access.spending import Spending
 from appliance.controller.bus.bus import Bus, ModelLoad
 from appliance.controller.bus.demand_learning import Traffic

@@ -12,9 +12,8 @@ import orjson
 from fastapi import APIRouter
 from pydantic import Field
 
-from appliance.controller.access.model_access import check_may_ask, unknown_model
-from appliance.controller.access.naming import Resolved
-from appliance.controller.access.naming import resolve as resolve_model
+from appliance.controller.access.model_access import Resolved, check_may_ask, unknown_model
+from appliance.controller.access.model_access import resolve as resolve_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading import in_tokens
 from appliance.controller.grading.judging import Grading

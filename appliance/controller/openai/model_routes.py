@@ -12,8 +12,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 from pydantic import Field
 
-from appliance.controller.access.model_access import caller_may_use, unknown_model, usable_model
-from appliance.controller.access.naming import OwnerName, Resolved, resolve
+from appliance.controller.access.model_access import (
+    OwnerName,
+    Resolved,
+    caller_may_use,
+    resolve,
+    unknown_model,
+    usable_model,
+)
 from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.http.routers import Status, StrictBody, audited, make_router, needs
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, Forbidden, InvalidValue, shown

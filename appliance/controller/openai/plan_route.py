@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pydantic import Field
 
-from appliance.controller.access.model_access import unknown_model, usable_model
-from appliance.controller.access.naming import Resolved, resolve
+from appliance.controller.access.model_access import Resolved, resolve, unknown_model, usable_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES

@@ -6,7 +6,7 @@ from urllib.parse import quote
 
 import pytest
 
-from appliance.controller.access.naming import is_model_name, resolve
+from appliance.controller.access.model_access import is_model_name, resolve
 from appliance.store.objects import jobs, models
 from appliance.store.rows import JobJudgeRow, JobRow, VersionRow
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
