@@ -1,4 +1,4 @@
-"""Checks of what is in training data: POST and GET /v1/files/{id}/check, ours alongside OpenAI's.
+"""Checks of what is in training data: POST /v1/files/{id}/check, ours alongside OpenAI's.
 
 A request waits for its answer, as an upload does; the work is done in a process of its own, `train.data_checks`.
 """
@@ -14,10 +14,9 @@ from appliance.controller.access.model_access import usable_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files.storage import FILES
 from appliance.controller.http.routers import StrictBody, unaudited
-from appliance.controller.interfaces.errors import BadRequest, Conflict
+from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs import settings
-from appliance.store.objects import files
 from train.data_checks.process import BadOption, CheckFailed, report_apart
 from train.methods.methods import METHODS
 
@@ -37,7 +36,7 @@ def routes(context: ControllerContext) -> APIRouter:
     router, db = FILES.router(), context.db
 
     @router.post("/{file_id}/check")
-    @unaudited  # reads a file; its report alone is kept
+    @unaudited  # reads a file
     async def check(file_id: str, body: CheckRequest, caller: Caller) -> dict[str, Any]:
         row = FILES.known(db, file_id, caller)
         options = await _options(context, body, caller)
@@ -48,17 +47,7 @@ def routes(context: ControllerContext) -> APIRouter:
             code = "invalid_value" if isinstance(error, BadOption) else "invalid_training_file"
             # Without the box's own paths.
             raise BadRequest(f"{error}.".replace(f"{context.files_dir}/", ""), code=code) from error
-        if files.find(db, row.id, viewer=None, now_s=0) is not None:  # it may have been deleted meanwhile
-            files.update(db, row.id, data_check=report)
         return report
-
-    @router.get("/{file_id}/check")
-    def checked(file_id: str, caller: Caller) -> dict[str, Any]:
-        """The report of the last check."""
-        row = FILES.known(db, file_id, caller)
-        if row.data_check is None:
-            raise Conflict(f"The file {row.id} has not been checked.", "id", "no_check")
-        return row.data_check
 
     return router
 

@@ -72,8 +72,7 @@ class PageSessionRow:
 class FileRow:
     """An uploaded or produced file; its bytes lie at `files/<id>`.
 
-    report: for purpose "fine-tune", what the check at upload found (shape, n_examples, errors, warnings). data_check:
-    the report of the last check of what is in it.
+    report: for purpose "fine-tune", what the check at upload found (shape, n_examples, errors, warnings).
     """
 
     id: str
@@ -88,7 +87,6 @@ class FileRow:
     expires_s: float | None = None
     owner: str = ""
     report: dict[str, Any] | None = None
-    data_check: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ import string
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import AfterValidator, StringConstraints
-from pydantic_core import PydanticCustomError
+from pydantic import StringConstraints
 
 from appliance.controller.interfaces.errors import ApiError, Forbidden, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, INFERENCE, Principal
@@ -35,17 +34,7 @@ MODEL_NAME_RULE = "letters, digits, '.', '_', ':', '-' and '/', at most 256, beg
 
 
 # Owner and name of a key: used in header lines, tables and lists. Not models.EVERYBODY.
-OWNER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._ @-]{0,63}$"
-OWNER_RULE = "1 to 64 letters (a to z, A to Z), digits, blanks, '.', '_', '@' or '-', beginning with a letter or digit"
-
-
-def _owner_name(name: str) -> str:
-    if not re.fullmatch(OWNER_PATTERN, name):
-        raise PydanticCustomError("owner_name", f"expected {OWNER_RULE}: it is sent in HTTP heads, which are ASCII")
-    return name
-
-
-OwnerName = Annotated[str, AfterValidator(_owner_name)]
+OwnerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._ @-]{0,63}$")]
 # A name by which a client calls a model, including a checkpoint's and `MODEL@VERSION`: used in the gateways' table and
 # in header lines. One rule for all external input.
 CallableName = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,512}$")]

@@ -205,9 +205,4 @@ def errors_object(found: list[tuple[int, str]], total: int) -> dict[str, Any]:
 
 
 def file_object(row: FileRow) -> dict[str, Any]:
-    """OpenAI's object; of data that was checked with `check`: in how many examples each check found something. A list
-    reads no reports."""
-    checks = row.data_check["checks"] if row.data_check else {}
-    found = {name: one["count"] for name, one in checks.items() if one["count"]}
-    more = {"check": {"found": found}} if row.data_check else {}
-    return object_of(row, "file", "bytes filename purpose status status_details", **more)
+    return object_of(row, "file", "bytes filename purpose status status_details")

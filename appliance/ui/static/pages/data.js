@@ -3,7 +3,7 @@ import { get, post } from "../api.js";
 import { ago, bytes, number, percent } from "../format.js";
 import { t } from "../i18n.js";
 import { Rows } from "../rows.js";
-import { Badge, Card, Facts, Failure, Live, Table, html, useAct, useLive } from "../ui.js";
+import { Badge, Card, Facts, Failure, Live, Table, html, useAct, useLive, useState } from "../ui.js";
 
 const CHECKS = ["bad_lines", "empty", "duplicates", "near_duplicates", "too_long", "contaminated", "personal_data"];
 const LENGTHS = ["shortest", "p5", "p50", "p95", "p99", "longest"];
@@ -31,17 +31,11 @@ function List() {
 }
 
 function File({ id }) {
-  const shown = useLive(async (signal) => {
-    const file = await get(`/v1/files/${id}`, signal);
-    const report = file.check ? await get(`/v1/files/${id}/check`, signal) : null;
-    return { file, report };
-  }, 2, [id]);
-  const [check, { busy, error }] = useAct(async () => {
-    await post(`/v1/files/${id}/check`, {});
-    shown.reload();
-  });
+  const shown = useLive((signal) => get(`/v1/files/${id}`, signal), 30, [id]);
+  const [report, setReport] = useState(null);
+  const [check, { busy, error }] = useAct(async () => setReport(await post(`/v1/files/${id}/check`, {})));
   return html`<p class="back"><a href="#/data">← ${t("data.all")}</a></p>
-    <${Live} of=${shown}>${({ file: one, report }) => html`<${Card} title=${one.filename} aside=${html`<button type="button" disabled=${busy} onClick=${check}>${busy ? t("data.checking") : t("data.check")}</button>`}>
+    <${Live} of=${shown}>${(one) => html`<${Card} title=${one.filename} aside=${html`<button type="button" disabled=${busy} onClick=${check}>${busy ? t("data.checking") : t("data.check")}</button>`}>
       <${Failure} error=${error} />
       ${one.status_details ? html`<p class="alert bad">${one.status_details}</p>` : null}
       <${Facts} pairs=${[[t("data.file"), html`<code>${one.id}</code>`], [t("models.size"), bytes(one.bytes)], [t("created"), ago(one.created_at)], [t("owner"), one.owner]]} />
