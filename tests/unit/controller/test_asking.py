@@ -78,22 +78,6 @@ async def test_request_that_gives_way_is_sent_again(db: Database):
     assert not gateway.asking.why("key_ann", "m") and gateway.said.count("first") + gateway.said.count("second") == 5
 
 
-async def test_request_that_waits_for_its_keys_limits_says_so(db: Database, monkeypatch):
-    monkeypatch.setattr(asking, "QUOTA_RETRY_S", 60.0)
-    gateway = Gateway(db)
-
-    async def answer(request: httpx.Request) -> httpx.Response:
-        spent = request.headers["x-appliance-key-id"] == "key_ann"
-        return httpx.Response(429 if spent else 200, json={"error": {"message": "quota", "code": "insufficient_quota"}})
-
-    gateway.answer = answer
-    limited = gateway.ask("limited")
-    await turns()
-    assert (await gateway.ask("other", "ben")).status == 200 and gateway.asking.why("key_ann", "m") == "quota"
-    limited.cancel()
-    await asyncio.gather(limited, return_exceptions=True)
-
-
 async def test_request_is_sent_again_once_the_gateway_is_back(db: Database, monkeypatch):
     monkeypatch.setattr(asking, "AWAY_RETRY_S", 0.01)
     gateway, left = Gateway(db), [httpx.ConnectError("no"), httpx.ReadError("cut")]

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import pytest
 
-from appliance.controller.bus import bus as bus_module
 from appliance.controller.bus.bus import Bus, ModelLoad
 from appliance.controller.interfaces.config import ControllerConfig
 from runtime.background_tasks import BackgroundTasks
@@ -103,25 +102,6 @@ async def test_load_is_of_the_last_report(bus: Bus, tmp_path: Path):
         await gateway.report(100, {"r1": inflight}, m={"inflight": inflight, "held": 1, "last_request_s": 5.0})
         await reported(bus, "r1", inflight)
     assert bus.load().models["m"] == ModelLoad(inflight=5, held=1, last_request_s=5.0)
-
-
-async def test_caught_up_waits_for_gateways_with_a_limit(bus: Bus, tmp_path: Path, monkeypatch, caplog):
-    monkeypatch.setattr(bus_module, "CATCH_UP_S", 100.0)
-    await asyncio.wait_for(bus.caught_up(), 60)  # nobody is connected
-    one = await GatewayEnd.connect(tmp_path / "bus.sock", "g1")
-    await one.report(bus.set_models(models(r1="open")), {"r1": 1})
-    await reported(bus, "r1", 1)
-    await asyncio.wait_for(bus.caught_up(), 60)
-    generation = bus.set_models(models(r1="draining"))
-    waiting = asyncio.create_task(bus.caught_up())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    await one.report(generation)
-    await waiting
-    monkeypatch.setattr(bus_module, "CATCH_UP_S", 0.01)
-    bus.set_models(models(r1="open"))
-    await asyncio.wait_for(bus.caught_up(), 60)
-    assert "before the gateway knows it" in caplog.text
 
 
 async def test_wait_drained_needs_the_newest_table_and_no_request(bus: Bus, tmp_path: Path):

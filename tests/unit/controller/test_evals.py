@@ -290,22 +290,6 @@ async def test_what_is_no_run_is_refused_by_name(control: Control, source: Any, 
     assert caught.value.param == param
 
 
-async def test_what_no_engine_takes_is_refused_with_the_run_and_not_with_each_item(control: Control):
-    control.as_key("carol")
-    eval_id = await made(control)
-    partly = {"name": "n", "schema": {"type": "string", "not": {}}}
-    named = {"name": "n", "schema": {"type": "nope"}}
-    for params, code in (
-        ({"response_format": {"type": "json_schema", "json_schema": partly}}, None),
-        ({"response_format": {"type": "json_schema", "json_schema": named}}, "invalid_json_schema"),
-        ({"text": {"format": {"type": "json_schema", **named}}}, "invalid_json_schema"),
-    ):
-        with pytest.raises(openai.BadRequestError) as caught:
-            await control.sdk.evals.runs.create(eval_id, data_source=asked(sampling_params=params))
-        assert str(caught.value.param).startswith("data_source.sampling_params")
-        assert code is None or caught.value.code == code
-
-
 async def test_a_run_ends_when_its_owner_holds_too_much(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "AT_ONCE", 1)
     control.as_key("carol", bounds={"bytes": 3500})

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -78,43 +74,3 @@ vllm:prefix_cache_queries_total{engine="0",model_name="m@v1"} 100.0
 vllm:prefix_cache_hits_total{engine="0",model_name="m@v1"} 64.0
 vllm:request_success_total{engine="0",finished_reason="a secret of somebody"} 1.0
 """
-
-
-@contextlib.asynccontextmanager
-async def engine_on(socket: Path, said: bytes | None) -> AsyncIterator[str]:
-    """An engine's server; None: it never answers."""
-
-    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer):
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert head.startswith(b"GET /metrics ")
-            if said is None:
-                await reader.read()
-            else:
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(said), said))
-                await writer.drain()
-
-    async with await asyncio.start_unix_server(answers, socket):
-        yield str(socket)
-
-
-async def test_engine_metrics_leave_out_silent_engines(control: Control, tmp_path: Path) -> None:
-    assert not any(name.startswith("appliance_engine_") for name, _ in await scrape(control))
-    async with engine_on(tmp_path / "a", OF_AN_ENGINE) as well, engine_on(tmp_path / "b", None) as silent:
-        control.context.routing.open_engines = lambda: {
-            "r1": ("m", well),
-            "r2": ("m", silent),
-            "r3": ("m", str(tmp_path / "gone")),
-        }
-        found = await scrape(control)
-    told = {(name, labels): value for (name, labels), value in found.items() if name.startswith("appliance_engine_")}
-    of = (("model", "m"), ("replica", "r1"))
-    assert told == {
-        ("appliance_engine_kv_cache_ratio", of): 0.25,
-        ("appliance_engine_requests", (*of, ("state", "running"))): 3,
-        ("appliance_engine_requests", (*of, ("state", "waiting"))): 2,
-        ("appliance_engine_preemptions_total", of): 4,
-        ("appliance_engine_prefix_tokens_total", of): 100,
-        ("appliance_engine_prefix_hit_tokens_total", of): 64,
-    }
-    assert found["appliance_job_queue_length", ()] == 0

@@ -163,21 +163,6 @@ async def test_file_that_is_there_is_not_drawn_again_and_the_next_waits_for_its_
     assert (await run.file(1)).weights_step == 1
 
 
-@pytest.mark.parametrize(("phase", "starved"), [("running", False), ("suspended", True)])
-async def test_later_steps_starve_a_job_only_where_it_has_given_its_devices_back(
-    run: Run, judged, phase: Any, starved: bool
-):
-    run.begin(staleness=1)
-    jobs.set_phase(run.control.db, run.job_id, phase)
-    run.publish(0)
-    await run.file(0)
-    run.control.engines.lines = 0
-    run.rollouts._drawn[run.job_id] = SamplesFile("train", 1)
-    assert run.starved is starved
-    run.rollouts.published(run.job_id, 1)
-    assert run.starved, "it has come to this step"
-
-
 async def test_controller_that_dies_before_a_file_is_there_draws_it_whole(run: Run, judged):
     run.begin()
     run.control.engines.lines = 0
