@@ -62,15 +62,3 @@ async def test_metrics_of_jobs_and_devices(control: Control) -> None:
 
 
 # As vLLM writes them, between hundreds of others.
-OF_AN_ENGINE = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
-# TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{engine="0",model_name="m@v1"} 3.0
-vllm:num_requests_waiting{engine="0",model_name="m@v1"} 2.0
-vllm:num_requests_waiting_by_reason{engine="0",model_name="m@v1",reason="capacity"} 2.0
-vllm:kv_cache_usage_perc{engine="0",model_name="m@v1"} 0.25
-vllm:num_preemptions_total{engine="0",model_name="m@v1"} 4.0
-vllm:num_preemptions_created{engine="0",model_name="m@v1"} 1.7e+09
-vllm:prefix_cache_queries_total{engine="0",model_name="m@v1"} 100.0
-vllm:prefix_cache_hits_total{engine="0",model_name="m@v1"} 64.0
-vllm:request_success_total{engine="0",finished_reason="a secret of somebody"} 1.0
-"""
