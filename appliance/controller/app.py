@@ -15,8 +15,8 @@ from appliance.controller.admin import box, forget, keys, logins, mode, operatio
 from appliance.controller.admin import models as admin_models
 from appliance.controller.batches import batches
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.evals import eval_routes
-from appliance.controller.evals.runner import EvalRunner
+from appliance.controller.evals import evals
+from appliance.controller.evals.evals import EvalRunner
 from appliance.controller.files import file_routes, storage
 from appliance.controller.grading import checks
 from appliance.controller.grading.judging import Grading
@@ -82,7 +82,7 @@ def create_app(context: ControllerContext) -> FastAPI:
         job_routes.routes(context),
         job_routes.method_routes(),
         checks.routes(context, grading),
-        *eval_routes.routes(context, evaluations),
+        *evals.routes(context, evaluations),
         model_routes.routes(context),
         admin,
     ):

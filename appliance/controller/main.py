@@ -35,8 +35,7 @@ from appliance.backup import read_last
 from appliance.cli.locate import BoxFile
 from appliance.config import BoxConfig, load_resolved
 from appliance.controller import alerts
-from appliance.controller.access.quotas import Disk, Quotas
-from appliance.controller.access.spending import USAGE_EVERY_S, Spending
+from appliance.controller.access.limits import USAGE_EVERY_S, Disk, Quotas, Spending
 from appliance.controller.app import create_app
 from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus, first_generation

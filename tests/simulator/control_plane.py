@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 import httpx
 import orjson
 
-from appliance.controller.access.quotas import Disk, Quotas
-from appliance.controller.access.spending import Spending
+from appliance.controller.access.limits import Disk, Quotas, Spending
 from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus
 from appliance.controller.context.context import ControllerContext

@@ -26,8 +26,8 @@ from anyio import to_thread
 from fastapi import APIRouter, Request
 from pydantic import StringConstraints
 
+from appliance.controller.access.limits import ANSWERS_PER_INPUT
 from appliance.controller.access.model_access import caller_of, usable_model
-from appliance.controller.access.quotas import ANSWERS_PER_INPUT
 from appliance.controller.batches import input_lines
 from appliance.controller.batches.input_lines import CONVERSING, ENDPOINTS, Line
 from appliance.controller.context.context import ControllerContext

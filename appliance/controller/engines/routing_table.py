@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from appliance.controller.access.limits import Spending
 from appliance.controller.access.model_access import resolve
-from appliance.controller.access.spending import Spending
 from appliance.controller.bus.bus import Bus, ModelLoad
 from appliance.controller.bus.demand_learning import Traffic
 from appliance.controller.engines.engine_sizes import EngineSizes

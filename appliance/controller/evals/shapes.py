@@ -4,18 +4,26 @@ the chat completion that makes a sample of an item, and the objects that are sho
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+import orjson
+from pydantic import Field, ValidationError
 
+from appliance.controller.context.tasks import TaskFailed
+from appliance.controller.grading.checks import MAX_DEPTH
+from appliance.controller.http.error_handlers import first_error
 from appliance.controller.http.resource import object_of
 from appliance.controller.http.routers import Metadata, StrictBody
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
+from train.data.lines import MARK
 from train.graders import graders, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
 from train.graders.graders import ModelAnswer
 from train.graders.templates import Sample
+from weights.format.foreign_json import is_deeper
 
 MAX_CRITERIA = 32
 MAX_ITEMS = 10_000
@@ -168,6 +176,38 @@ def sample_of(given: dict[str, Any] | None) -> Sample:
     return Sample(
         text if isinstance(text, str) else json.dumps(text) if text else "", tools if isinstance(tools, list) else []
     )
+
+
+def entries(path: Path) -> Iterator[tuple[Entry, int]]:
+    """Entries of a JSONL file, each with its bytes. Raises TaskFailed."""
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(iter(partial(file.readline, MAX_ENTRY_BYTES + 1), b""), 1):
+                if number > MAX_ITEMS:
+                    raise TaskFailed("invalid_data", f"The file has more than {MAX_ITEMS} lines.")
+                if len(line) > MAX_ENTRY_BYTES:
+                    raise TaskFailed("invalid_data", f"Line {number} is longer than {MAX_ENTRY_BYTES} bytes.")
+                if text := line.removeprefix(MARK).strip():
+                    yield _entry(number, text), len(text)
+    except OSError as error:
+        raise TaskFailed("file_unreadable", f"The file could not be read: {error}") from None
+
+
+def _entry(number: int, line: bytes) -> Entry:
+    """Raises TaskFailed."""
+    try:
+        # The parser of requests reads it: pydantic's accepts NaN, and integers that no engine takes.
+        entry = Entry.model_validate(orjson.loads(line))
+    except orjson.JSONDecodeError as error:
+        raise TaskFailed("invalid_data", f"Line {number} is not JSON: {error}.") from None
+    except ValidationError as error:
+        first = first_error(error.errors(include_url=False, include_input=False))
+        where = ".".join(map(str, first["loc"])) or "the line"
+        why = f'is not {{"item": {{...}}, "sample": {{...}}}}: {where}: {first["msg"]}'
+        raise TaskFailed("invalid_data", f"Line {number} {why}.") from None
+    if is_deeper(entry.item, MAX_DEPTH) or is_deeper(entry.sample, MAX_DEPTH):
+        raise TaskFailed("invalid_data", f"Line {number} is nested deeper than {MAX_DEPTH} levels.")
+    return entry
 
 
 # --- objects

@@ -33,7 +33,7 @@ from pydantic import BaseModel, Field, StringConstraints, ValidationError
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from appliance.controller.access.quotas import disk_may_be_full
+from appliance.controller.access.limits import disk_may_be_full
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES, INCOMING_PREFIX

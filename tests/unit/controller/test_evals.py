@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.evals import runner
-from appliance.controller.evals.runner import EvalRunner
+from appliance.controller.evals import evals as runner
+from appliance.controller.evals.evals import EvalRunner
 from appliance.controller.interfaces.records import EngineAnswer
 from tests.unit.controller.conftest import Control
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.controller.access.quotas import GIB, Disk
+from appliance.controller.access.limits import GIB, Disk
 from appliance.controller.app import create_app
 from appliance.controller.http.peers import Listener
 from appliance.store.database import Database
