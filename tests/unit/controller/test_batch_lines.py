@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.controller.batches import input_lines
+from appliance.controller.batches.batches import Lines, parse_line, read_lines
 
 URL = "/v1/chat/completions"
 LINE_BYTES = 1000
@@ -21,10 +21,10 @@ def request(number: int, text: str = "") -> bytes:
 
 @pytest.fixture
 def found(tmp_path: Path):
-    def read(data: bytes, max_lines: int = 10) -> input_lines.Lines:
+    def read(data: bytes, max_lines: int = 10) -> Lines:
         path = tmp_path / "input"
         path.write_bytes(data)
-        return input_lines.read(path, URL, max_lines, LINE_BYTES)
+        return read_lines(path, URL, max_lines, LINE_BYTES)
 
     return read
 
@@ -46,7 +46,7 @@ def test_read_of_a_file_from_windows_skips_byte_order_marks_and_blank_lines(foun
     lines = found(data)
     assert not lines.errors and len(lines.requests) == 3
     parts = [data[line.offset : line.offset + line.size] for line in lines.requests.values()]
-    assert [input_lines.parse(part)["custom_id"] for part in parts] == ["c1", "c2", "c3"]
+    assert [parse_line(part)["custom_id"] for part in parts] == ["c1", "c2", "c3"]
 
 
 @pytest.mark.parametrize(
