@@ -10,10 +10,9 @@ from functools import partial
 
 from fastapi import FastAPI
 
-from appliance.controller import data_checks, gates, retention
+from appliance.controller import batches, data_checks, gates, retention
 from appliance.controller.admin import box, forget, keys, logins, mode, operations, queue
 from appliance.controller.admin import models as admin_models
-from appliance.controller.batches import batches
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import evals
 from appliance.controller.evals.evals import EvalRunner

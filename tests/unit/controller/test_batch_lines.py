@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.controller.batches.batches import Lines, parse_line, read_lines
+from appliance.controller.batches import Lines, parse_line, read_lines
 
 URL = "/v1/chat/completions"
 LINE_BYTES = 1000

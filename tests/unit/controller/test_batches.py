@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.batches.batches import Answers
+from appliance.controller.batches import Answers
 from appliance.controller.files import storage
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.objects import batches
