@@ -21,8 +21,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices import cordons
 from appliance.controller.engines.engine_sizes import EngineSizes
-from appliance.controller.grading.in_tokens import Sampled
-from appliance.controller.grading.judging import Grading, Judging
+from appliance.controller.grading.judging import Grading, Judging, Sampled
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.records import EngineAnswer, Mode

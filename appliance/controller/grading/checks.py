@@ -15,8 +15,7 @@ from pydantic import Field
 from appliance.controller.access.model_access import Resolved, check_may_ask, unknown_model
 from appliance.controller.access.model_access import resolve as resolve_model
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.grading import in_tokens
-from appliance.controller.grading.judging import Grading
+from appliance.controller.grading.judging import LONGEST, MADE, Grading
 from appliance.controller.http.routers import StrictBody, make_router
 from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
@@ -138,8 +137,8 @@ def teacher_of(
     teacher = resolve_model(context.db, name)
     if teacher is None:
         raise unknown_model(name, param)
-    context_tokens = context.sizes.context(teacher.model, teacher.version) or in_tokens.LONGEST
-    room, why = min(in_tokens.LONGEST, context_tokens) - in_tokens.MADE, ""
+    context_tokens = context.sizes.context(teacher.model, teacher.version) or LONGEST
+    room, why = min(LONGEST, context_tokens) - MADE, ""
     if teacher.model.task != "generate":
         why = "it makes embeddings, and a teacher says how likely a text is"
     elif longest > room:

@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.controller.grading.in_tokens import Sampled
-from appliance.controller.grading.judging import CannotGoOn, Judging
+from appliance.controller.grading.judging import CannotGoOn, Judging, Sampled
 from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
