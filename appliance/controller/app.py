@@ -11,7 +11,7 @@ from functools import partial
 from fastapi import FastAPI
 
 from appliance.controller import batches, data_checks, gates, retention
-from appliance.controller.admin import box, forget, keys, logins, mode, operations, queue
+from appliance.controller.admin import box, keys, logins, mode, queue
 from appliance.controller.admin import models as admin_models
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import evals
@@ -38,7 +38,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     background work; run it with uvicorn, or enter `app.router.lifespan_context(app)` in tests.
     """
     JobValidation(context)
-    context.tasks.add(operations.kind(context))
+    context.tasks.add(admin_models.import_kind(context))
     context.tasks.add(batches.kind(context))
     canaries, stored = Canaries(context), StoredResponses(context)
     grading = Grading(context.db, context.graders, context.asking)
@@ -68,7 +68,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     error_handlers.install(app)
 
     admin = make_router("/admin/v1", ADMIN, reads=(READ,))
-    for module in (box, forget, keys, mode, operations, plan_route, queue):
+    for module in (box, keys, mode, plan_route, queue):
         module.routes(context, admin)
     admin_models.routes(context, admin, canaries)
     for router in (
