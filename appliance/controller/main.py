@@ -140,7 +140,8 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     tempfile.tempdir = str(paths.uploads)  # forms with a file are spooled there: /tmp may be memory
     floor, asleep = config.box.serving_floor, config.scheduler.max_asleep_per_device
     db = Database(paths.database)
-    weights = _open_store(config, paths)
+    weights = WeightStore(paths.shm_root, budget_bytes=weight_budget_bytes(config, paths))
+    weights.sweep()
     home = discover_devices(config.box.devices)
     node_config = node_config_of(config, paths, home)
     background, inbox = BackgroundTasks(), Inbox()
@@ -252,13 +253,6 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     adapters = AdapterSource(paths.adapter_socket, db, weights, tiers)
     energy = EnergyMeter(db, health.newest, scheduler.status)
     return Parts(context, loop, effects, states, runs, memory, flow, adapters, energy)
-
-
-def _open_store(config: BoxConfig, paths: BoxPaths) -> WeightStore:
-    budget_bytes = weight_budget_bytes(config, paths)
-    store = WeightStore(paths.shm_root, budget_bytes=budget_bytes)
-    store.sweep()
-    return store
 
 
 async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
