@@ -49,7 +49,7 @@ from serve.core.model_settings import ModelSettings, with_system_prompt
 from weights.format.tool_template import with_tools
 
 Replicas = Annotated[int, Field(ge=0, le=65536)]
-Version = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 _NEVER_NULL = ("min_replicas", "tensor_parallel", "pinned")
 # What an adapter has of its own: its host's engines are kept for it. Everything else is a matter of those engines.
 _OF_ADAPTERS = ("min_replicas", "pinned")
@@ -76,18 +76,18 @@ class Change(StrictBody):
 
 
 class Pin(StrictBody):
-    version: Version
+    version: Text
     pinned: bool
 
 
 class Rollback(StrictBody):
-    version: Version | None = None
+    version: Text | None = None
 
 
 class Canary(StrictBody):
     """share: fraction of the requests, 0.1 for one in ten. watch_s: how long it is watched, in seconds."""
 
-    version: Version
+    version: Text
     share: Annotated[float, Field(gt=0, le=0.9)] = 0.1
     auto: bool = False
     watch_s: Annotated[float, Field(gt=0, le=30 * 86400)] = 600.0
@@ -107,12 +107,18 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
         states = ModelStates(db, now)
         return list_object(models.page(db, **part), lambda row: model_view(context, row, now, states))
 
+    def deployment_of(name: str) -> DeploymentRow:
+        stored_model(db, name)
+        return deployments.find(db, name) or DeploymentRow(model=name, created_s=time.time())
+
+    @router.get("/models/{name:path}/deployment")
+    def show_deployment(name: str, now: Status) -> dict[str, Any]:
+        return deployment_view(deployment_of(name), now)
+
     @router.patch("/models/{name:path}/deployment")
     @audited("model.deploy")
     async def deploy(name: str, body: Deploy, caller: Caller) -> dict[str, Any]:
-        stored_model(db, name)
-        row = deployments.find(db, name) or DeploymentRow(model=name, created_s=time.time())
-        changes = body.model_dump(exclude_unset=True)
+        row, changes = deployment_of(name), body.model_dump(exclude_unset=True)
         for field in _NEVER_NULL:
             if changes.get(field, 0) is None:
                 raise InvalidValue(f"{field} cannot be null.", field)
@@ -313,7 +319,13 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
         before, devices = _settings(db, name), context.sizes.devices(name)
         if body.number is not None and body.set:
             raise InvalidValue("Give either 'set' or 'number'.", "number")
-        wanted = _parsed(merged(before, body.set) if body.number is None else _settings(db, name, body.number))
+        asked = merged(before, body.set) if body.number is None else _settings(db, name, body.number)
+        try:
+            wanted = ModelSettings.model_validate(asked)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise InvalidValue(f"{where}: {words_of_check(first['msg'])}", f"set.{where}") from error
         _check_size(context, model, version, devices, wanted)
         if wanted.chat_template is not None:
             text = with_system_prompt(with_tools(wanted.chat_template), wanted.system_prompt or "")
@@ -352,16 +364,6 @@ def merged(before: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in after.items() if value is not None}
 
 
-def _parsed(body: dict[str, Any]) -> ModelSettings:
-    try:
-        return ModelSettings.model_validate(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        message = words_of_check(first["msg"])
-        raise InvalidValue(f"{where}: {message}", f"set.{where}") from error
-
-
 def _check_size(
     context: ControllerContext, model: ModelRow, version: VersionRow, devices: int, wanted: ModelSettings
 ) -> None:
@@ -379,8 +381,6 @@ def _check_size(
 OPERATIONS = "operations"
 PROGRESS_EVERY_S = 0.5
 """Progress is written to the store at most this often, but for a new message."""
-
-Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
 class Import(StrictBody):
