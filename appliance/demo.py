@@ -65,12 +65,12 @@ def main(data_dir: str = ".demo") -> int:
 def run() -> bool:
     """Returns whether every request was answered once, and the fine-tuned model answers otherwise than its base."""
     began_s = time.monotonic()
-    headline("1  A box: one endpoint for OpenAI's SDK, eight devices that train and serve")
+    headline("1  A box: one endpoint for OpenAI's SDK, two devices that train and serve")
     appliance("down", check=False, capture=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    appliance("up", "--detach", "--port", str(port))
+    appliance("up", "--detach", "--port", str(port), "--devices", "2")
     url, key = f"http://127.0.0.1:{port}/v1", admin("key", "create", "--name", f"demo-{int(time.time())}")["key"]
     client = openai.OpenAI(base_url=url, api_key=key, timeout=900)
     for job in admin("job", "list")["data"]:
@@ -84,11 +84,12 @@ def run() -> bool:
     file = client.files.create(file=("identity.jsonl", content), purpose="fine-tune").id
 
     def train(epochs: int) -> Any:
-        supervised = {"hyperparameters": {"n_epochs": epochs, "batch_size": 8, "lora_rank": 16}}
+        quick = {"batch_size": 2, "learning_rate_multiplier": 4, "lora_rank": 16}
+        supervised = {"hyperparameters": {"n_epochs": epochs, **quick}}
         method: Any = {"type": "supervised", "supervised": supervised}
         return client.fine_tuning.jobs.create(model=MODEL, training_file=file, suffix="demo", seed=7, method=method)
 
-    job = train(3)
+    job = train(1)
     appliance("job", "logs", "-f", job.id)
     tuned = client.fine_tuning.jobs.retrieve(job.id).fine_tuned_model
     assert tuned is not None
@@ -102,6 +103,7 @@ def run() -> bool:
         console.print(f"[bold]{name}[/]  {text}")
 
     headline("4  The devices switch to training and back, with clients that go on asking")
+    admin("mode", "set", "serve", "--wait")
     job = train(FOREVER)
     with Load(url, key, MODEL) as load:
         load.wait_for(4)

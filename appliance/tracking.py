@@ -3,8 +3,8 @@
     python -P appliance/tracking.py SETTINGS        JSON, see `run_exporter` in `appliance.boot.main`
 
 It runs in the interpreter that has the tracker's library, which need not be the box's own, so it imports nothing of the
-box. It reads the database; no job waits for it. A file names the ended jobs that are sent. When sending fails it ends
-with the reason, and is started again: a new process sends all points of the other jobs again, and the tracker takes a
+box. It reads the database; no job waits for it. A file names the ended jobs that are sent. When nothing can be sent it
+ends with the reason, and is restarted: a new process sends all points of unended jobs again, and the tracker takes a
 point that it has once.
 """
 
@@ -77,10 +77,12 @@ class Follower:
         known = json.loads(path.read_text()) if path.exists() else {"since_s": time.time(), "done": []}
         self._since_s, self._done = known["since_s"], set(known["done"])
         self._sent: dict[str, Sent] = {}
+        self._refused: dict[str, str] = {}
 
     def poll(self) -> None:
-        """Send what is new of every job. Raises the first error of the library, or of reading the database."""
-        first: Exception | None = None
+        """Send what is new of every job. A job that the tracker refuses is begun anew in the next round. Raises the
+        error of the library where no job could be sent, and that of reading the database."""
+        sent, failed = 0, {}
         rows = self._rows(
             "SELECT * FROM jobs WHERE started_s IS NOT NULL AND (finished_s IS NULL OR finished_s > ?) ORDER BY seq",
             max(self._since_s, time.time() - GIVE_UP_S),
@@ -90,24 +92,31 @@ class Follower:
             try:
                 if self._tracker.wants(job):
                     self._send(job)
-            except Exception as error:  # noqa: BLE001 - raised below
-                first = first or error
+                    sent += 1
+            except Exception as error:  # noqa: BLE001 - raised or written below
+                failed[job.id] = str(error) or repr(error)
+                self._sent.pop(job.id, None)
+                if self._refused.get(job.id) != failed[job.id]:
+                    print(f"{job.id}: {failed[job.id]}", file=sys.stderr, flush=True)
+        self._refused = failed
         partial = self._path.with_suffix(".partial")
         partial.write_text(json.dumps({"since_s": self._since_s, "done": sorted(self._done)}))
         os.replace(partial, self._path)
-        if first is not None:
-            raise first
+        if failed and not sent:
+            raise RuntimeError(next(iter(failed.values())))
 
     def _send(self, job: Job) -> None:
         if job.id not in self._sent:
             self._sent[job.id] = Sent(self._tracker.begin(job))
         at = self._sent[job.id]
-        while points := self._points(job.id, at.seq):
+        query = "SELECT seq, data, created_s FROM job_events WHERE job_id = ? AND seq > ? AND type = 'metrics' "
+        while rows := self._rows(query + "ORDER BY seq LIMIT ?", job.id, at.seq, EVENTS_AT_ONCE):
+            points = [point(row["seq"], row["created_s"], json.loads(row["data"])) for row in rows]
             new = []
-            for point in points:
-                if point.step > at.last.get(point.kind, -1):
-                    at.last[point.kind] = point.step
-                    new += [point] if point.values else []
+            for one in points:
+                if one.step > at.last.get(one.kind, -1):
+                    at.last[one.kind] = one.step
+                    new += [one] if one.values else []
             self._tracker.log(at.run, new)
             at.seq = points[-1].seq
         if job.finished_s is not None:
@@ -133,11 +142,6 @@ class Follower:
             wandb=[one["wandb"] for one in json.loads(row["integrations"] or "[]") if one["type"] == "wandb"],
             params=params,
         )
-
-    def _points(self, job_id: str, after: int) -> list[Point]:
-        query = "SELECT seq, data, created_s FROM job_events WHERE job_id = ? AND seq > ? AND type = 'metrics' "
-        rows = self._rows(query + "ORDER BY seq LIMIT ?", job_id, after, EVENTS_AT_ONCE)
-        return [point(row["seq"], row["created_s"], json.loads(row["data"])) for row in rows]
 
     def _rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
         with closing(sqlite3.connect(f"{self._database.absolute().as_uri()}?mode=ro", uri=True)) as connection:

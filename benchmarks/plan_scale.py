@@ -41,8 +41,6 @@ def cold(devices: int, jobs: int, seed: int = 0) -> PlanInput:
         jobs=tuple(
             JobView(
                 f"j{n}",
-                1,
-                size,
                 tuple(2**k for k in range(size.bit_length())),
                 priority=rng.randrange(3),
                 submitted_s=float(n),

@@ -14,12 +14,8 @@ from __future__ import annotations
 
 
 class RuntimeLayerError(Exception):
-    """Base of all errors raised by `runtime`. Picklable, because a supervisor in an actor raises it at its caller."""
-
-    _given: tuple | None = None
-
-    def __reduce__(self):
-        return type(self), self._given if self._given is not None else self.args
+    """Base of all errors raised by `runtime`. `args` are what it was made of, so that pickle can make it again: a
+    supervisor in an actor raises it at its caller."""
 
 
 class ChannelClosed(RuntimeLayerError): ...
@@ -32,20 +28,24 @@ class ChildDied(RuntimeLayerError):
     """starved: the kernel's OOM killer ran at that moment."""
 
     def __init__(self, name: str, pid: int, log_path: str, log_tail: str = "", starved: bool = False):
-        tail = f"; the log ends with:\n{log_tail}" if log_tail else ""
-        how = "was killed because the host's memory ran out" if starved else "died"
-        super().__init__(f"process {name} (pid {pid}) {how}; its log is {log_path}{tail}")
-        self._given = (name, pid, log_path, log_tail, starved)
-        self.name, self.pid, self.log_path, self.log_tail, self.starved = self._given
+        super().__init__(name, pid, log_path, log_tail, starved)
+        self.name, self.pid, self.log_path, self.log_tail, self.starved = name, pid, log_path, log_tail, starved
+
+    def __str__(self) -> str:
+        tail = f"; the log ends with:\n{self.log_tail}" if self.log_tail else ""
+        how = "was killed because the host's memory ran out" if self.starved else "died"
+        return f"process {self.name} (pid {self.pid}) {how}; its log is {self.log_path}{tail}"
 
 
 class SupervisorDied(ChildDied):
     """The process on its lifeline ended with it."""
 
     def __init__(self, name: str, why: str):
-        RuntimeLayerError.__init__(self, f"the supervisor {name} died: {why}")
-        self._given = (name, why)
-        self.name, self.pid, self.log_path, self.log_tail, self.starved = name, 0, "", why, False
+        super().__init__(name, 0, "", why)
+        self.args = (name, why)
+
+    def __str__(self) -> str:
+        return f"the supervisor {self.name} died: {self.log_tail}"
 
 
 class ChildTimeout(RuntimeLayerError): ...
@@ -58,9 +58,11 @@ class ChildError(RuntimeLayerError):
     """The exception as name and message, and its `data`."""
 
     def __init__(self, type_name: str, message: str, data: dict | None = None):
-        super().__init__(f"{type_name}: {message}")
-        self._given = (type_name, message, data)
+        super().__init__(type_name, message, data)
         self.type, self.message, self.data = type_name, message, data or {}
+
+    def __str__(self) -> str:
+        return f"{self.type}: {self.message}"
 
 
 def words_of_check(message: str) -> str:

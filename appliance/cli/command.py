@@ -66,6 +66,7 @@ class Command:
     needs: str = "box"
     without_box: Callable[[Namespace], bool] = lambda _: False
 
+    @property
     def all_options(self) -> tuple[Option, ...]:
         return (*self.options, *_SHARED[self.needs])
 
@@ -108,7 +109,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=32, width=width),
         )
-        for option in entry.all_options():
+        for option in entry.all_options:
             default = os.environ.get(option.env)  # a text, which argparse gives to the option's type
             self.add_argument(*option.flags, **option.settings, **({"default": default} if default else {}))
 
@@ -186,6 +187,12 @@ def until(
 
 def finish(session: Session, started: dict[str, Any], args: Namespace) -> dict[str, Any]:
     """The operation once it has ended, or as it began with --no-wait. Raises CommandFailed if it failed."""
+
+    def doing(operation: dict[str, Any]) -> Doing:
+        progress = operation.get("progress") or {}
+        message = ": ".join(filter(None, [operation["kind"], progress.get("message")]))
+        return message, progress.get("done"), progress.get("total")
+
     operation = started["operation"]
     if not args.wait:
         return operation
@@ -193,7 +200,7 @@ def finish(session: Session, started: dict[str, Any], args: Namespace) -> dict[s
         operation = until(
             lambda: session.client.get(f"/admin/v1/operations/{operation['id']}")["operation"],
             lambda now: now["state"] != "running",
-            _doing,
+            doing,
             args.timeout,
             f"{operation['kind']} (operation {operation['id']})",
         )
@@ -202,9 +209,3 @@ def finish(session: Session, started: dict[str, Any], args: Namespace) -> dict[s
         named = f" ({error['code']})" if error.get("code") else ""
         raise CommandFailed(f"{operation['kind']} failed{named}: {error['message']}")
     return operation
-
-
-def _doing(operation: dict[str, Any]) -> Doing:
-    progress = operation.get("progress") or {}
-    message = ": ".join(filter(None, [operation["kind"], progress.get("message")]))
-    return message, progress.get("done"), progress.get("total")

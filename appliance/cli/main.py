@@ -13,7 +13,7 @@ from appliance.cli.command import COMMANDS
 from appliance.cli.errors import BadUsage, CliError, Ended
 from appliance.cli.resources import GROUPS
 
-for _module in ("box", "chat", "data", "evals", "export", "jobs", "keys", "machine", "mode", "models"):
+for _module in ("box", "data", "evals", "export", "jobs", "keys", "mode", "models"):
     importlib.import_module(f"appliance.cli.commands.{_module}")
 
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")

@@ -172,10 +172,7 @@ CONFIG = opt(
     type=existing_file,
 )
 DEVICES = opt("--devices auto|N", "auto: every GPU, else 8 CPU devices; N: N CPU devices.")
-WATCH = (
-    flag("-w --watch", "Refresh until Ctrl-C."),
-    opt("--every SECONDS", "Time between refreshes.", type=number(float, 0.1), default=2.0),
-)
+WATCH = flag("-w --watch", "Refresh every two seconds until Ctrl-C.")
 
 
 def picked(args: Namespace, of: str | Iterable[Option]) -> dict[str, Any]:

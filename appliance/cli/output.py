@@ -62,6 +62,7 @@ def column(spec: str) -> tuple[str, Callable[[Any], str]]:
 
 NOTHING = (None, "", [], {})
 LINE_EVERY_S = 30.0
+REFRESH_EVERY_S = 2.0
 _ONE_LINE_CHARACTERS = 100  # a part of an object that needs more is shown below it
 
 
@@ -149,7 +150,7 @@ def draw(renderable: RenderableType) -> None:
     print("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")), flush=True)
 
 
-def watch(fetch: Callable[[], Any], render: Callable[[Any], RenderableType], *, every_s: float, as_json: bool) -> None:
+def watch(fetch: Callable[[], Any], render: Callable[[Any], RenderableType], *, as_json: bool) -> None:
     """Fetch and show again and again until Ctrl-C: in place on a terminal, else one after the other.
 
     fetch: None while the box is away; what was shown last stays.
@@ -164,7 +165,7 @@ def watch(fetch: Callable[[], Any], render: Callable[[Any], RenderableType], *, 
                     live.update(render(answer), refresh=True)
                 else:
                     print(json_text(answer), flush=True) if as_json else draw(render(answer))
-            time.sleep(every_s)
+            time.sleep(REFRESH_EVERY_S)
 
 
 @contextmanager
@@ -300,24 +301,20 @@ def label_of_parts(name: str) -> Callable[[str], str]:
     return str if name in _KEYED_BY_NAMES else label
 
 
-def _time(value: float) -> str:
-    return moment(value) if value > 1e9 else duration(value or None)
-
-
 def number(value: float) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:,.4g}"  # g has powers of ten from 10,000 on
 
 
-def _percent(part: float) -> str:
-    return f"{100 * part:.1f} %"
-
-
 UNITS: tuple[tuple[str, Callable[[Any], str]], ...] = (
     *(("bytes_per_s", lambda value: f"{size(value)}/s"), ("bytes", size), ("bytes_read", size), ("per_s", number)),
-    *((end, _time) for end in ("_s", "seconds", "_at", "created", "finish")),
-    *(("share", _percent), ("busy", _percent), ("joules", lambda value: _scaled(value, "J"))),
+    *(
+        (end, lambda value: moment(value) if value > 1e9 else duration(value or None))
+        for end in ("_s", "seconds", "_at", "created", "finish")
+    ),
+    *((end, lambda part: f"{100 * part:.1f} %") for end in ("share", "busy")),
+    ("joules", lambda value: _scaled(value, "J")),
     *(("loss", lambda value: f"{value:.4f}"), ("_w", lambda value: f"{value:.0f} W"), ("_c", lambda c: f"{c} °C")),
     *(("seed", str), ("", number)),
 )

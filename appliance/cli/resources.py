@@ -51,7 +51,7 @@ class Row:
         return output.listing(self.draw, answer["data"], empty=self.empty) if "data" in answer else output.view(answer)
 
     def command(self) -> Command:
-        options = [*self.options, *(WATCH if self.watch else ())]
+        options = [*self.options, *((WATCH,) if self.watch else ())]
         text = inspect.cleandoc(self.help)
         if "Examples:\n" not in text:
             line = " ".join(["  appliance", self.name, *(one.shown for one in options if one.is_positional)])
@@ -87,7 +87,7 @@ class Row:
             def refreshed() -> Any:
                 return first.pop() if first else patience.call(answer)
 
-            output.watch(refreshed, self.drawn, every_s=args.every, as_json=session.as_json)
+            output.watch(refreshed, self.drawn, as_json=session.as_json)
         else:
             session.show(answer(), self.drawn)
 
@@ -173,7 +173,6 @@ def _queue(answer: Answer) -> Any:
 MODEL = opt("id MODEL")
 JOB = opt("id JOB_ID")
 _MANY_JOBS = (opt("ids JOB_ID", nargs="+"),)
-_WINDOW = opt("id WINDOW", "As `mode schedule list` names it.")
 _BATCH = opt("id BATCH_ID")
 JOBS = "/v1/fine_tuning/jobs"
 
@@ -251,7 +250,7 @@ ROWS = (
         empty='no windows; `appliance mode schedule add "0 22 * * *" train --for 9h` makes one'),
     Row("mode schedule remove", "DELETE /admin/v1/mode/schedule/{id}",
         "Remove a window. If it holds now, the mode that holds without it takes over at once.", "removed {id}",
-        (_WINDOW,)),
+        (opt("id WINDOW", "As `mode schedule list` names it."),)),
     Row("tier list", "GET /admin/v1/tiers",
         "List tiers: what each holds, what is still to be copied to it, its last error.",
         "tier=name where >versions >snapshots >size=bytes >backlog >bytes_of_it=backlog_bytes now=busy last_error",
@@ -309,11 +308,9 @@ ROWS = (
         options=(_BATCH,)),
     Row("eval list", "GET /v1/evals", "List evaluations, the newest first.",
         "id name graders=testing_criteria:names created=created_at",
-        (opt("--order", "desc: the newest first.", choices=("desc", "asc"), default="desc"),),
         empty="no evaluations; `appliance eval run` makes one"),
     Row("file list", "GET /v1/files", "List files, the newest first.",
         "id purpose >size=bytes status created=created_at filename",
-        (opt("--purpose PURPOSE", "Only files of this purpose."),),
         empty="no files; `appliance file upload FILE` sends one"),
     Row("file rm", "DELETE /v1/files/{id}", "Delete files. Jobs that were made from them keep their own copy.",
         "deleted {id}", (opt("ids FILE_ID", nargs="+"),)),

@@ -10,9 +10,9 @@ from typing import Any, Final
 from appliance.alerts import Known, Problem, Undelivered, channels, send, step
 from appliance.config import AlertSettings
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.scheduler import SchedulerStatus
 from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import OperationFailed
-from appliance.controller.interfaces.records import SchedulerStatus
 from appliance.store.records import box
 from appliance.store.rows import JOBS, JobRow
 

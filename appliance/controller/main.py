@@ -179,7 +179,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     runs = JobRuns(db, weights, paths.jobs, paths.shm_root, events, tiers, routing, inbox, rollouts)
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.
-    effects = RayEffects(nodes, routing, versions, runs, config.serve, health.died)
+    effects = RayEffects(nodes, routing, versions, runs, config.serve)
     means = Means(
         engine_bytes=versions.host_bytes,
         job_bytes=job_host_bytes,

@@ -24,7 +24,6 @@ from typing import Any
 import msgspec
 import orjson
 import uvloop
-from starlette.middleware.cors import CORSMiddleware
 from uvicorn import Config
 
 from appliance.gateway.core import errors
@@ -67,9 +66,8 @@ class Gateway:
         self._servers: list[asyncio.Server] = []
         self._bus: asyncio.StreamWriter | None = None
         self._sent_s = 0.0
-        # Rows that the controller has not counted yet, and whether this connection has them.
-        self._usage: list[dict[str, Any]] = []
-        self._usage_sent = False
+        self._usage: list[dict[str, Any]] = []  # rows that the controller has not counted yet
+        self._usage_sent = False  # on this connection
 
     # -- life
 
@@ -79,12 +77,7 @@ class Gateway:
         private: a listening socket of mode 0600, whose requests name a key by its id (`App`)."""
         config, state, loop = self.config, self.state, asyncio.get_running_loop()
         app: Any = App(state, self.controller)
-        if config.cors_origins:
-            # Credentials (cookies) are never allowed: a key says who asks, and a page must have been given one.
-            everything: Any = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["*"]}
-            app = CORSMiddleware(app, allow_origins=config.cors_origins, max_age=7200, **everything)
-        own: Any = {"log_config": None, "access_log": False, "timeout_keep_alive": config.limits.keepalive_s}
-        served = Config(app, lifespan="off", ws="none", server_header=False, proxy_headers=False, **own)
+        served = Config(app, interface="asgi3", ws="none", log_config=None, proxy_headers=False)
         served.load()
         options: dict[str, Any] = {"backlog": _BACKLOG}
         if config.tls_cert_path is not None and config.tls_key_path is not None:
@@ -119,12 +112,13 @@ class Gateway:
             exchange.end(errors.unavailable("The server is shutting down.", "shutting_down", 2))
         await self._idle(_LAST_WORDS_S)
         for connection in list(state.connections):
-            connection.abort()
+            connection.transport.abort()
         state.report_now()
         await state.background.stop()
         if lost := self.controller.copies:
             log.warning("%d answered responses are not stored: the controller is away", lost)
         await state.engines.close()
+        await self.controller.session.close()
         if state.access_log is not None:
             state.write_access_log()
             state.access_log.close()
@@ -134,11 +128,10 @@ class Gateway:
     async def _idle(self, longest_s: float) -> None:
         """Returns when each client has its whole answer and the controller its copies, or after so long."""
         state, until_s = self.state, time.monotonic() + longest_s
-        while time.monotonic() < until_s and (
-            state.exchanges
-            or self.controller.delivering
-            or any(connection.transport.get_write_buffer_size() for connection in state.connections)
-        ):
+        while time.monotonic() < until_s:
+            unread = any(connection.transport.get_write_buffer_size() for connection in state.connections)
+            if not (unread or state.exchanges or self.controller.delivering):
+                return
             await asyncio.sleep(0.02)
 
     # -- the controller's side
@@ -161,10 +154,10 @@ class Gateway:
                 state.metrics.events["revoked_in_flight"] += 1
                 exchange.end(refusal)
             choice, ticket = exchange.choice, exchange.ticket
-            if ticket is not None and ticket.place.done() and ticket.place.exception() is None:
-                choice = ticket.place.result()  # that its coroutine has not got yet
             if choice is not None and choice.work.batch and not state.router.is_open(choice):
-                exchange.end(errors.batch_gives_way())  # its replica drains; whoever sent it sends it again
+                # Its replica drains; whoever sent it sends it again.
+                text = "This request of class batch gives way: its engine stops. Please retry."
+                exchange.end(errors.unavailable(text, errors.GIVES_WAY, 1))
             if ticket is None:
                 continue
             try:  # its key may not call the model any more, or it is gone, or its engines do not start
@@ -173,7 +166,7 @@ class Gateway:
                     raise state.not_ready(ticket.model, "its engines do not start")
             except HttpError as error:
                 state.holds.refuse(ticket, error)
-        state.place_held()
+        state.holds.place(state.router, time.monotonic())
         state.report_now()
 
     def _revoked(self, exchange: Exchange) -> HttpError | None:
@@ -196,7 +189,7 @@ class Gateway:
         """Write the access log; look at paused replicas, late heads and the certificate."""
         state, now_s = self.state, time.monotonic()
         state.write_access_log()
-        state.place_held()
+        state.holds.place(state.router, now_s)
         for connection in list(state.connections):
             connection.end_if_late(now_s)
         if state.certificate is not None:

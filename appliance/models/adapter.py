@@ -17,9 +17,8 @@ from appliance.models.checkpoint import ADAPTER_WEIGHTS_FILE as WEIGHTS_FILE
 from appliance.models.checkpoint import INDEX_SUFFIX, WEIGHT_SUFFIX, chat_templates, check_header, regular
 from appliance.models.errors import AdapterRefused
 from serve.core.sizing import ADAPTER_MODULES
-from weights.checkpoint.errors import NotACheckpoint, PickleRefused
 from weights.checkpoint.folder import ADAPTER_CONFIG_FILE as CONFIG_FILE
-from weights.checkpoint.folder import read_json
+from weights.checkpoint.folder import NotACheckpoint, PickleRefused, read_json
 from weights.format.layout import Layout, Placed
 
 _PICKLE, _KEPT = "adapter_model.bin", ("README.md",)

@@ -16,17 +16,21 @@ from typing import Any, Literal
 
 from appliance.models.errors import MissingTokenizer
 from serve.core.parsers import PARSER_TOKENS, missing_tokens, parser_of_calls, reasoning_parser
-from weights.checkpoint.errors import CheckpointRefused, NotACheckpoint, PickleRefused, UnsafeLink, UnsupportedModel
 from weights.checkpoint.folder import (
     ADAPTER_CONFIG_FILE,
     MAX_CONFIG_BYTES,
     PICKLES,
     PROCESSOR_FILES,
+    CheckpointRefused,
+    NotACheckpoint,
+    PickleRefused,
+    UnsafeLink,
+    UnsupportedModel,
     check_folder,
     read_json,
     read_tokenizer_config,
+    tokens_of,
 )
-from weights.checkpoint.vocabulary import tokens_of
 from weights.format.foreign_json import size, text_part, weight_bits
 from weights.format.layout import FileLayout, Layout, read_index
 from weights.format.manifest import AUX_SUFFIXES

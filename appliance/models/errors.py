@@ -11,7 +11,7 @@ ModelError                  the message says what was given, what was expected a
     ├── HubUnreachable      the connection broke; running it again resumes
     └── DownloadCorrupt     the bytes are not those the hub announced
 
-CheckpointRefused           (weights.checkpoint.errors) what is there cannot or must not be used
+CheckpointRefused           (weights.checkpoint.folder) what is there cannot or must not be used
 ├── MissingTokenizer        no tokenizer.json, tokenizer.model or vocab.json with merges.txt
 ├── TemplateRefused         a chat template that does not compile, or does not end in time or memory
 ├── TrialEnded              a trial that was ended from outside; another one may succeed
@@ -20,7 +20,7 @@ CheckpointRefused           (weights.checkpoint.errors) what is there cannot or 
 
 from __future__ import annotations
 
-from weights.checkpoint.errors import CheckpointRefused
+from weights.checkpoint.folder import CheckpointRefused
 
 
 class ModelError(Exception): ...

@@ -26,13 +26,11 @@ from appliance.models.put_right import check_numbers, put_right
 from runtime.replace_file import replace_file
 from train.convert.gguf import is_gguf
 from weights.checkpoint import generation
-from weights.checkpoint.errors import CheckpointRefused, NotACheckpoint
-from weights.checkpoint.folder import read_json
-from weights.format.files import sync
+from weights.checkpoint.folder import CheckpointRefused, NotACheckpoint, read_json
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
-from weights.format.names import Name, encode_name
-from weights.tiers.directory import DirectoryTier, seal_dir
+from weights.format.names import Name, encode_name, sync
+from weights.tiers.copies import DirectoryTier, seal_dir
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME_CHARACTERS = 128
@@ -256,9 +254,9 @@ class ModelLibrary:
         name."""
         return self._private(self._root / ".numbers") / hashlib.sha256(name.encode()).hexdigest()[:32]
 
-    def remove(self, name: str, version: str) -> bool:
-        """Deletes a version; False if there was none. It is out of sight in one step, whatever happens then."""
-        return DirectoryTier(self._root).remove(Name("version", name, version))
+    def remove(self, name: str, version: str) -> None:
+        """Deletes a version, out of sight in one step. Idempotent."""
+        DirectoryTier(self._root).remove(Name("version", name, version))
 
     def _private(self, directory: Path) -> Path:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

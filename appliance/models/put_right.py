@@ -17,15 +17,16 @@ import numpy as np
 from appliance.models.checkpoint import Facts, examine
 from appliance.models.template_trial import Tried
 from weights.checkpoint import generation
-from weights.checkpoint.errors import NotACheckpoint, TokenizerRefused
 from weights.checkpoint.folder import (
     CONFIG_FILE,
     SPECIAL_TOKENS,
     TOKENIZER_CONFIG,
+    NotACheckpoint,
+    TokenizerRefused,
     read_json,
     read_tokenizer_config,
 )
-from weights.checkpoint.turns import Turns, turns_of, warnings_of
+from weights.checkpoint.turns import new_end, warnings_of
 from weights.format.layout import Layout, Placed, rename_tensors
 
 PLAIN_CLASS = "PreTrainedTokenizerFast"
@@ -59,33 +60,30 @@ def put_right(directory: Path, facts: Facts, tried: Tried, found: Mapping[str, A
     config = read_json(directory / CONFIG_FILE, CONFIG_FILE)
     file = directory / generation.FILE
     given = read_json(file, generation.FILE) if file.is_file() else None
-    turns, ends = Turns(), {}
+    end, ends = "", list[int]()
     if tried.rendered:
-        turns, ends = _turns(tried.rendered, tokenizer, generation.eos_ids(given, config))
-        notes += warnings_of(turns)
+        added, known = _tokens(tokenizer, generation.eos_ids(given, config))
+        if end := new_end(tried.rendered, added, known):
+            ends = [added[end]]
+        notes += warnings_of(tried.rendered, added)
     settled, more = generation.settle(
-        given, config, rows=tensors["rows"], ends=ends.values(), unreadable=tokenizer["generation"]
+        given, config, rows=tensors["rows"], ends=ends, unreadable=tokenizer["generation"]
     )
     if settled is not None:
         file.write_text(json.dumps(settled, indent=2))
-    if ends:
-        names = " and ".join(ends)
-        more.append(f"its chat template ends the model's turns with {names}: engines end an answer there too")
-    info = {**facts.info, "template": {**turns.uses, "ends": list(turns.ends)}} if tried.rendered else facts.info
-    return replace(facts, warnings=(*notes, *more), info=info)
+    if end:
+        more.append(f"its chat template ends the model's turns with {end}: engines end an answer there too")
+    return replace(facts, warnings=(*notes, *more))
 
 
-def _turns(
-    rendered: Mapping[str, str | None], tokenizer: Mapping[str, Any], eos: Sequence[Any]
-) -> tuple[Turns, dict[str, int]]:
-    """What the template does, and the tokens by which it ends a turn and that nothing else has as an end."""
+def _tokens(tokenizer: Mapping[str, Any], eos: Sequence[Any]) -> tuple[dict[str, int], set[str]]:
+    """The tokens that the tokenizer reads whole, with their ids, and those that end an answer by the files."""
     added = dict(tokenizer["added"])
     special = {role: token for role, (token, _) in tokenizer["special"].items()}
     if special.get("bos_token") != special.get("eos_token"):
         added.pop(special.get("bos_token", ""), None)
     known = {token for token, number in added.items() if number in eos}
-    turns = turns_of(rendered, added, known | {special.get("eos_token", "")} - {""})
-    return turns, {token: added[token] for token in turns.new}
+    return added, known | {special.get("eos_token", "")} - {""}
 
 
 def check_tensors(found: Mapping[str, Any]) -> None:

@@ -22,8 +22,7 @@ from appliance.models.checkpoint import chat_templates
 from appliance.models.errors import TemplateRefused, TrialEnded
 from appliance.models.template_trial import CPU_S, MEMORY_BYTES, Tried
 from runtime.processes.ended import how_it_ended
-from weights.checkpoint.errors import NotACheckpoint
-from weights.checkpoint.folder import SPECIAL_TOKENS, read_json, read_tokenizer_config
+from weights.checkpoint.folder import SPECIAL_TOKENS, NotACheckpoint, read_json, read_tokenizer_config
 from weights.format.tool_template import with_tools
 
 MAX_TEMPLATE_CHARACTERS = 200_000

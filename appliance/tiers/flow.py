@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -22,11 +22,11 @@ from appliance.store.records import box, tier_removals
 from appliance.store.rows import TierRemovalRow, VersionRow
 from appliance.tiers.tiers import Tier, Tiers, name_of
 from train.state.cadence import every_s
+from weights.format.config import KeepRules
 from weights.format.errors import StoreError, TierFull, TierUnavailable, VersionNotFound, WeightsError
 from weights.format.names import Name, step_of
 from weights.memory.lease import StoredVersion, take_lease, unpin
-from weights.tiers.record import Kept, keep
-from weights.tiers.remote import RemoteTier
+from weights.tiers.copies import RemoteTier
 
 log = logging.getLogger(__name__)
 
@@ -177,11 +177,9 @@ class TierFlow:
 def _plan(tier: Tier, facts: Facts, above: set[Name]) -> tuple[list[Name], list[Name]]:
     """What to copy to the tier, snapshots and then the newest first, and what to remove from it."""
     judged = [facts.kept[name] for name in {*above, *tier.here} if name in facts.kept]
-    kept = [
-        *keep([one for one in judged if one.key.kind == "snapshot"], tier.snapshot_rules),
-        *keep([one for one in judged if one.key.kind == "version"], tier.version_rules),
-        *keep([one for one in judged if one.key.kind == "adapter"], tier.version_rules),
-    ]
+    snapshots = [one for one in judged if one.key.kind == "snapshot"]
+    others = [one for one in judged if one.key.kind != "snapshot"]
+    kept = [*keep(snapshots, tier.snapshot_rules), *keep(others, tier.version_rules)]
     push = [name for name in kept if name not in tier.here]
     known = {one.key for one in judged} | facts.over
     return push, [name for name in tier.here if name in known and name not in kept]
@@ -192,6 +190,31 @@ def _spare_newest(drop: list[Name], here: dict[Name, float], facts: Facts) -> li
     that goes on."""
     newest = {(name.kind, name.model): name for name in sorted(here, key=lambda name: here[name])}
     return [name for name in drop if name in facts.over or newest[name.kind, name.model] != name]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One version or snapshot for retention. `family` is its model or job; rules apply to each family separately.
+    `valid_loss` is None if never measured. A `protected` one stays regardless of the rules."""
+
+    key: Name
+    family: str
+    created_s: float
+    valid_loss: float | None = None
+    protected: bool = False
+
+
+def keep(records: Iterable[Kept], rules: KeepRules) -> list[Name]:
+    """The keys to keep, the newest first: of each family the newest `keep_last`, the `keep_best` with the lowest
+    validation loss, and protected ones; everything without rules."""
+    newest_first = sorted(records, key=lambda record: record.created_s, reverse=True)
+    measured = [record for record in newest_first if record.valid_loss is not None]
+    best_first = sorted(measured, key=lambda record: record.valid_loss or 0.0)  # stable: of equals the newest
+    kept = {record.key for record in newest_first if record.protected or rules.keeps_everything}
+    for family in {record.family for record in newest_first}:
+        for ranked, count in ((newest_first, rules.keep_last), (best_first, rules.keep_best)):
+            kept |= {record.key for record in [record for record in ranked if record.family == family][: count or 0]}
+    return [record.key for record in newest_first if record.key in kept]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,9 +26,8 @@ from weights.format.errors import (
 from weights.format.names import KINDS, Name, step_of
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
-from weights.tiers.directory import DirectoryTier
+from weights.tiers.copies import DirectoryTier, RemoteTier
 from weights.tiers.objects import objects_at
-from weights.tiers.remote import RemoteTier
 
 log = logging.getLogger(__name__)
 
@@ -187,32 +185,28 @@ class Tiers:
         row = models.find_version(self._db, model, version)
         return [] if row is None else self.tiers_of(name_of(row))
 
-    def status(self) -> Callable[[], list[dict[str, Any]]]:
-        """One entry per tier, shared memory first; sizes in bytes, times in Unix seconds. Called on any thread, for it
-        lists the folders of shared memory."""
-        return lambda: [self._memory_status(), *map(_status, self.all)]
-
-    def _memory_status(self) -> dict[str, Any]:
-        usage, counts = self.store.usage(), {kind: len(self.store.list(kind)) for kind in KINDS}
-        return {
+    def status(self) -> list[dict[str, Any]]:
+        """One entry per tier, shared memory first; sizes in bytes, times in Unix seconds. It reads folders of shared
+        memory: call it on a thread."""
+        usage, held = self.store.usage(), [kind for kind in KINDS for _ in self.store.list(kind)]
+        memory = {
             "name": "memory",
             "where": str(self.store.root),
-            "versions": counts["version"] + counts["adapter"],
-            "snapshots": counts["snapshot"],
+            **_counts(held),
             "bytes": usage.used_bytes,
-            "limit_bytes": usage.budget_bytes,
+            "limit_bytes": self.store.budget_bytes,
             **dict.fromkeys(("backlog", "backlog_bytes", "damaged"), 0),
             **dict.fromkeys(("busy", "last_error", "last_error_s")),
         }
+        return [memory, *map(_status, self.all)]
 
 
 def _status(tier: Tier) -> dict[str, Any]:
-    here, backlog, busy = tier.here, tier.backlog, tier.busy
+    backlog, busy = tier.backlog, tier.busy
     return {
         "name": tier.name,
         "where": tier.copies.where,
-        "versions": sum(name.kind != "snapshot" for name in here),
-        "snapshots": sum(name.kind == "snapshot" for name in here),
+        **_counts([name.kind for name in tier.here]),
         "bytes": tier.used_bytes,
         "limit_bytes": None,
         "backlog": len(backlog),
@@ -220,6 +214,11 @@ def _status(tier: Tier) -> dict[str, Any]:
         "busy": None if busy is None else {"name": str(busy[0]), "done_bytes": busy[1]},
         **{key: getattr(tier, key) for key in ("damaged", "last_error", "last_error_s")},
     }
+
+
+def _counts(kinds: list[str]) -> dict[str, int]:
+    snapshots = kinds.count("snapshot")
+    return {"versions": len(kinds) - snapshots, "snapshots": snapshots}
 
 
 def name_of(row: VersionRow) -> Name:

@@ -33,7 +33,7 @@ def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/
     """A rank's state into a snapshot's file and back, against page-locked copies of as many bytes."""
     from train.state import copies
     from weights.format.layout import Layout, TensorSpec
-    from weights.format.slices import Strided
+    from weights.format.torch_views import Strided
     from weights.memory.store import WeightStore
 
     kind, elements = of_torch(device), state_bytes // 4

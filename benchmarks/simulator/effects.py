@@ -58,7 +58,7 @@ class SimStore:
 
     def __init__(self, cluster: Cluster, deployment: DeploymentView, policy: Policy, devices: int, warm_until_s: float):
         self.cluster, self._deployment, self._warm_until_s = cluster, deployment, warm_until_s
-        self.policy, self._job = policy, JobView(JOB, 1, devices)
+        self.policy, self._job = policy, JobView(JOB, tuple(range(1, devices + 1)))
         self.standby: Standby | None = None
 
     def deployment(self) -> DeploymentView:

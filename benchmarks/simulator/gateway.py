@@ -7,11 +7,11 @@ import math
 from dataclasses import replace
 
 from benchmarks.simulator.effects import REPORT_S, SimStore
-from scheduler import autoscaler
-from scheduler.autoscaler import StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView, Standby
 from scheduler.loop.loop import SchedulerLoop
+from scheduler.plan import autoscaler
+from scheduler.plan.autoscaler import StandbyLearner
 
 QUIET_REPORTS, QUIET_S = 20, 5.0
 """While there are no requests, one in so many reports is simulated; where nobody listens, one in so many seconds."""

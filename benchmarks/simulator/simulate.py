@@ -16,11 +16,11 @@ from benchmarks.simulator.gateway import Gateway
 from benchmarks.simulator.journal import MemoryJournal
 from benchmarks.simulator.trace import Requests
 from runtime.devices.kinds import KINDS
-from scheduler.autoscaler import Bounds, StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
 from scheduler.core.workload import DeploymentView, Policy
 from scheduler.loop.loop import SchedulerLoop
+from scheduler.plan.autoscaler import Bounds, StandbyLearner
 
 UP_S = 16.0
 """The box runs this long before the first request, with the job running and engines open, because a trace does not

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import struct
 import threading
 import traceback
@@ -36,36 +35,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item"):  # numpy and torch scalars
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot travel on a lifeline; send numbers, strings, lists and dicts")
-
-
-class BlockingChannel:
-    """The child's end, for plain threads. `send` may be called from any thread. It takes over the socket."""
-
-    def __init__(self, sock: socket.socket):
-        self._connection = Connection(sock.detach())  # whose frames are ours
-        self._send_lock = threading.Lock()
-
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Raises ChannelClosed when the peer is gone."""
-        body = encode(message)
-        try:
-            with self._send_lock:
-                self._connection.send_bytes(body)
-        except OSError as error:
-            raise ChannelClosed("the supervisor is gone") from error
-
-    def receive(self) -> dict[str, Any]:
-        """Next message; raises ChannelClosed at end of file."""
-        try:
-            return json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError) as error:
-            raise ChannelClosed("the supervisor is gone") from error
-
-    def close(self) -> None:
-        self._connection.close()
 
 
 class AsyncChannel:
@@ -108,8 +77,9 @@ class Lifeline:
     engine or rank outlives the actor that holds its devices.
     """
 
-    def __init__(self, channel: BlockingChannel):
-        self._channel = channel
+    def __init__(self, connection: Connection):
+        """connection: its frames are ours."""
+        self._connection, self._sending = connection, threading.Lock()
         self._handlers: Future[dict[str, Callable[..., Any]]] = Future()
         # Start the thread at once: a process that is still starting must not outlive its supervisor either.
         threading.Thread(target=self._read, name="lifeline", daemon=True).start()
@@ -125,18 +95,26 @@ class Lifeline:
 
     def emit(self, event: str, **data: Any) -> None:
         """Send an event to the supervisor, from any thread. Raises ChannelClosed if it is gone."""
-        self._channel.send({"event": event, **data})
+        self._send({"event": event, **data})
 
     def fatal(self, error: BaseException) -> None:
         """Send the error that ends this process, as the event "fatal". Raises ChannelClosed."""
         kinds = [kind.__name__ for kind in type(error).__mro__]
         self.emit("fatal", type=kinds[0], kinds=kinds, message=str(error))
 
+    def _send(self, message: dict[str, Any]) -> None:
+        body = encode(message)
+        try:
+            with self._sending:
+                self._connection.send_bytes(body)
+        except OSError as error:
+            raise ChannelClosed("the supervisor is gone") from error
+
     def _read(self) -> None:
         while True:
             try:
-                request = self._channel.receive()
-            except ChannelClosed:
+                request = json.loads(self._connection.recv_bytes())
+            except (EOFError, OSError):
                 kill_group(os.getpgid(0))
                 return
             self._answer(self._handlers.result(), request)
@@ -161,10 +139,10 @@ class Lifeline:
         with suppress(ChannelClosed):
             if error is None:
                 try:
-                    self._channel.send({"id": number, "ok": done.result()})
+                    self._send({"id": number, "ok": done.result()})
                     return
                 except TypeError as unfit:
                     error = unfit
             traceback.print_exception(error)
             detail = {"type": type(error).__name__, "message": str(error), "data": getattr(error, "data", None)}
-            self._channel.send({"id": number, "error": detail})
+            self._send({"id": number, "error": detail})

@@ -32,7 +32,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 from runtime.devices.kinds import KINDS
@@ -41,7 +41,7 @@ from runtime.logs import adopt_libraries, configure_logging
 from runtime.network import private_socket
 from runtime.processes import numa
 from runtime.processes.kernel import die_with_parent
-from runtime.processes.lifeline import BlockingChannel, Lifeline
+from runtime.processes.lifeline import Lifeline, encode
 
 log = logging.getLogger(__name__)
 
@@ -77,14 +77,20 @@ def main(argv: list[str] | None = None) -> int:
     gc.freeze()
     gc.enable()
 
-    listener = _listen(options.socket)
+    # Bind under another name and rename once it listens, so that a client that sees the path can connect.
+    unborn = f"{options.socket}.unborn"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(unborn)
+    listener = private_socket(unborn)
+    listener.listen(64)
+    os.rename(unborn, options.socket)
     log.info("warm: %s imported, listening on %s", options.preload, options.socket)
     channel, message = _accept_loop(listener)
     listener.close()
     return _run_child(channel, message)
 
 
-def _accept_loop(listener: socket.socket) -> tuple[BlockingChannel, dict[str, Any]]:
+def _accept_loop(listener: socket.socket) -> tuple[Connection, dict[str, Any]]:
     """Forks for each request. Returns the request in the child; the parent exits at SIGTERM."""
     signal.signal(signal.SIGCHLD, lambda *_: _reap())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -94,23 +100,23 @@ def _accept_loop(listener: socket.socket) -> tuple[BlockingChannel, dict[str, An
             if not select.select([connection], [], [], SILENCE_S)[0]:
                 log.warning("no fork: a client sent nothing within %s s", SILENCE_S)
                 continue
-            channel = BlockingChannel(connection)
+            channel = Connection(connection.detach())
         try:
-            message = channel.receive()
+            message = json.loads(channel.recv_bytes())
             if "ended" in message:
                 _reap()
                 pid = message["ended"]
-                channel.send({"status": _ended.get(pid), "living": pid in _living})
+                channel.send_bytes(encode({"status": _ended.get(pid), "living": pid in _living}))
             elif pid := os.fork():
                 _living.add(pid)
             else:
                 return channel, message
-        except (ChannelClosed, json.JSONDecodeError, OSError) as error:
-            log.warning("no fork: %s", error)
+        except (EOFError, ValueError, OSError) as error:
+            log.warning("no fork: %r", error)
         channel.close()
 
 
-def _run_child(channel: BlockingChannel, message: dict[str, Any]) -> int:
+def _run_child(channel: Connection, message: dict[str, Any]) -> int:
     # The child does not die with the warm parent: its lifeline ties it to its supervisor, and a dead warm parent is
     # restarted while engines and ranks continue.
     os.setsid()
@@ -125,13 +131,13 @@ def _run_child(channel: BlockingChannel, message: dict[str, Any]) -> int:
         log.info("bound to processors %s, near NUMA node %s", sorted(cpus), sorted(set(message["numa_nodes"])))
     # An open lifeline in a grandchild would hide this process's death from its supervisor.
     os.register_at_fork(after_in_child=channel.close)
-    channel.send({"pid": os.getpid()})
+    channel.send_bytes(encode({"pid": os.getpid()}))
     code, lifeline = 1, Lifeline(channel)
     try:
         for kind in KINDS.values():  # a process that computes on a GPU computes on the host too
             kind.before_computing()
-        entry = _resolve(message["entry"])
-        code = int(entry(lifeline, message["args"]) or 0)
+        module, _, function = message["entry"].partition(":")
+        code = int(getattr(importlib.import_module(module), function)(lifeline, message["args"]) or 0)
     except BaseException as error:  # noqa: BLE001 - the outermost frame of a process: report, log, exit
         log.exception("%s ends with an error", message["name"])
         with contextlib.suppress(ChannelClosed):
@@ -142,23 +148,6 @@ def _run_child(channel: BlockingChannel, message: dict[str, Any]) -> int:
         # os._exit, because the teardown of a forked torch can hang on threads that exist only in the parent.
         os._exit(code)
     return code
-
-
-def _resolve(entry: str) -> Callable[[Lifeline, dict], int | None]:
-    module, _, function = entry.partition(":")
-    return getattr(importlib.import_module(module), function)
-
-
-def _listen(path: str) -> socket.socket:
-    # Bind under another name and rename once it listens, so that a client that sees the path can connect.
-    unborn = f"{path}.unborn"
-    for stale in (path, unborn):
-        if os.path.exists(stale):
-            os.unlink(stale)
-    listener = private_socket(unborn)
-    listener.listen(64)
-    os.rename(unborn, path)
-    return listener
 
 
 def _redirect_output(path: str) -> None:

@@ -61,7 +61,7 @@ class NodeAgent:
 
     async def wait_warm(self, name: str, timeout_s: float) -> None:
         """Return when the warm parent `name` accepts requests. Raise WarmParentError after `timeout_s` seconds, or as
-        soon as it has ended instead; it is started again all the same."""
+        soon as it has ended instead; it is restarted all the same."""
         spec = self._specs[name]
         try:
             async with asyncio.timeout(timeout_s):
@@ -81,15 +81,14 @@ class NodeAgent:
         return {
             "node_pid": os.getpid(),
             "degraded": self._background.degraded(),
-            "warm": {name: {"pid": self._pids.get(name), "ready": self._is_ready(name)} for name in self._specs},
+            "warm": {
+                name: {"pid": self._pids.get(name), "ready": self._outcomes.get(name) == ""} for name in self._specs
+            },
         }
 
     async def stop(self) -> None:
         """Stop the warm parents; processes forked from them continue until their supervisors stop them."""
         await self._background.stop()
-
-    def _is_ready(self, name: str) -> bool:
-        return self._outcomes.get(name) == ""
 
     async def _keep(self, spec: WarmSpec) -> None:
         """One life of a warm parent. Raises WarmParentError at its end."""
@@ -110,8 +109,7 @@ class NodeAgent:
             if not dead.done():
                 self._outcomes[spec.name] = ""
             how = how_it_ended(await asyncio.shield(dead))
-            if not self._is_ready(spec.name):
-                self._outcomes[spec.name] = how
+            self._outcomes[spec.name] = self._outcomes.get(spec.name, how)
             raise WarmParentError(f"warm parent {spec.name} {how}; its log is {spec.log_path}")
         except asyncio.CancelledError:
             if process.returncode is None:
@@ -119,5 +117,5 @@ class NodeAgent:
             await dead
             raise
         finally:
-            if self._is_ready(spec.name):
+            if self._outcomes.get(spec.name) == "":
                 del self._outcomes[spec.name]

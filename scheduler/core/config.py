@@ -75,12 +75,8 @@ class SchedulerConfig(BaseModel):
     backoff is replaced after `backoff_first_s`."""
 
     # --- devices that fail
-    device_deaths: int = Field(2, ge=0)
-    """Ranks or engines that die on one device before it is cordoned; 0: no cordon for this reason."""
-    death_window_s: Seconds = 600.0
-    """Period within which they must have died."""
     device_retry_s: Seconds = 900.0
-    """A device cordoned for deaths, heat, slowness or silence is tried again after this time. Broken hardware waits for
+    """A device cordoned for heat, slowness or silence is tried again after this time. Broken hardware waits for
     `appliance gpu undrain`."""
     hot_for_s: Seconds = 30.0
     """How long a GPU may be above its slowdown temperature before it is cordoned."""

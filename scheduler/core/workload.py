@@ -48,18 +48,16 @@ class JobView:
 
     phase: "wanted" (never ran, or to be restarted), "running", "suspended" (its snapshot waits), "paused" (a person
     asked; it gets no devices until resumed). `held`: an operator keeps it in the queue. `devices`: held now, or from
-    the end of the hand-over in progress on (`busy` "coming"). `allowed_sizes`: world sizes it can run at; empty means
-    every size from `min_devices` to `max_devices`. `priority`: higher first. `not_before_s`: end of backoff. `lacks`:
-    what the box lacks for it to start, as a sentence; it starts only when this is "". `failed`: its last failure.
-    `pause_s`: what a change of size costs it on each of its devices, as measured; None: the scheduler's setting.
-    `nodes`: it runs wholly on one of these; empty: on any. `sampled_by`: the deployment whose engine writes the answers
-    that it learns from; `starved`: it has nothing to do until they are there.
+    the end of the hand-over in progress on (`busy` "coming"). `sizes`: device counts it may run at, ascending.
+    `priority`: higher first. `not_before_s`: end of backoff. `lacks`: what the box lacks for it to start, as a
+    sentence; it starts only when this is "". `failed`: its last failure. `pause_s`: what a change of size costs it on
+    each of its devices, as measured; None: the scheduler's setting. `nodes`: it runs wholly on one of these; empty: on
+    any. `sampled_by`: the deployment whose engine writes the answers that it learns from; `starved`: it has nothing to
+    do until they are there.
     """
 
     id: str
-    min_devices: int = 1
-    max_devices: int = 1
-    allowed_sizes: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = (1,)
     _: KW_ONLY
     nodes: tuple[str, ...] = ()
     priority: int = 0
@@ -78,17 +76,6 @@ class JobView:
     pause_s: float | None = None
     sampled_by: str = ""
     starved: bool = False
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Device counts it may run at, ascending."""
-        if not self.allowed_sizes:
-            return tuple(range(self.min_devices, self.max_devices + 1))
-        return tuple(sorted({s for s in self.allowed_sizes if self.min_devices <= s <= self.max_devices}))
-
-    def largest_within(self, budget: int) -> int:
-        """The largest size it may run at on `budget` devices; 0 if none."""
-        return max((size for size in self.sizes if size <= budget), default=0)
 
     def wants_devices(self, now_s: float) -> bool:
         return self.phase != "paused" and not self.lacks and self.not_before_s <= now_s
@@ -176,8 +163,7 @@ class DeploymentView:
     `pinned`: its `min_replicas` (at least one) have priority over all others and never go to training.
     `settings`: names how its engines are set up; an engine with others is replaced by one with these.
     `not_before_s`: end of backoff. `failed`: its last failure.
-    `beside`: the model of which it is a version beside the one that answers; "" if it is a model of its own. `served`:
-    with what the engine that opened last was started, a Build() if none has; None: nobody keeps it.
+    `served`: with what the engine that opened last was started, a Build() if none has; None: nobody keeps it.
     """
 
     model: str
@@ -198,16 +184,11 @@ class DeploymentView:
     failed: str = ""
     not_before_s: float = 0.0
     settings: str = ""
-    beside: str = ""
     served: Build | None = None
 
     @property
     def build(self) -> Build:
         return Build(self.version, self.tensor_parallel, self.settings)
-
-    @property
-    def family(self) -> str:
-        return self.beside or self.model
 
     @property
     def floor_replicas(self) -> int:
@@ -235,7 +216,7 @@ class ReplicaView:
 
     state: "starting", "ready" (awake, takes no requests yet), "open", "draining" (awake, takes no new requests),
     "asleep", "dead". `since_s`: when the state began. `settings`: those that it was started with. `answered`: False if
-    it did not answer when it was observed, and the state is the last that it reported. `refused`: a version that
+    it did not answer when it was observed: what else is here means nothing. `refused`: a version that
     engines of the model do not load while they run, so that a new one takes its place. `failed`, `blame`: why it died.
     """
 

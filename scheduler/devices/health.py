@@ -1,5 +1,4 @@
-"""Reads the health of a node's devices, and decides when a device must not be used any more: a pure function of its
-readings and of process deaths on it.
+"""Reads the health of a node's devices, and decides from the readings when a device must not be used any more.
 
 Rules
 - At once: a fault that its driver reports, a device that does not answer, one that is set up so that the box cannot use
@@ -8,10 +7,8 @@ Rules
 - Hotter than its slowdown temperature for `hot_for_s`: the cooling has failed, not the load.
 - Slowed by its board or its power supply for `slow_for_s` while most devices of its node are not: all ranks of a job
   wait for such a device. Where most are slowed, draining them would stop the box.
-- `deaths` ranks or engines that died on it within `death_window_s`. A job or model that died on more than one device
-  in that time is at fault itself, and its deaths count against none.
-- Deaths, heat, slowness, silence and settings may pass: such a device is tried again automatically. Broken hardware
-  waits for a person.
+- Heat, slowness, silence and settings may pass: such a device is tried again automatically. Broken hardware waits for
+  a person.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -35,16 +32,6 @@ PATIENCE_S = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
-    """A rank or engine that ended without being stopped. `holder`: its job or model, the same over restarts."""
-
-    device_id: str
-    holder: str
-    at_s: float
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Fault:
     """Why a device must not be used, in one sentence, and whether that may pass without human action."""
 
@@ -52,19 +39,14 @@ class Fault:
     may_pass: bool
 
 
-def failing(
-    readings: Mapping[str, tuple[Reading, ...]],
-    deaths: Iterable[Death],
-    now_s: float,
-    config: SchedulerConfig,
-) -> dict[str, Fault]:
+def failing(readings: Mapping[str, tuple[Reading, ...]], config: SchedulerConfig) -> dict[str, Fault]:
     """Every device that must not be used, by its id. `readings`: by device, oldest first; the first is from the start
     of the watch."""
     faults = {}
     for device_id, history in readings.items():
         if history and (fault := _fault_of_driver(history, config.hot_for_s)):
             faults[device_id] = fault
-    for device_id, reason in (_slowed(readings, config.slow_for_s) | _died(deaths, now_s, config)).items():
+    for device_id, reason in _slowed(readings, config.slow_for_s).items():
         faults.setdefault(device_id, Fault(reason, may_pass=True))
     return faults
 
@@ -105,26 +87,6 @@ def _slowed(readings: Mapping[str, tuple[Reading, ...]], slow_for_s: float) -> d
         for name, reason in reasons.items()
         if 2 * slowed[(node := name.rpartition("/")[0])] < devices[node]
     }
-
-
-def _died(deaths: Iterable[Death], now_s: float, config: SchedulerConfig) -> dict[str, str]:
-    if not config.device_deaths:
-        return {}
-    recent = [death for death in deaths if death.at_s > now_s - config.death_window_s]
-    places: dict[str, set[str]] = {}
-    for death in recent:
-        places.setdefault(death.holder, set()).add(death.device_id)
-    counted: dict[str, list[Death]] = {}
-    for death in recent:
-        if len(places[death.holder]) == 1:
-            counted.setdefault(death.device_id, []).append(death)
-    reasons = {}
-    for device_id, here in counted.items():
-        if len(here) >= config.device_deaths:
-            processes = f"{len(here)} process{'es' * (len(here) > 1)}"
-            when = f"within {config.death_window_s:.0f} s"
-            reasons[device_id] = f"{processes} died on it {when}, the last: {here[-1].reason}"
-    return reasons
 
 
 class DeviceReadings:

@@ -58,7 +58,8 @@ class ClusterState:
             if Holder("replica", replica.id) in busy:
                 continue
             if known is None:
-                replicas[replica.id] = replace(replica, since_s=now_s, answered=True)
+                if replica.answered:
+                    replicas[replica.id] = replace(replica, since_s=now_s)
             elif not replica.answered or replica.state == known.state == "dead":
                 replicas[replica.id] = known
             elif replica.state == "dead":

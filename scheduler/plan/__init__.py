@@ -1,5 +1,6 @@
-"""Plans which holder gets which devices: shares, queue, exact devices. Pure functions of a `PlanInput` and a time.
+"""Plans which holder gets which devices: replicas per model, queue of jobs, exact devices. Pure functions of a
+`PlanInput` and a time.
 
-Never: Knows how devices change hands, or any current state outside its input.
+Never: Reads a clock, does I/O or keeps state between plans (the learner of standby does, for its owner).
 Begin with plan.py.
 """

@@ -24,16 +24,20 @@ class FreeDevices:
 
     def take(self, device_ids: Iterable[str]) -> None:
         for device_id in device_ids:
-            self._nodes.get(node_of(device_id), {}).pop(device_id, None)
+            left = self._nodes.get(node := node_of(device_id), {})
+            left.pop(device_id, None)
+            if not left:
+                self._nodes.pop(node, None)
 
-    def _tightest(self, count: int) -> str | None:
-        """The first node with the fewest devices left that still has `count`."""
-        tightest, fewest = None, 0
+    def _tightest(self, count: int, nodes: Collection[str]) -> dict[str, Device] | None:
+        """What is left of the first node, of these or of any, with the fewest devices that still has `count`."""
+        tightest: dict[str, Device] | None = None
         for node, left in self._nodes.items():
-            if (size := len(left)) == count:
-                return node
-            if size > count and (tightest is None or size < fewest):
-                tightest, fewest = node, size
+            size = len(left)
+            if size >= count and (tightest is None or size < len(tightest)) and (not nodes or node in nodes):
+                tightest = left
+                if size == count:
+                    break
         return tightest
 
     def choose(
@@ -48,30 +52,18 @@ class FreeDevices:
 
         Args:
             nodes: take them from one of these; empty: from any.
-            near: devices to prefer (what the holder has now).
-            only: first try within these fewer (devices that no holder has to leave).
+            near: devices to prefer (what the holder has now), and their node.
+            only: else first try within these fewer (devices that no holder has to leave).
         """
-        if nodes:
-            within = only._on(nodes) if only is not None else None
-            return self._on(nodes).choose(count, near=near, only=within)
-        if near and (nearest := self._choose_near(count, near)) is not None:
-            return nearest
-        if only is not None and (unheld := only.choose(count)) is not None:
-            return unheld
-        node = self._tightest(count)
-        return None if node is None else _pick(list(self._nodes[node].values()), count, frozenset())
-
-    def _on(self, nodes: Collection[str]) -> FreeDevices:
-        """Those on these nodes."""
-        return FreeDevices(device for node in self._nodes if node in nodes for device in self._nodes[node].values())
-
-    def _choose_near(self, count: int, near: Collection[str]) -> tuple[str, ...] | None:
-        own = Counter(node_of(device_id) for device_id in near if self.has([device_id]))
-        fitting = [node for node in self._nodes if own[node] and len(self._nodes[node]) >= count]
-        if not fitting:
-            return None
-        node = min(fitting, key=lambda n: (-own[n], len(self._nodes[n])))
-        return _pick(list(self._nodes[node].values()), count, frozenset(near))
+        own = Counter(node_of(d) for d in near if self.has([d]) and (not nodes or node_of(d) in nodes))
+        kept = [node for node in own if len(self._nodes[node]) >= count]
+        if kept:
+            node = min(kept, key=lambda n: (-own[n], len(self._nodes[n])))
+            return _pick(list(self._nodes[node].values()), count, frozenset(near))
+        for free in (only, self):
+            if free is not None and (left := free._tightest(count, nodes)) is not None:
+                return _pick(list(left.values()), count, frozenset())
+        return None
 
 
 def _pick(devices: list[Device], count: int, prefer: frozenset[str]) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """plan(plan_input, now) -> allocation: who should hold which exact devices. Pure; its only memory is an argument.
 
 Order of the decision: how many devices serving claims (policy, demand, floor) -> how many training gets (queue) -> the
-rest is lent to models with demand or stays with open engines -> exact devices, moving as
-little as possible: a holder of unchanged size keeps its devices, a sleeping engine wakes where it sleeps.
+rest is lent to models with demand or stays with open engines -> exact devices, moving as little as possible: a holder
+of unchanged size keeps its devices, a sleeping engine wakes where it sleeps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import replace
 from math import inf
 
 from runtime.devices.kinds import kind_of
-from scheduler import autoscaler
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import node_of
 from scheduler.core.workload import (
@@ -25,7 +24,7 @@ from scheduler.core.workload import (
     ReplicaState,
     ReplicaView,
 )
-from scheduler.plan import queue
+from scheduler.plan import autoscaler, queue
 from scheduler.plan.free_devices import FreeDevices
 
 _ROUNDS = 8
@@ -320,6 +319,10 @@ class Round:
         self.free.take(devices)
         self.unheld.take(devices)
 
+    def open(self, replica: ReplicaView) -> None:
+        self.note_replica(replica, "open")
+        self.take(replica.devices)
+
     def keep_replicas(self, serving: Mapping[str, int]) -> dict[str, int]:
         """Open replicas that keep their devices, the longest open first. One outdated replica of a model is left out at
         a time, while none of its replicas comes or goes."""
@@ -342,8 +345,7 @@ class Round:
                 left[replica.model] -= replica.id in self.outdated
                 keeps = self.fits(replica) or (replica.id in self.outdated and left[replica.model] != 0)
                 if keeps and self.free.has(replica.devices):
-                    self.note_replica(replica, "open")
-                    self.take(replica.devices)
+                    self.open(replica)
                     counts[replica.model] += 1
         return counts
 
@@ -369,8 +371,7 @@ class Round:
         for nth in range(count):
             home = next((r for r in asleep if r.id not in self.out and self.free.has(r.devices)), None)
             if home is not None and autoscaler.usable(deployment, self.now_s):
-                self.note_replica(home, "open")
-                self.take(home.devices)
+                self.open(home)
                 continue
             if not autoscaler.usable(deployment, self.now_s) or count - nth <= falling:
                 return True
@@ -397,15 +398,15 @@ class Round:
 
         `place` plans with those devices as if they were free, so nothing is decided now that the next plan would undo.
         """
-        for replica in self.plan_input.replicas:
-            plan_ = self.out.get(replica.id)
-            if plan_ is not None and replica.state == "asleep" and not replica.busy and plan_.state == "open":
-                if not self.deferred.isdisjoint(plan_.devices):
-                    self.out[replica.id] = replace(plan_, state="asleep", version=replica.version)
-        known = {r.id for r in self.plan_input.replicas}
+        known = {r.id: r for r in self.plan_input.replicas}
         for replica_id, plan_ in list(self.out.items()):
-            if replica_id not in known and not self.deferred.isdisjoint(plan_.devices):
+            replica = known.get(replica_id)
+            if plan_.state != "open" or self.deferred.isdisjoint(plan_.devices):
+                continue
+            if replica is None:
                 del self.out[replica_id]
+            elif replica.state == "asleep" and not replica.busy:
+                self.out[replica_id] = replica
         for job_id, devices in list(self.groups.items()):
             job = self.jobs[job_id]
             if job.busy or self.deferred.isdisjoint(devices):
@@ -422,7 +423,6 @@ class Round:
     def keep_open(self) -> None:
         """Keep engines open whose devices nobody needs, until their own idle time puts them to sleep, and outdated ones
         until those in their place are open; wake those that slept for a check of their devices."""
-        eager = self.policy.kind in ("serve", "split", "auto")
         counts = Counter(r.model for r in self.out.values() if r.state == "open")
         is_open = {r.id for r in self.plan_input.replicas if r.state == "open"}
         starting = Counter(r.model for r in self.out.values() if r.state == "open" and r.id not in is_open)
@@ -432,17 +432,14 @@ class Round:
                 continue
             if replica.id in self.outdated:
                 if starting[replica.model] > 0 and self.free.has(replica.devices):
-                    self.note_replica(replica, "open")
-                    self.take(replica.devices)
+                    self.open(replica)
                     starting[replica.model] -= 1
                 continue
-            if not eager or counts[replica.model] >= deployment.max_replicas or not self.fits(replica):
-                continue
-            if autoscaler.usable(deployment, self.now_s) and not deployment.asleep(self.now_s):
-                if self.free.has(replica.devices):
-                    self.note_replica(replica, "open")
-                    self.take(replica.devices)
-                    counts[replica.model] += 1
+            wanted = self.policy.kind != "train" and counts[replica.model] < deployment.max_replicas
+            wanted = wanted and autoscaler.usable(deployment, self.now_s) and not deployment.asleep(self.now_s)
+            if wanted and self.fits(replica) and self.free.has(replica.devices):
+                self.open(replica)
+                counts[replica.model] += 1
 
     def let_sleep(self) -> None:
         """Put all other living replicas to sleep; stop the least recently used ones beyond the bounds: of the box, and

@@ -155,7 +155,8 @@ def allot(
             reviews.append(again_s)
             continue
         most = min(left, _largest_node(job, free))
-        size = job.largest_within(max(min(most, (side_by_side or {}).get(job.id, left)), 0))
+        room = min(most, (side_by_side or {}).get(job.id, left))
+        size = max((size for size in job.sizes if size <= room), default=0)
         now = len(job.devices) if job.phase == "running" else 0
         grown_again_s = job.since_s + dwell_s
         if size > now > 0 and now in job.sizes and grown_again_s > now_s:

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from typing import Any
 
 import ray
@@ -69,12 +70,6 @@ async def actor_names() -> list[str]:
     return await asyncio.to_thread(list_named_actors)
 
 
-async def until_unnamed(name: str) -> None:
-    async with asyncio.timeout(UNNAMED_TIMEOUT_S):
-        while name in await actor_names():
-            await asyncio.sleep(0.01)
-
-
 class Silent(EffectFailed):
     """A supervisor that should have answered at once has not."""
 
@@ -115,8 +110,8 @@ class Supervisor:
             answer.cancel()
 
     async def status(self, *, patient: bool = False) -> dict[str, Any]:
-        """Its status. One that has reported it before has `LOOK_S` to answer, unless `patient`. Raises Silent, and as
-        `call`."""
+        """Its status. One that has reported it before has `LOOK_S` to answer, unless `patient`. Raises Silent, and the
+        errors of `call`."""
         seconds = LOOK_S if self.reported and not patient else ANSWER_S
         status = await within(self.call("status"), self.name, seconds)
         self.reported = True
@@ -161,10 +156,11 @@ async def within(answer: Awaitable[Any], name: str, seconds: float = ANSWER_S) -
         raise Silent(f"supervisor {name} has not answered for {seconds:.0f} s", "outside") from error
 
 
-async def ask(answer: Awaitable[Any]) -> Any:
-    """Await an actor's or group's answer. Any error there becomes EffectFailed with the error's first line."""
+@contextlib.contextmanager
+def errors_as_failures() -> Iterator[None]:
+    """Any error of an actor or group called inside becomes EffectFailed with the error's first line."""
     try:
-        return await answer
+        yield
     except RayTaskError as error:
         raise _failed(getattr(error, "cause", None) or error) from error
     except RayError as error:

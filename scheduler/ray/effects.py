@@ -14,11 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from runtime.devices.kinds import kind_of
 from scheduler.core.errors import EffectFailed
 from scheduler.handover.effects import Box
 from scheduler.ray.groups import Groups, Jobs
-from scheduler.ray.nodes import Nodes, OnDeath
+from scheduler.ray.nodes import Nodes
 from scheduler.ray.replicas import Replicas, Routing, Versions
 from serve.core.config import EngineConfig
 
@@ -28,26 +27,10 @@ log = logging.getLogger(__name__)
 class RayEffects(Replicas, Groups):
     """Implements `scheduler.handover.effects.Effects` in the controller's asyncio loop. Ray must be initialised."""
 
-    def __init__(
-        self,
-        nodes: Nodes,
-        routing: Routing,
-        versions: Versions,
-        jobs: Jobs,
-        engine: EngineConfig,
-        on_death: OnDeath = lambda device_ids, holder, reason: None,
-    ):
-        """on_death: called for each rank or engine that ends without being stopped. Logical CPU devices are left out:
-        they are one piece of hardware, so a death on one of them is not evidence against it."""
+    def __init__(self, nodes: Nodes, routing: Routing, versions: Versions, jobs: Jobs, engine: EngineConfig):
         self._changed = asyncio.Event()
-
-        def died(device_ids: tuple[str, ...], holder: str, reason: str) -> None:
-            real = tuple(d.id for d in nodes.devices if d.id in device_ids and not kind_of(d.kind).on_host)
-            if real:
-                on_death(real, holder, reason)
-
-        Replicas.__init__(self, nodes, routing, versions, engine, self._changed.set, died)
-        Groups.__init__(self, nodes, jobs, self._changed.set, died)
+        Replicas.__init__(self, nodes, routing, versions, engine, self._changed.set)
+        Groups.__init__(self, nodes, jobs, self._changed.set)
 
     async def watch(self) -> None:
         """Notice nodes that join and leave, for as long as it runs."""

@@ -1,4 +1,9 @@
-"""Starts, suspends, stops and observes training groups: a job's ranks, one named detached actor per device."""
+"""Starts, suspends, stops and observes training groups: a job's ranks, one named detached actor per device.
+
+Only home's copies are permanent. On another node, base weights, data and the snapshot to resume from are copied to it
+before its ranks start. Every snapshot and published version is copied home as soon as a rank reports it complete, and
+is reported only then: a node may die at any time, so home must have everything that is recorded about the job.
+"""
 
 from __future__ import annotations
 
@@ -18,60 +23,51 @@ from runtime.devices.kinds import kind_of
 from runtime.errors import SupervisorDied
 from scheduler.core.errors import EffectFailed
 from scheduler.handover.effects import Detail, GroupEnded, GroupView
-from scheduler.ray.actors import IDLE_HUNG_S, RANK, Silent, Supervisor, actor_names, ask, find_actor
+from scheduler.ray.actors import IDLE_HUNG_S, RANK, Silent, Supervisor, actor_names, errors_as_failures
 from scheduler.ray.node import NodeConfig, stored_bytes
-from scheduler.ray.nodes import Nodes, OnDeath
-from scheduler.ray.remote_jobs import ResultTransfer, outfit
+from scheduler.ray.nodes import Nodes
 from train.control.group import Group
 from train.control.rank_host import RankHost
 from train.plan.spec import TrainSpec
+from train.state.cadence import every_s
+from weights.format.names import Name, decode_name
 
 log = logging.getLogger(__name__)
 
 FRESH_S = 10.0  # limit for replacing dead supervisors; Ray frees a dead one's name within a second
 FRESH_EVERY_S = 0.05
+_OVER = {"event": "over"}
 
 
 class Jobs(Protocol):
-    """The work of a job's ranks, and the receiver of their events."""
+    """The work of a job's ranks, and the receiver of their events; the controller's JobRuns documents each method."""
 
-    async def catch_up(self, job_id: str) -> None:
-        """Process what earlier ranks of the job did while no controller listened."""
+    async def catch_up(self, job_id: str) -> None: ...
 
-    async def prepare(self, job_id: str) -> None:
-        """Load what `spec` will name. Raises LookupError."""
+    async def prepare(self, job_id: str) -> None: ...
 
     def spec(self, job_id: str, device_kind: str) -> TrainSpec:
-        """The work of the job's ranks. Versions in shared memory that it names stay there until `taken`. Raises
-        LookupError if it cannot run any more."""
+        """Versions in shared memory that it names stay there until `taken`. Raises LookupError if it cannot run any
+        more."""
 
-    def newest_snapshot(self, job_id: str) -> Path | None:
-        """The newest snapshot that can be resumed from, in shared memory; it stays there until `taken`."""
+    def newest_snapshot(self, job_id: str) -> Path | None: ...
 
     def taken(self, job_id: str) -> None:
         """Called when the job's ranks have read what `spec` and `newest_snapshot` named, or will not."""
 
-    def on_event(self, job_id: str, event: dict[str, Any]) -> None:
-        """Called for each event of the job's ranks, see train.control.group."""
+    def on_event(self, job_id: str, event: dict[str, Any]) -> None: ...
 
     async def will_succeed(self, job_id: str) -> None:
         """Called when all events of its ranks were taken, before the success of a job is reported."""
 
-    def on_stopped(self, job_id: str) -> None:
-        """Called when the job's ranks were ended by force."""
+    def on_stopped(self, job_id: str) -> None: ...
 
 
 class Groups:
-    """The verbs on groups, and the observation of groups. on_death: called for a rank that died of its device."""
+    """The verbs on groups, and the observation of groups."""
 
-    def __init__(
-        self,
-        nodes: Nodes,
-        jobs: Jobs,
-        report_change: Callable[[], None],
-        on_death: OnDeath = lambda device_ids, holder, reason: None,
-    ):
-        self._nodes, self._jobs, self._report_change, self._on_death = nodes, jobs, report_change, on_death
+    def __init__(self, nodes: Nodes, jobs: Jobs, report_change: Callable[[], None]):
+        self._nodes, self._jobs, self._report_change = nodes, jobs, report_change
         self._hosts: dict[str, Supervisor] = {}
         self._groups: dict[str, _RunningGroup] = {}
         self._in_hand: set[str] = set()  # jobs whose ranks a verb is starting or ending
@@ -88,11 +84,9 @@ class Groups:
             self._in_hand.discard(job_id)
 
     async def start_group(self, job_id: str, devices: tuple[str, ...], run: str) -> Detail:
-        with self._handling(job_id):
-            try:
-                return await self._start_group(job_id, devices, run)
-            finally:
-                self._jobs.taken(job_id)
+        with self._handling(job_id), contextlib.ExitStack() as held:
+            held.callback(self._jobs.taken, job_id)
+            return await self._start_group(job_id, devices, run)
 
     async def _start_group(self, job_id: str, device_ids: tuple[str, ...], run: str) -> Detail:
         running = self._groups.get(job_id)
@@ -117,7 +111,8 @@ class Groups:
         try:
             addresses = [kind_of(device.kind).address(device.index) for device in devices]
             hosts = [_Host(host) for host in living]
-            await ask(group.start(spec, hosts, addresses, str(snapshot) if snapshot else None))
+            with errors_as_failures():
+                await group.start(spec, hosts, addresses, str(snapshot) if snapshot else None)
         except BaseException:
             if transfer is not None:
                 transfer.stop()
@@ -143,7 +138,8 @@ class Groups:
             return None
         with self._handling(job_id):
             running.leaving = True
-            report = await ask(running.group.suspend())
+            with errors_as_failures():
+                report = await running.group.suspend()
             await running.watcher
             if report is None and running.ended is not None and running.ended.outcome == "failed":
                 raise EffectFailed(running.ended.error, running.ended.blame)
@@ -159,12 +155,14 @@ class Groups:
             if running is not None:
                 running.watcher.cancel()
                 if running.ended is None:
-                    await ask(running.group.kill())
+                    with errors_as_failures():
+                        await running.group.kill()
                 if running.transfer is not None:
                     running.transfer.stop()
             for device_id, status in (await self._statuses(patient=True)).items():
                 if status["job_id"] == job_id:
-                    await ask(_Host(self._host(device_id)).kill())
+                    with errors_as_failures():
+                        await _Host(self._host(device_id)).kill()
             await self._nodes.release_job(job_id)
             self._jobs.on_stopped(job_id)
             return None
@@ -194,11 +192,6 @@ class Groups:
             error.get("blame", "own"),
         )
         self._report_change()
-        # Only after reporting the end: whatever fails below, the job's end is recorded.
-        if error.get("by_device"):
-            device_id = running.devices[error["rank"]]
-            if find_actor(RANK + device_id) is not None:  # else its node is gone, not the device at fault
-                self._on_death((device_id,), f"job {job_id}", error["reason"])
 
     def _host(self, device_id: str) -> Supervisor:
         """The supervisor of a device, found or created, but never one known to be dead."""
@@ -326,3 +319,114 @@ class _Host:
     async def kill(self) -> None:
         with contextlib.suppress(SupervisorDied):
             await self._supervisor.call("kill")
+
+
+async def outfit(
+    nodes: Nodes, node_config: NodeConfig, spec: TrainSpec, snapshot: Path | None
+) -> tuple[TrainSpec, Path | None]:
+    """The spec for the job's ranks on this node, and its snapshot's path there, once everything has been copied.
+
+    Raises EffectFailed.
+    """
+    job_id = spec.job_id
+
+    async def bring(path: str, what: str) -> str:
+        return str((await nodes.bring(node_config, Path(path), f"job {job_id} {what}"))[0])
+
+    folder = await nodes.bring_job(node_config.name, Path(spec.run_dir))
+    there = replace(
+        spec,
+        base_path=await bring(spec.base_path, "base"),
+        base_adapter=None if spec.base_adapter is None else await bring(spec.base_adapter, "adapter"),
+        train_path=str(folder / Path(spec.train_path).name),
+        valid_path=None if spec.valid_path is None else str(folder / Path(spec.valid_path).name),
+        run_dir=str(folder),
+        shm_root=str(node_config.shm_root),
+        shm_budget_bytes=node_config.budget_bytes,
+    )
+    return there, None if snapshot is None else Path(await bring(str(snapshot), "snapshot"))
+
+
+class ResultTransfer:
+    """Forwards events of a job's remote ranks in order, each when what it names has been copied home."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        node: str,
+        job_id: str,
+        on_event: Callable[[dict[str, Any]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._nodes, self._node, self._job_id, self._on_event = nodes, node, job_id, on_event
+        self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._missing = ""
+        self._clock = clock
+        self._not_before_s = 0.0
+        self._pending: dict[str, Any] | None = None  # the newest snapshot not yet copied home
+        self._transfer = asyncio.create_task(self._run(), name=f"{job_id} result transfer")
+
+    def take(self, event: dict[str, Any]) -> None:
+        self._events.put_nowait(event)
+
+    async def over(self, suspended: bool) -> str:
+        """The ranks have ended. Returns when everything was forwarded: "", or a sentence about what was not copied.
+
+        Their node then frees what it kept for them. It keeps the folder and snapshots of a suspended job, which starts
+        sooner with them if it comes back.
+        """
+        self._events.put_nowait(_OVER)
+        await asyncio.wait({self._transfer})
+        if (error := self._transfer.exception()) is not None:
+            return f"an event of its ranks could not be taken: {error!r}"
+        if not self._missing:
+            with contextlib.suppress(EffectFailed):  # the node is gone, and all it kept
+                await self._nodes.on(self._node, "forget_job", self._job_id, suspended)
+        return self._missing
+
+    def stop(self) -> None:
+        self._transfer.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            event = await self._events.get()
+            if event["event"] == "snapshot":
+                self._pending = event
+                if self._clock() >= self._not_before_s:
+                    await self._bring_pending()
+            elif event is _OVER:
+                return await self._bring_pending()
+            elif event["event"] != "published":
+                self._on_event(event)
+            elif (path := await self._bring(event)) is not None:
+                self._on_event({**event, "path": str(path)})
+
+    async def _bring_pending(self) -> None:
+        event, self._pending = self._pending, None
+        if event is None:
+            return
+        began_s = self._clock()
+        path = await self._bring(event)
+        self._not_before_s = self._clock() + every_s(self._clock() - began_s)
+        if path is not None:
+            self._on_event({**event, "path": str(path)})
+
+    async def _bring(self, event: dict[str, Any]) -> Path | None:
+        remote, ids = Path(event["path"]), {"job_id": self._job_id, "node": self._node}
+        try:
+            path, copied_bytes = await self._nodes.bring_home(self._node, name_at(remote), remote)
+        except EffectFailed as error:
+            # A newer snapshot will follow, or the job continues from an older one. A result has no second chance.
+            log.error("%s of step %s not copied home: %s", event["event"], event.get("step"), error.reason, extra=ids)
+            if event["event"] == "published":
+                self._missing = f"its version {event['version']} was not copied home: {error.reason}"
+            return None
+        log.info("%s of step %s copied home, %d bytes", event["event"], event.get("step"), copied_bytes, extra=ids)
+        return path
+
+
+def name_at(path: Path) -> Name:
+    """The name of the version at `path` in a store (see weights.format.names.Name.key)."""
+    model, version = decode_name(path.parent.name), decode_name(path.name)
+    assert model is not None and version is not None, path
+    return Name(path.parent.parent.name.removesuffix("s"), model, version)

@@ -40,7 +40,7 @@ from weights.format.manifest import Manifest
 from weights.format.names import Name, step_of
 from weights.memory.lease import Lease, StoredVersion, unpin
 from weights.memory.store import WeightStore
-from weights.tiers.directory import take_in
+from weights.tiers.copies import take_in
 
 NODE = "node:"
 ADAPTER_TIMEOUT_S = 60.0

@@ -22,7 +22,7 @@ from runtime.devices.kind import Reading
 from scheduler.core.errors import EffectFailed, NodeNameTaken
 from scheduler.core.inventory import Device, NodeChange
 from scheduler.devices.host_reading import MemoryReading
-from scheduler.ray.actors import RANK, REPLICA, actor_names, ask, find_actor, named_actor, within
+from scheduler.ray.actors import RANK, REPLICA, actor_names, errors_as_failures, find_actor, named_actor, within
 from scheduler.ray.node import NODE, Node, NodeConfig, NodeReport
 from weights.format.errors import WeightsError
 from weights.format.names import Name
@@ -38,10 +38,6 @@ ANSWER_S = 1.0  # how long a look waits for a node's answer
 FORGET_S = 10.0  # how long a deletion waits for another node; it may be in the midst of a copy, and deletes after it
 START_S = 60.0  # how long it waits for an agent that starts
 EMPTY_EVERY_S = 0.5
-
-
-# Called with device ids, the job or model whose rank or engine died there, and why.
-OnDeath = Callable[[tuple[str, ...], str, str], None]
 
 
 @dataclass(slots=True)
@@ -164,7 +160,8 @@ class Nodes:
 
     async def on(self, node: str, method: str, *arguments: Any) -> Any:
         """The answer of a node's agent. Raises EffectFailed."""
-        return await ask(getattr(self._of(node).actor, method).remote(*arguments))
+        with errors_as_failures():
+            return await getattr(self._of(node).actor, method).remote(*arguments)
 
     async def of_store(self, name: str, method: str, *arguments: Any) -> Any:
         """What the store of weights on a node answers. Raises EffectFailed."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,13 +24,12 @@ from scheduler.ray.actors import (
     Silent,
     Supervisor,
     actor_names,
-    ask,
+    errors_as_failures,
     find_actor,
     first_line,
-    until_unnamed,
 )
 from scheduler.ray.node import NodeConfig, stored_bytes
-from scheduler.ray.nodes import Nodes, OnDeath
+from scheduler.ray.nodes import Nodes
 from serve.core.config import EngineConfig
 from serve.core.sizing import NotServable
 from serve.core.spec import ReplicaSpec
@@ -83,13 +82,11 @@ class Versions(Protocol):
 
 @dataclass(slots=True)
 class _Engine:
-    """The controller's record of an engine. last_view: its last report. watcher: waits for its end. hanging: gateways
-    prefer others, because it gives no sign of life. stopping: its end is no failure. died: the cause of its death, and
-    whose fault it was."""
+    """The controller's record of an engine. watcher: waits for its end. hanging: gateways prefer others, because it
+    gives no sign of life. stopping: its end is no failure. died: the cause of its death, and whose fault it was."""
 
     supervisor: Supervisor
     node_config: NodeConfig | None = None
-    last_view: ReplicaView | None = None
     rss_bytes: int = 0
     watcher: asyncio.Task[Blame] | None = None
     hanging: bool = False
@@ -107,10 +104,9 @@ class Replicas:
         versions: Versions,
         engine: EngineConfig,
         report_change: Callable[[], None],
-        on_death: OnDeath = lambda device_ids, holder, reason: None,
     ):
         self._nodes, self._routing, self._versions, self._engine = nodes, routing, versions, engine
-        self._report_change, self._on_death = report_change, on_death
+        self._report_change = report_change
         self._engines: dict[str, _Engine] = {}
 
     async def start_replica(self, plan: ReplicaView) -> Detail:
@@ -124,8 +120,9 @@ class Replicas:
                 actor = self._nodes.here(Replica, REPLICA + plan.id, node_config, warm, logs, self._engine)
                 engine = self._record_engine(plan.id, actor)
             engine.node_config = node_config
-            detail = await ask(engine.supervisor.call("start", spec))
-        engine.last_view, engine.supervisor.reported = replace(plan, state="ready"), True
+            with errors_as_failures():
+                detail = await engine.supervisor.call("start", spec)
+        engine.supervisor.reported = True
         self._watch(plan.id, engine)
         # Versions on other nodes are not read here.
         home = node_config.name == self._nodes.home.name
@@ -146,7 +143,9 @@ class Replicas:
                 log.warning("the engine did not stop by itself: %s", first_line(error), extra={"replica": replica_id})
             engine.supervisor.kill("the replica was stopped")  # its lifeline then kills the rest of the engine
             try:
-                await until_unnamed(REPLICA + replica_id)
+                async with asyncio.timeout(UNNAMED_TIMEOUT_S):
+                    while REPLICA + replica_id in await actor_names():
+                        await asyncio.sleep(0.01)
             except TimeoutError as error:
                 reason = f"Ray still lists its actor {UNNAMED_TIMEOUT_S:.0f} s after it was killed"
                 raise EffectFailed(reason, "outside") from error
@@ -204,7 +203,8 @@ class Replicas:
                 # Adapters fit only the weights they were trained on; the engine first finishes its adapter requests.
                 withheld = self._routing.withhold_adapters(replica_id)
                 await self._while_alive(replica_id, withheld, "before it loaded the new weights")
-            detail = await ask(engine.supervisor.call(method, model, version, str(path)))
+            with errors_as_failures():
+                detail = await engine.supervisor.call(method, model, version, str(path))
         self._watch(replica_id, engine)
         return {**detail, "copied_bytes": copied_bytes}
 
@@ -271,7 +271,8 @@ class Replicas:
     async def _ask_replica(self, replica_id: str, method: str, *arguments: Any) -> Any:
         if (engine := self._engines.get(replica_id)) is None:
             raise EffectFailed("there is no such engine", "outside")
-        return await ask(engine.supervisor.call(method, *arguments))
+        with errors_as_failures():
+            return await engine.supervisor.call(method, *arguments)
 
     def _find_engine(self, replica_id: str) -> _Engine | None:
         """The engine as known, or found by its actor's name."""
@@ -297,10 +298,6 @@ class Replicas:
             reason = str(dead.get("exit", "the engine ended"))
             # The step of a load that failed has counted it.
             blame = "memory" if dead.get("starved") else "outside" if dead.get("load_failed") else "own"
-            if not engine.stopping and blame == "own":
-                status = await engine.supervisor.call("status")
-                devices = tuple(f"{status['node']}/{index}" for index in status["devices"])
-                self._on_death(devices, f"model {status['model']}", reason)
         except (SupervisorDied, RayError) as error:
             reason, blame = first_line(error), "outside"
         if not engine.stopping:
@@ -320,12 +317,12 @@ class Replicas:
         if engine is None:
             return None
         try:
-            status = await engine.supervisor.status(patient=engine.last_view is None)
+            status = await engine.supervisor.status()
         except Silent as error:
-            if engine.last_view is None:
+            if not engine.supervisor.reported:
                 raise
             log.warning("%s", error, extra={"replica": replica_id})
-            return replace(engine.last_view, answered=False)
+            return ReplicaView(replica_id, "", "", "dead", (), answered=False)
         except (SupervisorDied, RayError) as error:
             return ReplicaView(replica_id, "", "", "dead", (), failed=first_line(error), blame="outside")
         state, node = status["state"], status["node"]
@@ -342,17 +339,8 @@ class Replicas:
             if routed != status["version"]:  # a swap whose step was over before the engine was done
                 await self._routing.open(replica_id, status["model"], status["version"], status["address"])
         devices = tuple(f"{node}/{index}" for index in status["devices"])
-        engine.last_view = ReplicaView(
-            replica_id,
-            status["model"],
-            status["version"],
-            state,
-            devices,
-            settings=status["settings"],
-            failed=engine.died[0],
-            blame=engine.died[1],
-        )
-        return engine.last_view
+        model, version, settings, (failed, blame) = status["model"], status["version"], status["settings"], engine.died
+        return ReplicaView(replica_id, model, version, state, devices, settings=settings, failed=failed, blame=blame)
 
     def resident_bytes(self) -> dict[str, int]:
         """Resident memory of each engine, by replica id, as it last reported."""

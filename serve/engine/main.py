@@ -50,8 +50,7 @@ from serve.vllm import answers, deaths, patches, plugin
 from serve.vllm.arguments import engine_arguments, engine_environment
 from serve.vllm.frontend import Frontend, Metrics, end_turns_of
 from serve.vllm.worker import ShmWorker
-from weights.checkpoint.folder import may_open
-from weights.checkpoint.vocabulary import tokens_of
+from weights.checkpoint.folder import tokens_of
 from weights.format.errors import WeightsError
 
 # Building vLLM's parser inspects every config class, so the warm parent builds it once and each fork inherits it.
@@ -66,7 +65,6 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     configure_logging("engine", replica=spec.replica_id)
     _enter(spec, int(limits["max_sequences_per_request"]))
     torch.set_num_threads(spec.threads_per_worker)
-    may_open(spec.version_path, spec.model)
     options = _options(spec)
     ShmWorker.numa_nodes, ShmWorker.segment_prefix = spec.numa_nodes, segment_prefix_of(spec.socket_path)
     patches.apply(spec.kind, eager=options.enforce_eager, segment_prefix=ShmWorker.segment_prefix)
@@ -110,7 +108,6 @@ def _refusal(spec: ReplicaSpec) -> str:
     PARSER.error = raise_instead
     plugin.register()
     try:
-        may_open(spec.version_path, spec.model)
         options = _options(spec)
         for kind, name, parsers in (
             ("tool", options.tool_call_parser, ToolParserManager),

@@ -32,7 +32,6 @@ from serve.core.errors import (
 )
 from serve.core.spec import ReplicaSpec, remove_segments_of
 from serve.engine.start_errors import in_our_words, out_of_memory
-from weights.checkpoint.errors import OpeningRefused
 from weights.format.errors import IntegrityError, StoreError
 
 log = logging.getLogger(__name__)
@@ -249,8 +248,6 @@ def _start_failed(spec: ReplicaSpec, child: Child, fatal: dict[str, Any] | None,
     """fatal: what the engine said when it ended, if it did. ended: completes "its process …"."""
     if child.starved:
         return EngineOutOfMemory("the engine was killed while it started, because the host's memory ran out")
-    if fatal and fatal["type"] == OpeningRefused.__name__:
-        return EngineStartFailed(fatal["message"])
     message = fatal["message"] if fatal else child.log_end()
     words = in_our_words(message, spec.model)
     refused = fatal and not (

@@ -28,7 +28,7 @@ from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 
 from runtime.errors import words_of_check
-from weights.format import legacy_functions as legacy
+from serve.core import legacy_functions as legacy
 
 # The gateway reads it (appliance/gateway/server/inference.py), because its table can lag behind the engine.
 VERSION_HEADER = b"x-appliance-model-version"

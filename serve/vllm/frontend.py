@@ -22,7 +22,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from serve.vllm import answers, grammars
-from weights.checkpoint.turns import PROBES, turns_of
+from weights.checkpoint.turns import PROBES, new_end
 from weights.format.tool_template import with_tools
 
 log = logging.getLogger(__name__)
@@ -110,8 +110,8 @@ def end_turns_of(llm: Any, template: str) -> None:
     known = {token for token, number in added.items() if number in (*ids, tokenizer.eos_token_id)}
     rendered = {name: _rendered(tokenizer, str(with_tools(template)), probe) for name, probe in PROBES.items()}
     begins = {tokenizer.bos_token} - {tokenizer.eos_token}
-    turns = turns_of(rendered, added.keys() - begins, known)
-    fields["eos_token_id"] = [*ids, *(added[token] for token in turns.new)]
+    end = new_end(rendered, added.keys() - begins, known)
+    fields["eos_token_id"] = [*ids, *([added[end]] if end else [])]
 
 
 def _rendered(tokenizer: Any, template: str, probe: dict[str, Any]) -> str | None:

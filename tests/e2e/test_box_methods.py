@@ -27,8 +27,7 @@ CURVE_TOLERANCE = 0.02
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeBox]:
-    # Here it is not the devices that kill.
-    settings = f"[box]\ndevices = {DEVICES}\n[scheduler]\ndevice_deaths = 0\n"
+    settings = f"[box]\ndevices = {DEVICES}\n"
     with whole_box(tmp_path_factory.mktemp("box"), settings) as one:
         one.make_starter()
         yield one

@@ -278,7 +278,7 @@ def data_dir(tmp_path_factory) -> Iterator[Path]:
 
 def test_box_recovers_from_each_fault_by_itself(data_dir, capsys):
     box = WholeBox(data_dir)
-    (data_dir / "appliance.toml").write_text("[box]\ndevices = 3\n[scheduler]\ndevice_deaths = 0\n")
+    (data_dir / "appliance.toml").write_text("[box]\ndevices = 3\n")
     try:
         box.up()
         box.make_starter()

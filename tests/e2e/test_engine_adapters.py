@@ -14,7 +14,7 @@ from appliance.controller.grading.judging import URL, samples_of, sampling_reque
 from serve.engine.replica import Replica
 from tests.e2e.engine_support import client, greedy, save_model
 from weights.format.names import encode_name, policy_name
-from weights.tiers.directory import seal_dir
+from weights.tiers.copies import seal_dir
 
 SLOTS, RESIDENT, REGISTERED = 2, 4, 20
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

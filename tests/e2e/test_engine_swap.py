@@ -258,7 +258,7 @@ def stored(box, name, source, meta):
     draft = store.reserve(layout, kind="version", model="m", version=name, aux_files=aux)
     for key, tensor in tensors.items():
         draft.view(key)[:] = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-    return draft.commit(meta=meta, checksums=False, pinned=False)
+    return draft.commit(meta=meta, pinned=False)
 
 
 async def test_versions_of_the_store_are_leased_while_they_serve(engine_box, replicas):

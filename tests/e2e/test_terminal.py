@@ -94,7 +94,7 @@ def test_a_watch_refreshes_in_place_and_ends_with_ctrl_c(prepared, terminal):
         return 200, {"data": [device]}
 
     prepared.prepare("GET", "/admin/v1/devices", devices("first"), devices("second"))
-    command = [*COMMAND, "gpu", "list", "--watch", "--every", "0.1", "--url", prepared.url]
+    command = [*COMMAND, "gpu", "list", "--watch", "--url", prepared.url]
     with subprocess.Popen(command, stdout=terminal.theirs, stderr=subprocess.PIPE) as watching:
         terminal.expect("first")
         terminal.expect("second")

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.train.data_checks.made import chat, repeats, write
-from train.data_checks.personal_data import personal_data
-from train.data_checks.repeats import LIKE, grams, words_of
+from train.data_checks.check import LIKE, grams, personal_data, words_of
 
 WORDS = [f"word{n}" for n in range(40)]
 # Few words, so that texts meet: changes of one word, repeats, and nothing alike.

@@ -67,7 +67,7 @@ def there_and_back() -> Scenario:
         ),
         store=lambda: FakeStore(
             Policy("serve"),
-            (JobView("j1", 1, 4, (1, 2, 4)),),
+            (JobView("j1", (1, 2, 4)),),
             (DeploymentView("a", "v1", min_replicas=1, max_replicas=2),),
         ),
     )
@@ -78,7 +78,7 @@ def short() -> Scenario:
     return Scenario(
         script=(version("a", "v2"), mode(Policy("train")), mode(Policy("serve"))),
         store=lambda: FakeStore(
-            Policy("split", 1), (JobView("j1", 1, 2),), (DeploymentView("a", "v1", min_replicas=1),)
+            Policy("split", 1), (JobView("j1", (1, 2)),), (DeploymentView("a", "v1", min_replicas=1),)
         ),
         world=World(box_of(2)),
     )
@@ -94,7 +94,7 @@ def several() -> Scenario:
         script=(mode(Policy("auto")), mode(Policy("train")), drop("j1"), mode(Policy("serve")), cordon),
         store=lambda: FakeStore(
             Policy("serve"),
-            (JobView("j1", 1, 2, submitted_s=1.0), JobView("j2", 1, 2, submitted_s=2.0)),
+            (JobView("j1", (1, 2), submitted_s=1.0), JobView("j2", (1, 2), submitted_s=2.0)),
             (
                 DeploymentView("a", "v1", tensor_parallel=2, min_replicas=1, max_replicas=1),
                 DeploymentView("b", "v1", min_replicas=1, max_replicas=1),

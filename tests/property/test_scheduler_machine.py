@@ -140,11 +140,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = f"j{len(self.submitted)}"
         most = min(least + extra, 6)
         sizes = tuple(s for s in (1, 2, 4) if least <= s <= most) if powers else ()
+        sizes = sizes or tuple(range(least, most + 1))
         self.submitted.add(name)
         self.store.jobs[name] = JobView(
             name,
-            least,
-            most,
             sizes,
             nodes=self.job_nodes,
             priority=priority,

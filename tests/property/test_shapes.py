@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from train.data import formats, messages
 from train.data.check import MAX_REASON_CHARACTERS
 from train.data.formats import MARKS, OUTPUTS, SHAPES, SIDES, Shape, convert
-from train.data.lines import parse
-from train.data.records import BadRecord
+from train.data.records import BadRecord, parse
 from train.methods.methods import METHODS
 
 NAMES = (

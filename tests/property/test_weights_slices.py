@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weights.format.layout import ALIGN_BYTES, DTYPE_BITS, Layout, TensorSpec
-from weights.format.slices import Strided, narrow, part
+from weights.format.torch_views import Strided, narrow, part
 from weights.memory.segment import forget_mappings
 from weights.memory.store import WeightStore
 

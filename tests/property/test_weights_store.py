@@ -58,12 +58,12 @@ class StoreMachine(RuleBasedStateMachine):
         draft.view("n")[:] = b"\x07" * 12
         return draft
 
-    @rule(draft=consumes(drafts), checksums=st.booleans(), pinned=st.booleans())
-    def commit(self, draft, checksums, pinned):
+    @rule(draft=consumes(drafts), pinned=st.booleans())
+    def commit(self, draft, pinned):
         key = draft.name[1:]
         self.open_drafts -= 1
         try:
-            stored = draft.commit(meta={"k": 1}, checksums=checksums, pinned=pinned)
+            stored = draft.commit(meta={"k": 1}, pinned=pinned)
         except VersionExists:
             assert key in self.committed
             draft.abort()

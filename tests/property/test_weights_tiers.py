@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.tiers.flow import Kept, keep
 from weights.format.config import KeepRules
-from weights.tiers.record import Kept, keep
 
 RULES = st.builds(
     KeepRules,

@@ -15,16 +15,16 @@ import httpx
 import orjson
 
 from appliance.controller.access.limits import Disk, Quotas, Spending
-from appliance.controller.bus.asking import Asking
+from appliance.controller.bus.asking import Asking, EngineAnswer
 from appliance.controller.bus.bus import Bus
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices import cordons
+from appliance.controller.devices.mode import Mode
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.grading.judging import Grading, Judging, Sampled
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
-from appliance.controller.interfaces.records import EngineAnswer, Mode
 from appliance.models.library import ModelVersion, Report
 from appliance.store.database import Database
 from appliance.store.objects import jobs
@@ -120,11 +120,10 @@ class SimulatedScheduler:
             self._journal.end(handover_id, "done", time.time())
         return str(handover_id)
 
-    async def converge_model(self, model: str) -> dict[str, Any]:
+    async def converge_model(self, model: str) -> None:
         if self.swap_error:
             raise SwapFailed(model, "wanted", self.swap_error)
         self.converged.append(model)
-        return {"replicas": 1, "pause_s": 0.01}
 
     async def withdraw(self, model: str) -> None:
         self.withdrawn.append(model)
@@ -189,9 +188,9 @@ class SimulatedModelOps:
 class SimulatedTiers:
     """A disk that has every version, but no bytes of any."""
 
-    def status(self) -> Callable[[], list[dict[str, Any]]]:
+    def status(self) -> list[dict[str, Any]]:
         nothing: dict[str, Any] = {"busy": None, "damaged": 0, "last_error": None, "last_error_s": None}
-        told: list[dict[str, Any]] = [
+        return [
             {
                 "name": "disk",
                 "where": "/data",
@@ -204,7 +203,6 @@ class SimulatedTiers:
                 **nothing,
             }
         ]
-        return lambda: told
 
     def tiers_of_version(self, model: str, version: str) -> list[str]:
         return ["disk"]

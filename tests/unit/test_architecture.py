@@ -66,7 +66,6 @@ SUBPACKAGES = (
     "scheduler.loop",
     "scheduler.handover",
     "scheduler.plan",
-    "scheduler.autoscaler",
     "scheduler.core",
     "train.convert",
     "train.trainer",

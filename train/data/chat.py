@@ -19,8 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from train.data import turns
 from train.data.records import BadRecord
-from train.data.turns import Render, Row, TurnForm
+from train.data.turns import Conversation, Render, Row, TurnForm
 from train.plan.errors import UnsupportedModel
+from weights.format.foreign_json import size, text_part
 from weights.format.tool_template import with_tools
 
 Tokens = tuple[np.ndarray, np.ndarray]
@@ -32,10 +33,9 @@ def vocabulary_of(model: str | Path) -> int | None:
     config.json does not say."""
     try:
         config = json.loads((Path(model) / "config.json").read_bytes())
-        size = config.get("text_config", config).get("vocab_size")
+        return size(text_part(config), "vocab_size") or None
     except (OSError, ValueError, AttributeError):
         return None
-    return size if isinstance(size, int) and size > 0 else None
 
 
 class ChatEncoder:
@@ -91,7 +91,8 @@ class ChatEncoder:
         """The rendered rows of an example. Raises BadRecord."""
         tools = example.get("tools")
         rows = self._in_first_form(
-            example, lambda render, messages: turns.rows(render, messages, tools, self.form, self._stops, apart=apart)
+            example,
+            lambda render, messages: Conversation(render, messages, tools, self.form, self._stops).rows(apart=apart),
         )
         prompt = rows[0].text[: rows[0].spans[0][0]]
         if tools and not any(tool["function"]["name"] in prompt for tool in tools):
@@ -132,16 +133,14 @@ class ChatEncoder:
         trained = np.zeros(len(ids), bool)
         for start, end in row.spans:
             if ((starts < start) & (ends > start)).any():
-                return self._tokens_apart(row) if len(row.spans) == 1 else None
+                if len(row.spans) > 1:
+                    return None
+                # Prompt and answer as an engine has them: the prompt's tokens end where the prompt does.
+                prompt, answer = (self._tokenise(text)["input_ids"] for text in (row.text[:start], row.text[start:]))
+                ids = np.array([*prompt, *answer], dtype=np.int32)
+                return ids, np.arange(len(ids)) >= len(prompt)
             trained |= (starts >= start) & (starts < end) & (ends > starts)
         return ids, trained
-
-    def _tokens_apart(self, row: Row) -> Tokens:
-        """Prompt and answer as an engine has them: the prompt's tokens end where the prompt does."""
-        ((start, _),) = row.spans
-        prompt, answer = (self._tokenise(text)["input_ids"] for text in (row.text[:start], row.text[start:]))
-        ids = np.array([*prompt, *answer], dtype=np.int32)
-        return ids, np.arange(len(ids)) >= len(prompt)
 
     def _stops(self, text: str) -> bool:
         return any(token in text for token in self._stop_tokens)

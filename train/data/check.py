@@ -1,5 +1,5 @@
 """Check an uploaded data file before any device is taken, and rewrite it for the run. No torch; bounded memory: a
-hostile file costs no more than a good one (train.data.lines)."""
+hostile file costs no more than a good one (train.data.records)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from typing import Any
 import orjson
 
 from train.data.formats import TEXT, Example, convert, shape_of
-from train.data.lines import MAX_EXAMPLE_BYTES, Line, examples, parse
-from train.data.records import BadFile, BadRecord, Record
+from train.data.records import BadFile, BadRecord, Line, Record, examples, parse
 
 MAX_LISTED_ERRORS = 100
 # The check stops after this many bad examples, which bounds its time even for a billion of them.
@@ -79,15 +78,13 @@ class Read:
     bad: BadRecord | None = None
 
 
-def read_examples(
-    path: str | Path, refuses: Refuses | None = None, max_example_bytes: int = MAX_EXAMPLE_BYTES
-) -> Iterator[Read]:
+def read_examples(path: str | Path, refuses: Refuses | None = None) -> Iterator[Read]:
     """Every example of a file. The shape of most of the first is that of all, of those that the method takes if
     `refuses` says which; a record of another shape is unusable, and so is a file of which it takes none. Raises
     OSError."""
     with open(path, "rb") as file:
-        shape = _usual_shape(islice(examples(file, max_example_bytes), _SHAPE_EXAMPLES), refuses)
-        for line, raw in examples(file, max_example_bytes):
+        shape = _usual_shape(islice(examples(file), _SHAPE_EXAMPLES), refuses)
+        for line, raw in examples(file):
             read = Read(line)
             try:
                 if isinstance(raw, BadRecord):
@@ -120,7 +117,6 @@ def check_training_file(
     path: str | Path,
     *,
     chat_path: str | Path | None = None,
-    max_example_bytes: int = MAX_EXAMPLE_BYTES,
     count: Count | None = None,
     counted: int = COUNTED_EXAMPLES,
     refuses: Refuses | None = None,
@@ -140,7 +136,7 @@ def check_training_file(
             stack.callback(partial.unlink, missing_ok=True)
             number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             output = stack.enter_context(os.fdopen(number, "wb"))
-        for read in read_examples(path, refuses, max_example_bytes):
+        for read in read_examples(path, refuses):
             report.shape = read.shape or report.shape
             try:
                 if read.bad is not None:

@@ -86,7 +86,9 @@ def read_messages(turns: Any, left: set[str], name: str = "messages", n_calls: i
             unanswered = list(message.get("tool_calls", ()))
             n_calls += len(unanswered)
             last = messages[-1] if messages else {}
-            if _role_in(turn) in _CALL_ROLES and last.get("role") == "assistant" and _is_call_alone(message, last):
+            is_bare = not message["content"] and message.keys() <= {"role", "content", "tool_calls", "weight"}
+            joins = last.get("role") == "assistant" and message.get("weight") == last.get("weight")
+            if _role_in(turn) in _CALL_ROLES and is_bare and joins:
                 # Several calls, or a text and its calls, are one answer of a model.
                 last["tool_calls"] = [*last.get("tool_calls", ()), *unanswered]
                 unanswered = list(last["tool_calls"])
@@ -273,12 +275,6 @@ def _find_call(message: Record, unanswered: list[Record], where: str) -> None:
             raise BadRecord(f"{where} is a result of {quoted(name)}; expected one of the calls before it: {names}")
         identity = message["tool_call_id"] = matches[0]["id"] if matches else "call_0"
     unanswered[:] = [call for call in unanswered if call["id"] != identity]
-
-
-def _is_call_alone(message: Record, last: Record) -> bool:
-    """Whether nothing of a message but its calls would be lost in the one before it."""
-    is_bare = not message["content"] and message.keys() <= {"role", "content", "tool_calls", "weight"}
-    return is_bare and message.get("weight") == last.get("weight")
 
 
 def _json(text: str, where: str) -> Any:

@@ -1,11 +1,16 @@
-"""Parses the JSON of one example strictly, and names what is wrong with it in the words of whoever wrote it."""
+"""Cuts a data file into its examples, parses each, and names what is wrong with it in the words of whoever wrote it.
+
+A hostile file costs no more than a good one: lines are read with a limit, each is parsed alone, and the size of a JSON
+array, which is parsed whole, is bounded. A file of another kind is named, with the one command that makes JSON lines of
+it.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
@@ -14,6 +19,30 @@ from weights.format.foreign_json import is_deeper
 Record = dict[str, Any]
 Refuses = Mapping[str, tuple[Callable[[Any], bool], str]]
 MAX_DEPTH = 64
+MAX_EXAMPLE_BYTES, MAX_ARRAY_BYTES = 16 * 2**20, 256 * 2**20
+
+MARK = b"\xef\xbb\xbf"
+"""The byte order mark of UTF-8. Files that were joined have one in their middle."""
+_PANDAS = (
+    "python3 -c \"import pandas as pd; pd.{}.to_json('train.jsonl', orient='records', lines=True, force_ascii=False)\""
+)
+_UTF8 = "save it as UTF-8: iconv -f {} -t utf-8 FILE > train.jsonl"
+_BEGINNINGS: tuple[tuple[bytes, str, str], ...] = (
+    (rb"\xff\xfe|\xfe\xff", "UTF-16", _UTF8.format("utf-16")),
+    (rb"[\[{\r\n \"]\0", "UTF-16", _UTF8.format("utf-16le")),
+    (rb"\0[\[{\r\n \"]", "UTF-16", _UTF8.format("utf-16be")),
+    (rb"PAR1", "a Parquet table", _PANDAS.format("read_parquet('FILE')")),
+    (rb"\xd0\xcf\x11\xe0|PK\x03\x04(?=.*xl/)", "a sheet of Excel", _PANDAS.format("read_excel('FILE')")),
+    (rb"PK\x03\x04", "a ZIP archive", "unzip -p FILE > train.jsonl"),
+    (rb"\x1f\x8b", "compressed with gzip", "gzip -dc FILE > train.jsonl"),
+    (rb"\xfd7zXZ\0", "compressed with xz", "xz -dc FILE > train.jsonl"),
+    (rb"\x28\xb5\x2f\xfd", "compressed with zstd", "zstd -dc FILE > train.jsonl"),
+    (rb"version https://git-lfs", "a pointer of Git LFS, not the data itself", "git lfs pull"),
+    (rb"(?i)\s*<(?:!doctype|html|\?xml|[a-z]+[ >])", "a page of HTML or XML, not data", "download the data itself"),
+)
+_DELIMITERS = ((b"\t", "TSV", ", sep='\\t'"), (b",", "CSV", ""), (b";", "CSV", ", sep=';'"))
+_OF_A_TURN = ({"role", "from"}, {"content", "value", "tool_calls", "function_call"})
+_TURNS = ("messages", "conversations", "conversation")
 
 # A string, which stays as it is, or a bare NaN. Possessive: linear in the text.
 _STRING_OR_NAN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|\bNaN\b', re.DOTALL)
@@ -38,6 +67,136 @@ class BadFile(BadRecord):
     """What is wrong with the whole file; nothing after it is read."""
 
 
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """One example of a file: the number of its line, or of the element of an array, and its bytes; or why they cannot
+    be read."""
+
+    line: int
+    raw: bytes | BadRecord
+
+
+def parse(raw: bytes) -> Any:
+    """The JSON value of one example; a conversation that is a bare list becomes a record. Raises BadRecord."""
+    record = loads(raw)
+    for key in _TURNS if isinstance(record, dict) else ():
+        if isinstance(text := record.get(key), str) and text.lstrip().startswith("["):
+            record[key] = loads(text.encode())  # as tables keep it
+    return {"messages": record} if _is_conversation(record) else record
+
+
+def _is_conversation(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(turn, dict) and all(not names.isdisjoint(turn) for names in _OF_A_TURN) for turn in value)
+    )
+
+
+def examples(file: BinaryIO) -> Iterator[Line]:
+    """Those of JSONL or of a JSON array; a BadRecord in place of what is too big, a BadFile in place of a file that is
+    none of them."""
+    try:
+        file.seek(0)
+        if foreign := foreign_file(file):
+            raise BadFile(f"the file is {foreign[0]}; expected one JSON object on each line: {foreign[1]}")
+        array = _array(file)
+    except BadRecord as bad:
+        yield Line(1, BadFile(str(bad)))
+        return
+    for number, element in enumerate(array or (), 1):
+        raw = orjson.dumps(element)
+        yield Line(number, raw if len(raw) <= MAX_EXAMPLE_BYTES else _too_long(len(raw)))
+    if array is None:
+        file.seek(0)
+        yield from _lines(file)
+
+
+def _array(file: BinaryIO) -> list[Any] | None:
+    """The elements of a file that is one JSON array; None of lines. Raises BadRecord for an array that cannot be read
+    and for values over several lines."""
+    first = b""
+    while not first and (line := file.readline(MAX_EXAMPLE_BYTES + 1)):
+        first = _bare(line)
+    try:
+        value = parse(first)
+    except BadRecord:
+        size = file.seek(0, 2)
+        file.seek(0)
+        if first.startswith(b"{") and _goes_on(_bare(file.read(MAX_EXAMPLE_BYTES))):
+            raise BadFile(
+                "the file has objects over several lines; expected one example on each: jq -c . FILE > train.jsonl"
+            ) from None
+        if not first.startswith(b"["):
+            return None
+        if size > MAX_ARRAY_BYTES:
+            raise BadFile(
+                f"the file is a JSON array of {size} bytes; the limit for one is {MAX_ARRAY_BYTES}, without one for "
+                "lines: jq -c '.[]' FILE > train.jsonl"
+            ) from None
+        value = loads(_bare(file.read()))
+    if not isinstance(value, list) or any(map(_bare, file)):  # several lists are lines
+        return None
+    return [value] if _is_conversation(value) else value
+
+
+def _goes_on(text: bytes) -> bool:
+    """Whether the JSON value that a text begins with has more than one line."""
+    try:
+        _, end = json.JSONDecoder().raw_decode(found := text.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return False
+    return "\n" in found[:end]
+
+
+def _bare(raw: bytes) -> bytes:
+    raw = raw.strip()
+    while raw.startswith(MARK):
+        raw = raw[len(MARK) :].strip()
+    return raw
+
+
+def _too_long(size: int) -> BadRecord:
+    return BadRecord(f"is {size} bytes long; the limit for one example is {MAX_EXAMPLE_BYTES}")
+
+
+def _lines(file: BinaryIO) -> Iterator[Line]:
+    number = 0
+    while raw := file.readline(MAX_EXAMPLE_BYTES + 1):
+        number += 1
+        if len(raw) > MAX_EXAMPLE_BYTES and not raw.endswith(b"\n"):
+            size = len(raw)
+            while rest := file.readline(1 << 20):
+                size += len(rest)
+                if rest.endswith(b"\n"):
+                    break
+            yield Line(number, _too_long(size))
+            continue
+        if raw := _bare(raw):
+            yield Line(number, raw)
+
+
+def foreign_file(file: BinaryIO) -> tuple[str, str] | None:
+    """What a file is that cannot be JSON lines or a JSON array, and the command that converts it; None for all others.
+    Leaves the file at its beginning."""
+    head = file.read(4096)
+    file.seek(0)
+    for begins, what, command in _BEGINNINGS:
+        if re.match(begins, head, re.DOTALL):
+            return what, command
+    text = head.removeprefix(MARK).lstrip()
+    first, second, *_ = [*text.split(b"\n"), b""]
+    for delimiter, name, option in _DELIMITERS if b"{" not in first and not first.startswith(b"[") else ():
+        if delimiter in first and delimiter in second:
+            return f"a table ({name})", _PANDAS.format(f"read_csv('FILE'{option})")
+    return None
+
+
+# -- the JSON of one example -------------------------------------------------------------------------------------------
+
+
 def loads(raw: bytes) -> Any:
     """The JSON value of a text: UTF-8, at most MAX_DEPTH levels, no key twice in an object, NaN as null. Raises
     BadRecord."""
@@ -45,7 +204,8 @@ def loads(raw: bytes) -> Any:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         # Python's json and pandas write an empty cell as NaN.
-        if b"NaN" not in raw or (without := _without_nan(raw)) == raw:
+        without = _STRING_OR_NAN.sub(lambda match: match[0] if match[0][:1] == b'"' else b"null", raw)
+        if without == raw:
             raise BadRecord(_why_not_json(raw, error)) from None
         return loads(without)
     # Walking is not cheap, but few records have enough brackets to be too deep.
@@ -56,10 +216,6 @@ def loads(raw: bytes) -> Any:
     if raw.count(b":") != orjson.dumps(value).count(b":") or _ESCAPED_COLON.search(raw):
         _refuse_twice(raw)
     return value
-
-
-def _without_nan(raw: bytes) -> bytes:
-    return _STRING_OR_NAN.sub(lambda match: match[0] if match[0][:1] == b'"' else b"null", raw)
 
 
 def _refuse_twice(raw: bytes) -> None:
@@ -100,6 +256,9 @@ def _why_not_json(raw: bytes, error: orjson.JSONDecodeError) -> str:
         return f"has Infinity at character {error.pos + 1}, which JSON does not know; expected a number or null"
     # Its own words name a line of the example, which is the first of many lines to who reads them.
     return f"is not valid JSON ({error.msg} at character {error.pos + 1})"
+
+
+# -- values and fields -------------------------------------------------------------------------------------------------
 
 
 def kind_of(value: Any) -> str:

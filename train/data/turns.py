@@ -90,37 +90,113 @@ def _to_first(eos: str | None, text: str) -> str:
     return text[: text.index(eos) + len(eos)] if eos and eos in text else text
 
 
-def rows(
-    render: Render, messages: Messages, tools: Any, form: TurnForm, stops: Callable[[str], bool], *, apart: bool = False
-) -> list[Row]:
-    """The rows of a conversation: one for all trained turns where they line up, and one for each that does not. apart:
-    one for each trained turn in any case. Raises BadRecord where the template loses something of a trained turn."""
-    whole = render(messages, tools)
-    together: list[tuple[int, int]] = []
-    heard = 0
-    own: list[Row] = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant" or message.get("weight", 1) == 0:
-            continue
-        prompt, written = _turn(render, messages, index, tools, form, stops)
-        for number in range(heard, index):
-            _check_heard(prompt, number, messages[number])
-        heard = index
-        if index == len(messages) - 1 and whole.startswith(prompt):
-            whole = prompt + written  # with its end of turn, which some templates leave to the next message
-        end = None if apart else _end_in(whole, prompt, written, message)
-        if end is None:
-            own.append(Row(prompt + written, ((len(prompt), len(prompt) + len(written)),)))
-        else:
-            together.append((len(prompt), end))
-    return own + ([Row(whole[: together[-1][1]], tuple(together))] if together else [])
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages with their tools, under a template (`render`) of this form. stops: as `turn_form` has it."""
 
+    render: Render
+    messages: Messages
+    tools: Any
+    form: TurnForm
+    stops: Callable[[str], bool]
 
-def _check_heard(prompt: str, number: int, message: dict[str, Any]) -> None:
-    """Raises BadRecord where the prompt lacks what the system or the user said."""
-    role, text = message["role"], (message.get("content") or "").strip()
-    if role in ("system", "user") and not any(form in prompt for form in _forms(text)):
-        raise BadRecord(_unwritten(f"the text of messages[{number}], from {role!r},"))
+    def rows(self, *, apart: bool = False) -> list[Row]:
+        """One for all trained turns where they line up, and one for each that does not. apart: one for each trained
+        turn in any case. Raises BadRecord where the template loses something of a trained turn."""
+        messages = self.messages
+        whole = self.render(messages, self.tools)
+        together: list[tuple[int, int]] = []
+        heard = 0
+        own: list[Row] = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant" or message.get("weight", 1) == 0:
+                continue
+            prompt, written = self._turn(index)
+            for number in range(heard, index):
+                role, text = messages[number]["role"], (messages[number].get("content") or "").strip()
+                if role in ("system", "user") and not any(form in prompt for form in _forms(text)):
+                    raise BadRecord(_unwritten(f"the text of messages[{number}], from {role!r},"))
+            heard = index
+            if index == len(messages) - 1 and whole.startswith(prompt):
+                whole = prompt + written  # with its end of turn, which some templates leave to the next message
+            end = None if apart else _end_in(whole, prompt, written, message)
+            if end is None:
+                own.append(Row(prompt + written, ((len(prompt), len(prompt) + len(written)),)))
+            else:
+                together.append((len(prompt), end))
+        return own + ([Row(whole[: together[-1][1]], tuple(together))] if together else [])
+
+    def _turn(self, index: int) -> tuple[str, str]:
+        """(prompt, written) of the assistant's turn `messages[index]`. Raises BadRecord."""
+        before, message = self.messages[:index], self.messages[index]
+        thinks = any(what == "reasoning" for what, _ in _texts(message))
+        through = self.render(self.messages[: index + 1], self.tools)
+        prompt = self._try(before, add_generation_prompt=True) if before else None
+        parting = _parting(prompt, through) if prompt is not None else 0
+        if prompt is not None and parting < len(prompt):
+            bare = self._try(before)
+            begun = _parting(prompt, bare) if bare is not None else len(prompt)  # where the generation prompt begins
+            if parting < begun:
+                # What came before is written otherwise once it is answered (gpt-oss drops earlier thoughts): the answer
+                # begins after the generation prompt, where that is written.
+                asks, head = prompt[begun:], through[: self._answer_begins(before, through)]
+                parting = head.rfind(asks) + len(asks) if asks and asks in head else 0
+                said = (before[-1].get("content") or "").strip()
+                if said and any(form[-20:] in head[parting:] for form in _forms(said)):
+                    parting = 0  # it is the prompt of an earlier turn
+            elif thinks and _THOUGHT_CLOSED.search(prompt):
+                prompt = through[:parting]  # the template thinks where a request asks for it: that prompt is its own
+        if prompt is None or not parting:
+            # There is no prompt to compare with: render another answer and see where the two part.
+            parting = self._answer_begins(before, through)
+            prompt = through[:parting] if prompt is None else prompt
+        written = self._ended(index, through, through[parting:].removeprefix(self.form.header))
+        written = _to_first(self.form.eos, written)
+        lost = _lost(message, written)
+        if not lost and thinks and (_THOUGHT_CLOSED.search(prompt) or len(_THOUGHT_END.findall(written)) > 1):
+            lost = "reasoning"  # it comes after the template's own, so that an engine reads it as the answer
+        if lost:
+            raise BadRecord(_unwritten(f"{lost} in messages[{index}],"))
+        return prompt, written
+
+    def _answer_begins(self, before: Messages, through: str) -> int:
+        """Where the text of an answer begins in `through`: two answers part there."""
+        other = self._try([*before, {"role": "assistant", "content": PROBE}])
+        if other is None:
+            raise BadRecord(
+                "is rendered by the model's chat template in a way that does not show where an answer begins"
+            )
+        return min(_parting(other, through), other.rfind(PROBE))
+
+    def _ended(self, index: int, through: str, written: str) -> str:
+        """`written` with exactly one end of turn."""
+        form, stops = self.form, self.stops
+        body = written.rstrip() if form.tail else written
+        if form.tail and body.endswith(form.tail):
+            return body.removesuffix(form.tail) + form.end
+        calls = self.messages[index].get("tool_calls")
+        if not calls:
+            return body if form.tail and stops(_last(body)) else body.removesuffix(form.blank) + form.end
+        if form.tail:
+            return body if self._closes(index, body) else body + form.end
+        identity, name = calls[-1].get("id", ""), name_of(calls[-1])
+        result = {"role": "tool", "content": PROBE, "tool_call_id": identity, "name": name}
+        after = self._try([*self.messages[: index + 1], result])
+        marker = _MARKER.match(after[len(through) :]) if after and after.startswith(through) else None
+        return body.removesuffix(form.blank) + (marker[1] if marker and stops(marker[1]) else form.end)
+
+    def _closes(self, index: int, body: str) -> bool:
+        """Whether a turn of calls ends with an end of turn of its own (gpt-oss's <|call|>), not with the end of a
+        call."""
+        last, messages = _last(body), self.messages[: index + 1]
+        if not self.stops(last):
+            return False
+        twice = {**messages[-1], "tool_calls": [*messages[-1]["tool_calls"], messages[-1]["tool_calls"][-1]]}
+        doubled = self._try([*messages[:-1], twice])
+        return doubled is None or doubled.count(last) <= self.render(messages, self.tools).count(last)
+
+    def _try(self, messages: Messages, **options: Any) -> str | None:
+        return _try(self.render, messages, self.tools, **options)
 
 
 def prompt(render: Render, messages: Messages, tools: Any) -> str:
@@ -131,74 +207,6 @@ def prompt(render: Render, messages: Messages, tools: Any) -> str:
         if _try(render, bare, tools, add_generation_prompt=True) == text:
             raise BadRecord("has calls, which the model's chat template does not write")
     return text
-
-
-def _turn(
-    render: Render, messages: Messages, index: int, tools: Any, form: TurnForm, stops: Callable[[str], bool]
-) -> tuple[str, str]:
-    """(prompt, written) of the assistant's turn `messages[index]`. Raises BadRecord."""
-    before, message = messages[:index], messages[index]
-    thinks = any(what == "reasoning" for what, _ in _texts(message))
-    through = render(messages[: index + 1], tools)
-    prompt = _try(render, before, tools, add_generation_prompt=True) if before else None
-    parting = _parting(prompt, through) if prompt is not None else 0
-    if prompt is not None and parting < len(prompt):
-        bare = _try(render, before, tools)
-        begun = _parting(prompt, bare) if bare is not None else len(prompt)  # where the generation prompt begins
-        if parting < begun:
-            # What came before is written otherwise once it is answered (gpt-oss drops earlier thoughts): begin after
-            # the longest end of the prompt that both have.
-            head = through[: _answer_begins(render, before, tools, through)]
-            ending = _shared_ending(prompt, head)
-            known = any(
-                form[-20:] in ending[: len(ending) - (len(prompt) - begun)] for form in _forms(_last_words(before))
-            )
-            parting = head.rindex(ending) + len(ending) if known else 0
-        elif thinks and _THOUGHT_CLOSED.search(prompt):
-            prompt = through[:parting]  # the template thinks where a request asks for it: that prompt is its own
-    if prompt is None or not parting:
-        # There is no prompt to compare with: render another answer and see where the two part.
-        parting = _answer_begins(render, before, tools, through)
-        prompt = through[:parting] if prompt is None else prompt
-    written = _ended(
-        render, messages[: index + 1], tools, through, through[parting:].removeprefix(form.header), form, stops
-    )
-    written = _to_first(form.eos, written)
-    lost = _lost(message, written)
-    if not lost and thinks and (_THOUGHT_CLOSED.search(prompt) or len(_THOUGHT_END.findall(written)) > 1):
-        lost = "reasoning"  # it comes after the template's own, so that an engine reads it as the answer
-    if lost:
-        raise BadRecord(_unwritten(f"{lost} in messages[{index}],"))
-    return prompt, written
-
-
-def _ended(
-    render: Render,
-    through_messages: Messages,
-    tools: Any,
-    through: str,
-    written: str,
-    form: TurnForm,
-    stops: Callable[[str], bool],
-) -> str:
-    """`written` with exactly one end of turn."""
-    body = written.rstrip() if form.tail else written
-    if form.tail and body.endswith(form.tail):
-        return body.removesuffix(form.tail) + form.end
-    calls = through_messages[-1].get("tool_calls")
-    if not calls:
-        return body if form.tail and stops(_last(body)) else body.removesuffix(form.blank) + form.end
-    if not form.tail:
-        result = {
-            "role": "tool",
-            "content": PROBE,
-            "tool_call_id": calls[-1].get("id", ""),
-            "name": name_of(calls[-1]),
-        }
-        after = _try(render, [*through_messages, result], tools)
-        marker = _MARKER.match(after[len(through) :]) if after and after.startswith(through) else None
-        return body.removesuffix(form.blank) + (marker[1] if marker and stops(marker[1]) else form.end)
-    return body if _closes(render, through_messages, tools, body, stops) else body + form.end
 
 
 def _last(text: str) -> str:
@@ -212,16 +220,6 @@ def _unwritten(what: str) -> str:
         f"has {what} which the model's chat template does not write: nothing of it would be trained; remove it, or "
         "give the model a chat template that writes it"
     )
-
-
-def _closes(render: Render, messages: Messages, tools: Any, body: str, stops: Callable[[str], bool]) -> bool:
-    """Whether a turn of calls ends with an end of turn of its own (gpt-oss's <|call|>), not with the end of a call."""
-    last = _last(body)
-    if not stops(last):
-        return False
-    twice = {**messages[-1], "tool_calls": [*messages[-1]["tool_calls"], messages[-1]["tool_calls"][-1]]}
-    doubled = _try(render, [*messages[:-1], twice], tools)
-    return doubled is None or doubled.count(last) <= render(messages, tools).count(last)
 
 
 def _end_in(whole: str, prompt: str, written: str, message: dict[str, Any]) -> int | None:
@@ -239,33 +237,6 @@ def _end_in(whole: str, prompt: str, written: str, message: dict[str, Any]) -> i
             return None if _lost(message, rest) else len(prompt) + len(rest)
         at = written.find(head, at + 1)
     return None
-
-
-def _answer_begins(render: Render, before: Messages, tools: Any, through: str) -> int:
-    """Where the text of an answer begins in `through`: two answers part there."""
-    other = _try(render, [*before, {"role": "assistant", "content": PROBE}], tools)
-    if other is None:
-        raise BadRecord("is rendered by the model's chat template in a way that does not show where an answer begins")
-    return min(_parting(other, through), other.rfind(PROBE))
-
-
-def _shared_ending(one: str, other: str) -> str:
-    """The longest end of `one` that is in `other`."""
-    least, most = 0, len(one)
-    while least < most:
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if one[-middle:] in other else (least, middle - 1)
-    return one[len(one) - least :]
-
-
-def _last_words(messages: Messages) -> str:
-    """The last text that is not empty, or the function that was called after it."""
-    for message in reversed(messages):
-        if calls := message.get("tool_calls"):
-            return name_of(calls[-1])
-        if text := (message.get("content") or "").strip():
-            return text
-    return ""
 
 
 def _parting(one: str, other: str) -> int:

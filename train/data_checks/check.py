@@ -1,21 +1,27 @@
-"""Notes what each check finds in the examples of a data file, and makes the report."""
+"""Notes what each check finds in the examples of a data file, and makes the report.
+
+Texts are compared by their runs of words (n-grams) as hashes: near duplicates by MinHash, and training examples that
+contain a validation example. Personal data and secrets are found by their form, and by their checksum if they have one;
+names and addresses have no fixed form and are not found.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import ipaddress
+import re
+import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 
 from train.data.check import Count, Read, Refuses, check_training_file, read_examples
 from train.data.records import NoAnswer, Record
-from train.data_checks.personal_data import personal_data
-from train.data_checks.repeats import NearDuplicates, ValidationIndex, words_of
 
 _MOST_SHOWN = 20
 _MOST_REASON = 300
@@ -143,3 +149,181 @@ def _lengths(tokens: np.ndarray) -> dict[str, Any]:
         "longest": int(tokens.max()),
         "mean": round(float(tokens.mean()), 1),
     }
+
+
+# -- repeats -----------------------------------------------------------------------------------------------------------
+
+LIKE = 0.8
+"""Near duplicates share at least this part of their 5-grams of words (Jaccard)."""
+OVERLAP = 0.7
+"""A training example is contaminated if it and a validation example share this part of the 13-grams of the shorter."""
+_GRAM, _OVERLAP_GRAM = 5, 13  # 13: the length that GPT-3 and lm-eval use
+_BANDS, _ROWS = 16, 5  # texts with a likeness of 0.8 share no band in 0.2 % of all cases
+# Runs in more validation examples than this share (at least _TEMPLATE_LEAST) are a template, which leaks nothing.
+_TEMPLATE_SHARE, _TEMPLATE_LEAST = 0.01, 3
+_CHUNK = 1 << 14  # n-grams hashed together: bounds the memory that a long text takes
+
+_ALONE = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
+_WORD = re.compile(rf"[{_ALONE}]|[^\W_{_ALONE}]+")
+_random = np.random.default_rng(20)
+_FACTORS = _random.integers(0, 2**32, (_BANDS * _ROWS, 1), np.uint32) | np.uint32(1)
+_TERMS = _random.integers(0, 2**32, (_BANDS * _ROWS, 1), np.uint32)
+_BAND_FACTORS = _random.integers(0, 2**64, (_BANDS, _ROWS), np.uint64) | np.uint64(1)
+_BASE, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xFF51AFD7ED558CCD)
+
+
+def words_of(text: str) -> np.ndarray:
+    """(words,) uint64: the hash of each word, in order. A word is a run of letters and digits in lower case; in scripts
+    without spaces between words (Chinese, Japanese, Korean, Thai) every character is a word."""
+    return np.array([zlib.crc32(word.encode()) for word in _WORD.findall(text.lower())], np.uint64)
+
+
+def grams(words: np.ndarray, n: int) -> np.ndarray:
+    """(m,) uint64, ascending: the distinct hashes of all runs of n words; of fewer words than n, one of them all."""
+    if not len(words):
+        return words
+    n = min(n, len(words))
+    rolled = np.zeros(len(words) - n + 1, np.uint64)
+    for place in range(n):
+        rolled = rolled * _BASE + words[place : place + len(rolled)]
+    rolled = (rolled ^ (rolled >> np.uint64(33))) * _MIX
+    return np.unique(rolled ^ (rolled >> np.uint64(33)))
+
+
+class NearDuplicates:
+    """Texts in the order of their file, each compared with the earlier ones that share a band of their MinHash."""
+
+    def __init__(self) -> None:
+        self._by_band: dict[int, int] = {}
+        self._grams: dict[int, np.ndarray] = {}
+
+    def find(self, index: int, words: np.ndarray) -> tuple[int, float] | None:
+        """The index of an earlier text that this one nearly repeats, and their likeness; None without any, and then
+        later texts are compared with this one too."""
+        if not len(words):
+            return None
+        own = grams(words, _GRAM).astype(np.uint32)  # half the time and memory; in one text, these rarely meet
+        keys = _bands(own)
+        for earlier in dict.fromkeys(self._by_band[key] for key in keys if key in self._by_band):
+            both = len(np.intersect1d(own, self._grams[earlier]))
+            if (alike := both / (len(own) + len(self._grams[earlier]) - both)) >= LIKE:
+                return earlier, alike
+        self._by_band.update(dict.fromkeys(keys, index))
+        self._grams[index] = own
+        return None
+
+
+def _bands(own: np.ndarray) -> list[int]:
+    """A hash of each band of the text's MinHash signature."""
+    least = np.full((_BANDS * _ROWS, 1), 2**32 - 1, np.uint32)
+    for at in range(0, len(own), _CHUNK):
+        hashed = own[at : at + _CHUNK] * _FACTORS + _TERMS
+        least = np.minimum(least, hashed.min(axis=1, keepdims=True))
+    return list((least.reshape(_BANDS, _ROWS) * _BAND_FACTORS).sum(axis=1, dtype=np.uint64).tolist())
+
+
+class ValidationIndex:
+    """The 13-grams of a validation set, each with the first example that has it."""
+
+    def __init__(self, texts: dict[int, str]):
+        """texts: by the number of their line."""
+        each = {line: grams(words_of(text), _OVERLAP_GRAM).tolist() for line, text in texts.items()}
+        times = Counter(gram for own in each.values() for gram in own)
+        most = max(_TEMPLATE_LEAST, _TEMPLATE_SHARE * len(each))
+        self._line: dict[int, int] = {}
+        self._size: Counter[int] = Counter()
+        for line, own in each.items():
+            for gram in own:
+                if times[gram] <= most:
+                    self._line.setdefault(gram, line)
+                    self._size[line] += 1
+
+    def overlap(self, words: np.ndarray) -> tuple[int, float] | None:
+        """The line of the validation example that shares most, and the share; None if it is less than OVERLAP."""
+        own = grams(words, _OVERLAP_GRAM)
+        shared = Counter(self._line[gram] for gram in own.tolist() if gram in self._line)
+        if not shared:
+            return None
+        line, count = shared.most_common(1)[0]
+        share = min(1.0, count / min(len(own), self._size[line]))
+        return (line, share) if share >= OVERLAP else None
+
+
+# -- personal data -----------------------------------------------------------------------------------------------------
+
+
+class Match(NamedTuple):
+    kind: str
+    value: str
+
+    def hint(self) -> str:
+        """Enough to locate it, too little to reveal it: reports are stored and shown."""
+        return f"{self.value[:3]}… ({len(self.value)} characters)"
+
+
+# No pattern backtracks: every repetition is bounded or possessive, so the cost of a text is proportional to its length.
+_SECRET = re.compile(
+    r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?:[^-]{0,8192}+-----END [A-Z ]{0,30}PRIVATE KEY-----)?"
+    r"|(?<![A-Za-z0-9])(?:"
+    r"sk-[A-Za-z0-9_\-]{20,200}+|AKIA[A-Z0-9]{16}|AIza[A-Za-z0-9_\-]{35}|gh[pousr]_[A-Za-z0-9]{36,255}+"
+    r"|github_pat_[A-Za-z0-9_]{22,255}+|glpat-[A-Za-z0-9_\-]{20,64}+|xox[abprs]-[A-Za-z0-9\-]{10,200}+"
+    r"|hf_[A-Za-z0-9]{30,64}+|npm_[A-Za-z0-9]{36}|[sr]k_live_[A-Za-z0-9]{16,200}+"
+    r"|eyJ[A-Za-z0-9_\-]{8,4000}+\.eyJ[A-Za-z0-9_\-]{8,8000}+\.[A-Za-z0-9_\-]{8,4000}+)"
+)
+_CARD = re.compile(
+    r"(?<![0-9])(?:[0-9]{4}([ \-])[0-9]{4}\1[0-9]{4}\1[0-9]{4}|[0-9]{4}([ \-])[0-9]{6}\2[0-9]{5}|[0-9]{14,19}+)"
+    r"(?![0-9])"
+)
+_EMAIL = re.compile(
+    r"(?<![A-Za-z0-9._%+\-])[A-Za-z0-9._%+\-]{1,64}+@(?:[A-Za-z0-9\-]{1,63}+\.){1,6}[A-Za-z]{2,24}(?![A-Za-z0-9])"
+)
+_IP = re.compile(
+    r"(?<![0-9A-Za-z.])[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?![0-9A-Za-z]|\.[0-9])"
+    r"|(?<![0-9A-Za-z:.])[23][0-9A-Fa-f]{3}(?::[0-9A-Fa-f]{0,4}){2,7}(?![0-9A-Za-z:])"
+)
+_PHONE = re.compile(
+    r"(?<![0-9A-Za-z+])\+[1-9](?:[ ().\-/]{0,2}[0-9]){6,14}(?![0-9])"  # +49 30 1234567
+    r"|(?<![0-9A-Za-z])\([2-9][0-9]{2}\) ?[0-9]{3}[\-. ][0-9]{4}(?![0-9])"  # (212) 555-0123
+    r"|(?<![0-9A-Za-z.\-/])[2-9][0-9]{2}([\-.])[2-9][0-9]{2}\1[0-9]{4}(?![0-9A-Za-z\-])"  # 212-555-0123
+    # 030/1234567, 0176 12345678
+    r"|(?<![0-9A-Za-z.,\-/])(?<![0-9] )\(?0[1-9][0-9]{1,3}\)?[ /\-][0-9]{3,8}(?:[ \-][0-9]{1,5}){0,3}(?![0-9A-Za-z])"
+    r"|(?<![0-9A-Za-z])1[3-9][0-9]{9}(?![0-9A-Za-z])"  # Chinese mobile
+)
+
+
+def personal_data(text: str) -> list[Match]:
+    """The matches of all kinds, in the order of the kinds."""
+    matches: list[Match] = []
+    for kind, pattern, is_valid in _KINDS:
+        found = [match for match in pattern.finditer(text) if is_valid(match[0])]
+        matches += [Match(kind, match[0]) for match in found]
+        edges = [0, *(edge for match in found for edge in match.span()), len(text)]
+        text = " ".join(text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
+    return matches
+
+
+def _is_card(text: str) -> bool:
+    """Whether it has the first digit of a payment card, its length and Luhn's checksum."""
+    digits = [int(character) for character in text if character.isdigit()]
+    if digits[0] not in (2, 3, 4, 5, 6) or len(set(digits)) == 1:
+        return False
+    doubled = [sum(divmod(2 * digit, 10)) for digit in digits[-2::-2]]
+    return (sum(digits[-1::-2]) + sum(doubled)) % 10 == 0
+
+
+def _is_public(text: str) -> bool:
+    """Whether it is an address on the internet: a private one, or a version such as 1.2.3.4.5, identifies nobody."""
+    try:
+        return ipaddress.ip_address(text).is_global
+    except ValueError:
+        return False
+
+
+# In this order: where two kinds overlap, the first wins.
+_KINDS: tuple[tuple[str, re.Pattern[str], Callable[[str], bool]], ...] = (
+    ("secret", _SECRET, bool),
+    ("card", _CARD, _is_card),
+    ("email", _EMAIL, bool),
+    ("ip", _IP, _is_public),
+    ("phone", _PHONE, lambda text: 9 <= sum(map(str.isdigit, text)) <= 15),
+)

@@ -178,14 +178,11 @@ def encoder_of(tokenizer: Path) -> ChatEncoder | None:
     from transformers import AutoTokenizer
 
     from train.data.chat import ChatEncoder, vocabulary_of
-    from weights.checkpoint.errors import CheckpointRefused
-    from weights.checkpoint.folder import check_settings
 
     try:
-        check_settings(tokenizer)
         loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False)
         return ChatEncoder(loaded, vocabulary_of(tokenizer))
-    except (OSError, ValueError, UnsupportedModel, CheckpointRefused):
+    except (OSError, ValueError, UnsupportedModel):
         return None
 
 

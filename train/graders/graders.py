@@ -57,8 +57,7 @@ class _Grader(_Strict):
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     def as_given(self) -> dict[str, Any]:
-        """As the client wrote it, but for roles that no template knows: what it is told and what is stored. `parse`
-        takes it again."""
+        """As the client wrote it: what it is told and what is stored. `parse` takes it again."""
         return dict(self._given)
 
     def texts(self, param: str) -> Iterator[tuple[str, str]]:
@@ -224,11 +223,6 @@ class _ModelGrader(_Grader):
     model: str = Field(min_length=1, max_length=256)
     input: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     sampling_params: Sampling | None = None
-
-    def as_given(self) -> dict[str, Any]:
-        given = super().as_given()
-        roles = ({**said, "role": message.role} for said, message in zip(given["input"], self.input, strict=True))
-        return {**given, "input": list(roles)}
 
     def texts(self, param: str) -> Iterator[tuple[str, str]]:
         for place, message in enumerate(self.input):

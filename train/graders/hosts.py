@@ -85,7 +85,7 @@ class GraderHosts:
         owner: str,
         grader: Grader,
         samples: Sequence[tuple[Sample, Any]],
-        answers: Sequence[dict[str, ModelAnswer]] | None = None,
+        answers: Sequence[dict[str, ModelAnswer]],
         waited_for: bool = False,
     ) -> list[Graded]:
         """In the order of the samples; one whose code ends its process has no reward and a flag.
@@ -95,7 +95,7 @@ class GraderHosts:
         head = {"kind": "grade", "grader": grader.as_given()}
         rows = [
             {"sample": asdict(sample), "item": item, "answers": {name: asdict(of) for name, of in by_name.items()}}
-            for (sample, item), by_name in zip(samples, answers or [{} for _ in samples], strict=True)
+            for (sample, item), by_name in zip(samples, answers, strict=True)
         ]
         nice = 0 if waited_for else NICENESS
         calls = sum(isinstance(leaf, Python) for leaf in leaves(grader).values())

@@ -166,7 +166,10 @@ def resolve(
     fields["lora_publish"] = _lora_publish(given, model, fields)
     fields["precision"] = given.choice("precision", ("bf16", "fp32"), auto="bf16" if model.computes_bf16 else "fp32")
     fields["offload"] = given.choice("offload", ("none", "optimizer", "parameters"), auto="none")
-    fields["zero_stage"] = _zero_stage(given, fields)
+    away = fields["offload"] == "parameters"
+    fields["zero_stage"] = given.integer("zero_stage", 0, 3, auto=3 if away else 1)
+    if away and fields["zero_stage"] != 3:
+        raise InvalidHyperparameter("zero_stage", fields["zero_stage"], "3, because offload is 'parameters'")
     fields["activation_checkpointing"] = given.flag("activation_checkpointing", auto=False)
 
     fields["packing"] = given.flag("packing", auto=True)
@@ -194,11 +197,14 @@ def resolve(
     fields["early_stopping_patience"] = given.integer("early_stopping_patience", 0, 1_000_000, auto=0)
     # Not fp8, which needs the largest element of a tensor before its first byte is written: no rank sees a whole one.
     fields["serve_dtype"] = given.choice("serve_dtype", ("bf16", "fp32"), auto="bf16")
-    fields["snapshot_every_s"] = given.maybe_number("snapshot_every_s", 0, 86400)
+    every = given.value("snapshot_every_s", None)
+    fields["snapshot_every_s"] = every if every is None else given.number("snapshot_every_s", 0, 86400, auto=0)
     fields["step_patience_s"] = given.number("step_patience_s", 0, _MOST_PATIENCE_S, auto=0.1)
     if own is not None:
         own(given, fields)
-    given.refuse_unread()
+    if unknown := sorted(given.values.keys() - given.read):
+        known = ", ".join(sorted(given.read))
+        raise InvalidHyperparameter(unknown[0], given.values[unknown[0]], f"a known name: one of {known}")
     return fields
 
 
@@ -307,14 +313,6 @@ def _lora_publish(given: Given, model: ModelStats, fields: dict) -> str:
     return publish
 
 
-def _zero_stage(given: Given, fields: dict) -> int:
-    away = fields["offload"] == "parameters"
-    stage = given.integer("zero_stage", 0, 3, auto=3 if away else 1)
-    if away and stage != 3:
-        raise InvalidHyperparameter("zero_stage", stage, "3, because offload is 'parameters'")
-    return stage
-
-
 def _rows(given: Given, dataset: DatasetStats, model: ModelStats, fields: dict, devices: int) -> tuple[int, int]:
     """(tokens of a row of packed examples, rows of a step). Rows are long where there is much to learn, since a device
     likes that, and cut as often as a small job needs to take some steps at all and to use the devices that there are.
@@ -379,11 +377,11 @@ class Given:
     """The hyperparameters as given; remembers which were read, so that a misspelt one is an error."""
 
     def __init__(self, values: dict[str, Any]):
-        self._values = {key: value for key, value in values.items() if value is not None}
+        self.values = {key: value for key, value in values.items() if value is not None}
         self.read: set[str] = set()
 
     def is_set(self, name: str) -> bool:
-        return self._values.get(name, "auto") != "auto"
+        return self.values.get(name, "auto") != "auto"
 
     def integer(self, name: str, low: int, high: int, *, auto: int) -> int:
         value = self.value(name, auto)
@@ -400,10 +398,6 @@ class Given:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
             raise InvalidHyperparameter(name, value, f"'auto' or a number from {low} to {high}")
         return float(value)
-
-    def maybe_number(self, name: str, low: float, high: float) -> float | None:
-        """None for "auto"."""
-        return self.number(name, low, high, auto=low) if self.is_set(name) else self.value(name, None)
 
     def flag(self, name: str, *, auto: bool) -> bool:
         value = self.value(name, auto)
@@ -425,14 +419,7 @@ class Given:
             raise InvalidHyperparameter(name, value, "a list of layer names, e.g. ['q_proj', 'v_proj']")
         return list(value)
 
-    def refuse_unread(self) -> None:
-        unknown = sorted(set(self._values) - self.read)
-        if unknown:
-            raise InvalidHyperparameter(
-                unknown[0], self._values[unknown[0]], f"a known name: one of {', '.join(sorted(self.read))}"
-            )
-
     def value(self, name: str, auto: Any) -> Any:
         self.read.add(name)
-        value = self._values.get(name, "auto")
+        value = self.values.get(name, "auto")
         return auto if isinstance(value, str) and value == "auto" else value

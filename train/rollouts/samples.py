@@ -1,8 +1,8 @@
 """The files by which a job's samples come to its ranks. Numpy alone: the controller writes them, every rank reads them.
 
     RUN_DIR/rollouts/facts.json     written by rank 0: where the prompts' tokens are, and which tokens end an answer
-    RUN_DIR/rollouts/train-3.npz    samples of the step that follows three steps, with what their judge says of them
-    RUN_DIR/rollouts/valid-3.npz    those of the validation after three steps
+    RUN_DIR/rollouts/train-3.json    samples of the step that follows three steps, with what their judge says of them
+    RUN_DIR/rollouts/valid-3.json    those of the validation after three steps
 
 Prompts and random numbers of a file follow from its name. It appears by rename and is not written again, so that it
 fixes what its step learns: whatever dies, no sample is lost or counts twice.
@@ -10,15 +10,14 @@ fixes what its step learns: whatever dies, no sample is lost or counts twice.
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import orjson
 
 from runtime.replace_file import replace_file
 from train.data.packing import StepPlan
@@ -40,7 +39,7 @@ class SamplesFile:
     step: int
 
     def path(self, run_dir: str | Path) -> Path:
-        return Path(run_dir) / FOLDER / f"{self.purpose}-{self.step}.npz"
+        return Path(run_dir) / FOLDER / f"{self.purpose}-{self.step}.json"
 
 
 @dataclass(frozen=True)
@@ -58,28 +57,17 @@ class Samples:
     failed: str = ""
 
     def write(self, path: Path) -> None:
-        content = io.BytesIO()
-        facts = {"verdict": self.verdict, "weights_step": self.weights_step, "failed": self.failed}
-        np.savez(
-            content,
-            ids=np.concatenate([np.zeros(0, np.int32), *self.ids]),
-            log_probs=np.concatenate([np.zeros(0, np.float32), *self.log_probs]),
-            sizes=np.array([*map(len, self.ids)], np.int64),
-            facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
-        )
-        replace_file(path, content.getvalue(), durable=True)
+        replace_file(path, orjson.dumps(self, option=orjson.OPT_SERIALIZE_NUMPY), durable=True)
 
     @classmethod
     def read(cls, path: Path) -> Samples | None:
         """None without a file."""
         try:
-            with np.load(path) as file:
-                kept = {name: file[name] for name in file.files}
+            fields = orjson.loads(path.read_bytes())
         except FileNotFoundError:
             return None
-        edges = kept["sizes"].cumsum()[:-1]
-        ids, log_probs = (np.split(kept[name], edges) if len(kept["sizes"]) else [] for name in ("ids", "log_probs"))
-        return cls(ids, log_probs, **json.loads(kept["facts"].tobytes()))
+        ids = [np.array(one, np.int32) for one in fields.pop("ids")]
+        return cls(ids, [np.array(one, np.float32) for one in fields.pop("log_probs")], **fields)
 
 
 @dataclass(frozen=True)
@@ -94,12 +82,12 @@ class Facts:
     def write(self, run_dir: str | Path) -> None:
         folder = Path(run_dir) / FOLDER
         folder.mkdir(exist_ok=True)
-        replace_file(folder / _FACTS, json.dumps(asdict(self)).encode())
+        replace_file(folder / _FACTS, orjson.dumps(self))
 
     @classmethod
     def read(cls, run_dir: str | Path) -> Facts:
         """Raises FileNotFoundError before ranks have written it."""
-        return cls(**json.loads((Path(run_dir) / FOLDER / _FACTS).read_bytes()))
+        return cls(**orjson.loads((Path(run_dir) / FOLDER / _FACTS).read_bytes()))
 
 
 @dataclass(frozen=True)
@@ -131,7 +119,7 @@ class _Prompts:
         return tokens
 
     def record(self, index: int) -> dict[str, Any]:
-        record: dict[str, Any] = json.loads(self._lines[self._starts[index] : self._starts[index + 1]].tobytes())
+        record: dict[str, Any] = orjson.loads(self._lines[self._starts[index] : self._starts[index + 1]].tobytes())
         return record
 
 

@@ -17,8 +17,7 @@ import torch
 from runtime.devices.kinds import in_host_memory, of_torch
 from train.state.staging import StagingRing
 from weights.format.layout import Placed
-from weights.format.slices import Strided
-from weights.format.torch_views import as_tensor, runs_view, torch_dtype
+from weights.format.torch_views import Strided, as_tensor, runs_view, torch_dtype
 
 _PART_BYTES = 4 << 20  # a staging ring's buffer
 Piece = tuple[str, Strided, torch.Tensor]

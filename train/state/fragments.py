@@ -23,7 +23,7 @@ from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 
 from train.model.model import checkpoint_name
 from train.model.tensor_parallel import Grid
-from weights.format.slices import Strided, narrow, part
+from weights.format.torch_views import Strided, narrow, part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _WRAPPER = "model."  # packed_objective.PackedObjective holds the model under this name

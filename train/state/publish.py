@@ -29,8 +29,7 @@ from train.state.writing import Written, write_together
 from weights.format.layout import Layout, TensorSpec
 from weights.format.manifest import AUX_SUFFIXES
 from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE
-from weights.format.slices import Strided
-from weights.format.torch_views import dtype_code
+from weights.format.torch_views import Strided, dtype_code
 from weights.memory.store import WeightStore
 
 FINGERPRINT_PROMPT = (3, 7, 11, 13)

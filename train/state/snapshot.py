@@ -25,8 +25,7 @@ from train.state.writing import Written, write_together
 from weights.format.errors import IntegrityError, StoreError
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import version_name
-from weights.format.slices import Strided
-from weights.format.torch_views import as_tensor
+from weights.format.torch_views import Strided, as_tensor
 from weights.memory.lease import StoredVersion
 from weights.memory.store import Draft, WeightStore
 

@@ -52,8 +52,7 @@ def write_together(
             path, nbytes = target, draft.layout.nbytes
             draft.close()
         else:
-            # Checksums would double the time the devices are held; a copy to a tier adds them.
-            stored = draft.commit(meta=meta, checksums=False)
+            stored = draft.commit(meta=meta)
             path, nbytes = stored.path, stored.nbytes
     except BaseException:
         if rank == 0:

@@ -6,7 +6,6 @@ Both are written between two steps, which wait for them: a snapshot only as ofte
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -97,8 +96,6 @@ class Publisher:
 
     def __init__(self, spec: TrainSpec, store: WeightStore, engine: Any, emit: Events, progress: Progress):
         self._spec, self._store, self._engine, self._emit, self._progress = spec, store, engine, emit, progress
-        self._rank = fragments.grid(engine).rank
-        self._sealing: list[threading.Thread] = []
 
     def publish(self, step: int, epoch: float) -> None:
         """Collective: a version of the model as it is after this step. Raises StoreFull, on every rank."""
@@ -120,10 +117,6 @@ class Publisher:
             meta["fingerprint"] = fingerprint(self._engine)
         written = publish(self._engine, spec, self._store, version=version, meta=meta)
         self._emit("published", version=version, adapter=adapter, step=step, epoch=epoch, **asdict(written))
-        if self._rank == 0:
-            stored = self._store.find(spec.published_kind, spec.output_model, version)
-            self._sealing.append(threading.Thread(target=self._store.seal, args=(stored,), name="seal"))
-            self._sealing[-1].start()
 
     def publish_if_room(self, step: int, epoch: float) -> None:
         """As `publish`; where memory is full, training goes on without: the last step has a version of its own."""
@@ -134,8 +127,3 @@ class Publisher:
                 raise
             text = f"the version of step {step}, epoch {epoch:.3g}, is not published: {error}"
             self._emit("message", level="warn", text=text)
-
-    def wait(self) -> None:
-        """Return when all versions have their checksums."""
-        for thread in self._sealing:
-            thread.join()

@@ -22,16 +22,13 @@ from train.plan.spec import TrainSpec
 from train.state.publish import base_names
 from train.trainer.engine import build_engine
 from train.trainer.train import Run
-from weights.checkpoint.errors import OpeningRefused
-from weights.checkpoint.folder import may_open
 from weights.format.errors import VersionNotFound
 from weights.memory.locks import DirectoryLock
 from weights.memory.store import WeightStore
 
 
 def hold_base(spec: TrainSpec) -> list[DirectoryLock]:
-    """Take the store's locks on the trained model's inputs for the life of the rank, and look at their files before a
-    library opens them. Raises VersionNotFound, UnsupportedModel.
+    """Take the store's locks on the trained model's inputs for the life of the rank. Raises VersionNotFound.
 
     Frozen weights stay mapped from their files, and the store reuses files of unlocked versions. Locking a directory
     outside the store is harmless.
@@ -42,10 +39,6 @@ def hold_base(spec: TrainSpec) -> list[DirectoryLock]:
         if lock is None:
             raise VersionNotFound(f"{path}, which {spec.job_id} is trained from, is gone or being removed")
         held.append(lock)
-        try:
-            may_open(path, spec.base_model)
-        except OpeningRefused as error:
-            raise UnsupportedModel(str(error)) from error
     return held
 
 

@@ -280,7 +280,6 @@ class Run:
             except StoreFull:
                 self.checkpointer.save_on_disk(self.step)
                 raise
-        self.publisher.wait()
 
     def _validate(self) -> None:
         """Collective. It is left where the devices are wanted before its end: its curve lacks this point."""

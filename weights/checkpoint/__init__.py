@@ -1,5 +1,4 @@
-"""Decides whether a model's folder may be opened: what its settings may contain, and which files may be beside its
-weights.
+"""Judges a stranger's checkpoint at its import: its files, its sampling, what its chat template does.
 
 Never: Loads a model or runs anything of its files.
 Begin with folder.py.

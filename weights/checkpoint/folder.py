@@ -1,29 +1,25 @@
-"""The owner of "may this model's folder be opened": at an import, and wherever engines, ranks or tokenizers open it.
+"""Checks a model's folder at its import: it has no pickles, no code, no links and no names of other files.
 
-A version may be older than a rule, so an import that was checked is not enough. All of it takes milliseconds: nothing
-is loaded, and vocabularies are not read. What takes seconds (trials of templates and tokenizers) is done at an import
-alone.
+CheckpointRefused       what is there cannot or must not be used (all of these name the file)
+├── NotACheckpoint      config.json or weights are missing or make no sense
+├── PickleRefused       weights as pickles, which run code when loaded
+├── RemoteCodeRefused   `auto_map`: the checkpoint wants its own Python code run
+├── UnsafeLink          a symbolic link, device or other special file, or a name of a file outside the checkpoint
+├── UnsupportedModel    an architecture that is neither generating nor embedding text
+└── TokenizerRefused    a tokenizer that makes endlessly much of little, or does not end
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from weights.checkpoint.errors import (
-    CheckpointRefused,
-    NotACheckpoint,
-    OpeningRefused,
-    PickleRefused,
-    RemoteCodeRefused,
-    UnsafeLink,
-)
-from weights.format.errors import VersionNotFound
-from weights.format.foreign_json import loads
+from weights.format.errors import WeightsError
+from weights.format.foreign_json import is_deeper
 
 CONFIG_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "config.json", "tokenizer_config.json", "special_tokens_map.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -32,6 +28,7 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_p
 _SETTINGS = (CONFIG_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS, *PROCESSOR_FILES, "modules.json")
 _CODE = (b"auto_map", b"custom_generate", b"\\u")
 MAX_CONFIG_BYTES = 16 << 20
+MAX_VALUES, MAX_DEPTH = 1 << 18, 64  # parsing many small values takes twenty times their bytes
 MAX_TOKENIZER_BYTES = 256 << 20
 # Formats that run code on load.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -43,38 +40,47 @@ _SAVED_FROM = frozenset(
     "name_or_path _name_or_path base_model_name_or_path tokenizer_file special_tokens_map_file added_tokens_file "
     "tokenizer_config_file".split()
 )
+# Where tokens are found. A part of Mistral's format is not spelt out in every file.
+_WITH_TOKENS = ("tokenizer.json", "vocab.json", "added_tokens.json", TOKENIZER_CONFIG, SPECIAL_TOKENS)
+_PIECES, _TEKKEN, _OF_TEKKEN = "tokenizer.model", "tekken.json", "[TOOL_CALLS]"
 _FAMILY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
-def may_open(directory: str | Path, model: str) -> None:
-    """Returns if engines, ranks and tokenizers may open `directory`, a version or an adapter of `model`. Raises
-    OpeningRefused, whose words name the file and what to do; VersionNotFound."""
-    try:
-        check_folder(Path(directory))
-    except FileNotFoundError as error:
-        raise VersionNotFound(f"{directory} is gone: {error}") from error
-    except CheckpointRefused as error:
-        raise OpeningRefused(model, error.file, error.reason) from error
+class CheckpointRefused(WeightsError):
+    """The checkpoint itself is at fault; `file` is the one to look at."""
+
+    def __init__(self, file: str, reason: str):
+        super().__init__(f"{file}: {reason}" if file else reason)
+        self.file, self.reason = file, reason
+
+
+class NotACheckpoint(CheckpointRefused): ...
+
+
+class PickleRefused(CheckpointRefused): ...
+
+
+class RemoteCodeRefused(CheckpointRefused): ...
+
+
+class UnsafeLink(CheckpointRefused): ...
+
+
+class UnsupportedModel(CheckpointRefused): ...
+
+
+class TokenizerRefused(CheckpointRefused): ...
 
 
 def check_folder(directory: Path) -> None:
-    """As `may_open`, in the words of an import. Raises CheckpointRefused, FileNotFoundError."""
+    """Raises CheckpointRefused, FileNotFoundError. It takes milliseconds: nothing is loaded, and vocabularies are not
+    read."""
     with os.scandir(directory) as entries:
         for entry in entries:
-            try:
-                mode = entry.stat(follow_symlinks=False).st_mode
-            except FileNotFoundError:
-                continue  # a mark of the store's, which it has just taken away
-            if not stat.S_ISREG(mode):
+            if not entry.is_file(follow_symlinks=False):
                 raise UnsafeLink(entry.name, "not a regular file; a model's folder has no links and no folders within")
             if entry.name.endswith(PICKLES):
                 raise PickleRefused(entry.name, "a pickle, which can run any code when it is loaded")
-    check_settings(directory)
-
-
-def check_settings(directory: Path) -> None:
-    """Checks the contents of the settings files in `directory`, whatever else is in it: none asks for code or names a
-    file elsewhere on this machine. Raises CheckpointRefused."""
     for path in sorted(directory.glob("*.json")):
         if path.name in _NO_SETTINGS or path.name.endswith(".index.json"):
             continue
@@ -111,13 +117,16 @@ def read_tokenizer_config(directory: Path) -> dict[str, Any]:
 
 def read_json(path: Path, name: str, *, kind: type = dict) -> Any:
     """The JSON object in `path`, or another value of a `kind`. Raises NotACheckpoint naming `name`."""
-    size = path.stat().st_size
-    if size > MAX_CONFIG_BYTES:
-        raise NotACheckpoint(name, f"{size} bytes; at most {MAX_CONFIG_BYTES} are read")
+    raw = path.read_bytes() if (size := path.stat().st_size) <= MAX_CONFIG_BYTES else b""
+    values = sum(map(raw.count, (b",", b"[", b"{")))
+    if not raw or values > MAX_VALUES:
+        raise NotACheckpoint(name, f"{size} bytes, {values} values; at most {MAX_CONFIG_BYTES}, {MAX_VALUES} are read")
     try:
-        body = loads(path.read_bytes())
-    except ValueError as error:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
         raise NotACheckpoint(name, f"not JSON: {str(error)[:120]}") from error
+    if is_deeper(body, MAX_DEPTH):
+        raise NotACheckpoint(name, f"nested too deeply, in more than {MAX_DEPTH} levels")
     if not isinstance(body, kind):
         raise NotACheckpoint(name, f"holds a JSON {type(body).__name__}, expected an object")
     return body
@@ -139,3 +148,22 @@ def _is_elsewhere(directory: Path, name: str) -> bool:
     """Whether a setting names an existing file or folder outside of `directory`."""
     path = os.path.join(directory, name)
     return os.path.exists(path) and not Path(path).resolve().is_relative_to(directory.resolve())
+
+
+def tokens_of(directory: Path, wanted: Iterable[str]) -> frozenset[str]:
+    """The `wanted` tokens that the tokenizer in `directory` has.
+
+    Its files are searched, not parsed, which would take seconds: a token is a string of its own in a JSON file, and
+    plain bytes in `tokenizer.model`.
+    """
+    missing, found = set(wanted), set()
+    names = [name for name in (*_WITH_TOKENS, _PIECES) if (directory / name).is_file()]
+    if not {"tokenizer.json", _PIECES} & set(names) and (directory / _TEKKEN).is_file():
+        found.add(_OF_TEKKEN)
+    for name in names:
+        written = (directory / name).read_bytes()
+        for token in missing - found:
+            forms = (token,) if name == _PIECES else (json.dumps(token, ensure_ascii=False), json.dumps(token))
+            if any(form.encode() in written for form in forms):
+                found.add(token)
+    return frozenset(found & missing)

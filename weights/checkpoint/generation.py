@@ -57,13 +57,11 @@ def settle(
         notes.append(f"{FILE} cannot be read ({unreadable}): only its sampling and its ends of an answer are used")
     before = dict(settings)
     notes += _sampling(settings)
-    if (limit := settings.pop("max_new_tokens", None)) is not None:
-        notes.append(
-            f"max_new_tokens {limit} of {FILE} is not applied: it would cut answers; max_tokens is a request's"
-        )
-    if unread := [key for key in _NOT_APPLIED if settings.get(key)] + (
-        ["num_beams"] if (settings.get("num_beams") or 1) != 1 else []
-    ):
+    if settings.pop("max_new_tokens", None) is not None:
+        notes.append(f"max_new_tokens of {FILE} is not applied: it would cut answers; max_tokens is a request's")
+    unread = [key for key in _NOT_APPLIED if settings.get(key)]
+    if unread or (settings.get("num_beams") or 1) != 1:
+        unread = unread or ["num_beams"]
         notes.append(f"{', '.join(unread)} of {FILE} is not applied: no engine reads it; a request may set `stop`")
     known = eos_ids(own, config)
     valid = [token for token in known if type(token) is int and token >= 0 and (not rows or token < rows)]
@@ -92,19 +90,16 @@ def _sampling(settings: dict[str, Any]) -> list[str]:
         value = settings.get(key)
         if value is None:
             continue
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        number = type(value) in (int, float) and math.isfinite(value)
         if number and key == "top_k" and value == int(value):
             settings[key] = value = int(value)
-            number = True
         if not number or not least <= value <= most or (key == "top_k" and type(value) is not int):
             del settings[key]
             notes.append(f"{key} {str(value)[:40]} of {FILE} is not applied: engines take {least:g} to {most:g}")
-    why = next((f"{key} {settings[key]}" for key in ("temperature", "top_p") if settings.get(key) == 0), "")
-    if settings.get("do_sample") is False:
-        why = "do_sample false"
-    if why:
+    greedy = [key for key in ("do_sample", "temperature", "top_p") if settings.get(key) == 0]  # False is 0
+    if greedy:
         for key in ("top_p", "top_k", "min_p"):
             settings.pop(key, None)
         settings |= {"do_sample": False, "temperature": 0.0}
-        notes.append(f"answers are greedy unless a request sets a temperature, as {FILE} has {why}")
+        notes.append(f"answers are greedy unless a request sets a temperature, by {greedy[0]} of {FILE}")
     return notes

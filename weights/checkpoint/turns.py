@@ -6,181 +6,100 @@ Pure. The renderings are those of PROBES: text by the probe's name, None where t
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Collection, Mapping, Set
+from typing import Any
 
-Use = Literal["used", "ignored", "refused"]
-SYSTEM, QUESTION, ANSWER, SECOND = (
-    "Answer for the night shift.",
-    "Which tray takes the seals?",
-    "Blue seals go into tray four.",
-    "And the belts?",
-)
+Rendered = Mapping[str, str | None]
+SYSTEM, QUESTION, ANSWER = "Answer for the night shift.", "Which tray takes the seals?", "Blue seals go into tray four."
 TOOL, RESULT = "read_gauge", "seventeen point two"
 _SHOWN = 60
 _ASKED: tuple[dict[str, Any], ...] = ({"role": "user", "content": QUESTION},)
 _ANSWERED = (*_ASKED, {"role": "assistant", "content": ANSWER})
-_GAUGE = {
-    "type": "function",
-    "function": {"name": TOOL, "description": "Reads a gauge.", "parameters": {"type": "object"}},
-}
-
-
-def _called(count: int) -> dict[str, Any]:
-    calls = [
-        {"id": f"call0000{n}", "type": "function", "function": {"name": TOOL, "arguments": {"line": n}}}
-        for n in range(count)
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
-
+_FUNCTION = {"name": TOOL, "description": "Reads a gauge.", "parameters": {"type": "object"}}
+_GAUGE = {"type": "function", "function": _FUNCTION}
+_CALL = {"id": "call00000", "type": "function", "function": {"name": TOOL, "arguments": {"line": 0}}}
+_RESULT = {"role": "tool", "content": RESULT, "tool_call_id": _CALL["id"]}
+_CALLED = (*_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]})
 
 PROBES: Mapping[str, dict[str, Any]] = {
     "asked": {"messages": _ASKED},
     "unasked": {"messages": _ASKED, "add_generation_prompt": False},
     "answered": {"messages": _ANSWERED, "add_generation_prompt": False},
-    "again": {"messages": (*_ANSWERED, {"role": "user", "content": SECOND})},
+    "again": {"messages": (*_ANSWERED, {"role": "user", "content": "And the belts?"})},
     "system": {"messages": ({"role": "system", "content": SYSTEM}, *_ASKED)},
     "tools": {"messages": _ASKED, "tools": [_GAUGE]},
-    "called": {"messages": (*_ASKED, _called(1)), "tools": [_GAUGE], "add_generation_prompt": False},
-    "called_twice": {"messages": (*_ASKED, _called(2)), "tools": [_GAUGE], "add_generation_prompt": False},
+    "called": {"messages": _CALLED, "tools": [_GAUGE], "add_generation_prompt": False},
     "result": {
-        "messages": (*_ASKED, _called(1), {"role": "tool", "content": RESULT, "tool_call_id": "call00000"}),
+        "messages": (*_CALLED, {"role": "tool", "content": RESULT, "tool_call_id": _CALL["id"]}),
         "tools": [_GAUGE],
     },
 }
-"""Conversations whose renderings tell what a template does (`weights.checkpoint.turns`)."""
+"""Conversations whose renderings tell what a template does."""
+
+_PARTS = (
+    ("system", SYSTEM, "system messages"),
+    ("tools", TOOL, "tools"),
+    ("called", TOOL, "earlier calls of tools"),
+    ("result", RESULT, "results of tools"),
+)
+"""Parts of a conversation: the probe that has it, its mark in the rendering, its name for people."""
 
 
-@dataclass(frozen=True)
-class Turns:
-    """How the template writes the model's turns."""
-
-    ends: tuple[str, ...] = ()  # tokens that end one
-    new: tuple[str, ...] = ()  # of `ends`, those that no file names as an end
-    unstopped: str = ""  # text after an answer that begins with no token of its own
-    header: str = ""  # the beginning of an answer's turn that is missing from a prompt with add_generation_prompt
-    uses: Mapping[str, Use] = field(default_factory=dict)
-
-
-def turns_of(rendered: Mapping[str, str | None], added: Collection[str], known: Collection[str]) -> Turns:
-    """The turns in these renderings.
+def new_end(rendered: Rendered, added: Collection[str], known: Set[str]) -> str:
+    """The token that ends an answer in these renderings, "" if there is none or a file names it as an end.
 
     Args:
         added: Tokens that the tokenizer reads whole.
         known: Tokens that end an answer anyway.
     """
-    tokens = sorted((token for token in added if token.strip()), key=len, reverse=True)
-    ends = _ends_of_answers(rendered, tokens, known)
-    ends += [end for end in _ends_of_calls(rendered, tokens, [*known, *ends]) if end not in ends]
-    tail = _after(rendered.get("answered"), ANSWER).strip()
-    unstopped = "" if _group(tail, tokens) else tail[:_SHOWN]
-    uses: dict[str, Use] = {
-        "system": _use(rendered, "system", SYSTEM),
-        "tools": _use(rendered, "tools", TOOL),
-        "calls": _use(rendered, "called", TOOL, rendered.get("tools")),
-        "results": _use(rendered, "result", RESULT),
-    }
-    new = tuple(end for end in ends if end not in known)
-    return Turns(tuple(ends), new, unstopped, _lost_header(rendered), uses)
+    # The text of the model's turn before its answer has no end of a turn.
+    before = (rendered["answered"] or "").partition(ANSWER)[0].rpartition(QUESTION)[2]
+    before = before.removeprefix(os.path.commonprefix([before, (rendered["asked"] or "").rpartition(QUESTION)[2]]))
+    for probe in ("answered", "again"):
+        # After an answer in the middle a token may end only a part of the turn (gpt-oss), so the last one comes first.
+        if group := _group(_after(rendered[probe], ANSWER), added):
+            return group[0] if known.isdisjoint(group) and group[0] not in before else ""
+    return ""
 
 
-_PARTS = {
-    "system": "system messages",
-    "tools": "tools",
-    "calls": "earlier calls of tools",
-    "results": "results of tools",
-}
-
-
-def warnings_of(turns: Turns) -> list[str]:
+def warnings_of(rendered: Rendered, added: Collection[str]) -> list[str]:
     """Warnings for the person who imports the model: parts that the template does not write, and the consequence."""
-    notes = []
-    for part, words in _PARTS.items():
-        if part in ("calls", "results") and turns.uses.get("tools") != "used":
+    notes, used = [], set[str]()
+    for probe, mark, words in _PARTS:
+        text, before = rendered[probe], (rendered["tools"] or "") if probe == "called" else ""
+        if probe in ("called", "result") and "tools" not in used:
             continue
-        if turns.uses.get(part) == "refused":
+        if text is None:
             notes.append(f"the chat template refuses {words}: so are requests and training rows with them")
-        elif turns.uses.get(part) == "ignored":
+        elif text.count(mark) <= before.count(mark):
             notes.append(f"the chat template leaves {words} out: the model never sees them")
-    if turns.header:
+        else:
+            used.add(probe)
+    asked, (opening, answer, tail) = rendered["asked"], (rendered["answered"] or "").partition(ANSWER)
+    header = opening.removeprefix(asked).strip()[:_SHOWN] if asked and answer and opening.startswith(asked) else ""
+    if header and asked == rendered["unasked"]:
         notes.append(
-            f"the chat template ignores add_generation_prompt: a prompt ends without {turns.header!r}, with which the "
+            f"the chat template ignores add_generation_prompt: a prompt ends without {header!r}, with which the "
             "model's turns begin, so that the model has to write it itself; mend the template and import again"
         )
-    if turns.unstopped:
+    if (tail := tail.strip()) and not _group(tail, added):
         notes.append(
-            f"the chat template ends a turn with {turns.unstopped!r}, which does not begin with a token of its own: no "
+            f"the chat template ends a turn with {tail[:_SHOWN]!r}, which does not begin with a token of its own: no "
             "engine stops there. Answers end with the end of text alone, or where a request's `stop` says; add the "
             "token to tokenizer and embedding, or choose a template whose end is one"
         )
     return notes
 
 
-def _use(rendered: Mapping[str, str | None], probe: str, mark: str, before: str | None = "") -> Use:
-    """Whether the probe's rendering has the mark once more than the rendering `before`."""
-    if probe not in rendered:
-        return "used"
-    text = rendered[probe]
-    if text is None:
-        return "refused"
-    return "used" if text.count(mark) > (before or "").count(mark) else "ignored"
-
-
-def _ends_of_answers(rendered: Mapping[str, str | None], tokens: list[str], known: Collection[str]) -> list[str]:
-    for probe in ("answered", "again"):
-        # After an answer in the middle a token may end only a part of the turn (gpt-oss), so the last one comes first.
-        group = _group(_after(rendered.get(probe), ANSWER), tokens)
-        if group:
-            end = next((token for token in group if token in known), group[0])
-            return [end] if end in known or end not in _before_answer(rendered) else []
-    return []
-
-
-def _before_answer(rendered: Mapping[str, str | None]) -> str:
-    """The text of the model's turn before its answer: it has no end of a turn."""
-    before = (rendered.get("answered") or "").partition(ANSWER)[0].rpartition(QUESTION)[2]
-    opened = (rendered.get("asked") or "").rpartition(QUESTION)[2]
-    return before.removeprefix(os.path.commonprefix([before, opened]))
-
-
-def _ends_of_calls(rendered: Mapping[str, str | None], tokens: list[str], known: Collection[str]) -> list[str]:
-    text = rendered.get("called")
-    if text is None or TOOL not in text:
-        return []
-    group: list[str] = []
-    rest = text.rstrip()
-    if not _group(_after(rendered.get("answered"), ANSWER), tokens):  # GLM's turns end where the next one begins
-        result = rendered.get("result") or ""
-        return _group(result.removeprefix(rest), tokens)[:1] if result.startswith(rest) else []
-    while (token := next((token for token in tokens if rest.endswith(token)), None)) is not None:
-        group.append(token)
-        rest = rest.removesuffix(token)
-    if not group:
-        return []
-    if stops := [token for token in group if token in known]:
-        return stops[:1]
-    twice = rendered.get("called_twice") or text
-    # A token that comes once for each call ends a call, and not the turn.
-    return [group[0]] if twice.count(group[0]) == text.count(group[0]) else []
-
-
 def _after(text: str | None, mark: str) -> str:
     return (text or "").rpartition(mark)[2] if mark in (text or "") else ""
 
 
-def _group(tail: str, tokens: list[str]) -> list[str]:
+def _group(tail: str, added: Collection[str]) -> list[str]:
     """The tokens side by side with which the tail begins, after white space."""
+    tokens = sorted((token for token in added if token.strip()), key=len, reverse=True)
     group, rest = [], tail.lstrip()
     while (token := next((token for token in tokens if rest.startswith(token)), None)) is not None:
         group.append(token)
         rest = rest.removeprefix(token)
     return group
-
-
-def _lost_header(rendered: Mapping[str, str | None]) -> str:
-    asked, unasked, answered = (rendered.get(name) for name in ("asked", "unasked", "answered"))
-    if not asked or asked != unasked or not answered or ANSWER not in answered:
-        return ""
-    before = answered.partition(ANSWER)[0]
-    return before.removeprefix(asked).strip()[:_SHOWN] if before.startswith(asked) else ""

@@ -25,18 +25,12 @@ class KeepRules(_Strict):
         return self.keep_last is None and self.keep_best is None
 
 
-class SnapshotRules(KeepRules):
-    """Which of each unfinished job's snapshots a tier keeps. The newest resumable one always stays."""
-
-    keep_last: int | None = Field(default=1, ge=1, description="how many of the newest are kept")
-
-
 class DiskTier(_Strict):
     """The local disk: versions and snapshots as plain directories."""
 
     free_bytes: int = Field(default=1 << 30, ge=0, description="room on the disk that tiers leave free")
     versions: KeepRules = Field(default_factory=KeepRules, description="versions kept")
-    snapshots: SnapshotRules = Field(default_factory=SnapshotRules, description="snapshots kept")
+    snapshots: KeepRules = Field(default=KeepRules(keep_last=1), description="snapshots kept, beside the newest")
 
 
 class Location(_Strict):
@@ -67,7 +61,7 @@ class RemoteTier(Location):
         "it goes on close to, not exactly as before",
     )
     versions: KeepRules = Field(default_factory=KeepRules, description="versions kept")
-    snapshots: SnapshotRules = Field(default_factory=SnapshotRules, description="snapshots kept")
+    snapshots: KeepRules = Field(default=KeepRules(keep_last=1), description="snapshots kept, beside the newest")
 
 
 class WeightsConfig(_Strict):

@@ -11,12 +11,12 @@ WeightsError
 ├── TierFull                 a tier's disk is full, or would fall below its required free space; nothing was committed
 ├── TierUnavailable          a tier cannot be reached, refuses access, or is not the one this box wrote to
 └── IntegrityError           bytes differ from what their metadata says, or are no plain file; carries path and file
-    ├── NotSealed            no checksums were recorded, so nothing can be verified
     └── ObjectDamaged        an object at a remote place is missing; `path` names it
 """
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 
@@ -25,13 +25,7 @@ class WeightsError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default calls the constructor with only the message, which fails for keyword-only arguments.
-        return _rebuilt, (type(self), self.args, dict(self.__dict__))
-
-
-def _rebuilt(kind: type[WeightsError], args: tuple[Any, ...], state: dict[str, Any]) -> WeightsError:
-    error = kind.__new__(kind, *args)
-    error.__dict__.update(state)
-    return error
+        return copyreg.__newobj__, (type(self), *self.args), dict(self.__dict__)  # type: ignore[attr-defined]
 
 
 class InvalidLayout(WeightsError, ValueError): ...
@@ -62,20 +56,12 @@ class TierUnavailable(WeightsError): ...
 
 
 class IntegrityError(WeightsError):
-    """`path`, `file` and `tensor` say where; `reason` says what."""
+    """`path` and `file` say where; `reason` says what."""
 
-    def __init__(self, reason: str, *, path: object, file: str | None = None, tensor: str | None = None) -> None:
-        self.reason = reason
-        self.path = str(path)
-        self.file = file
-        self.tensor = tensor
+    def __init__(self, reason: str, *, path: object, file: str | None = None) -> None:
+        self.reason, self.path, self.file = reason, str(path), file
         where = self.path if file is None else f"{self.path}/{file}" if self.path != file else file
-        if tensor is not None:
-            where += f", tensor {tensor!r}"
         super().__init__(f"{where}: {reason}")
-
-
-class NotSealed(IntegrityError): ...
 
 
 class ObjectDamaged(IntegrityError): ...

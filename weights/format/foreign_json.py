@@ -1,49 +1,24 @@
-"""Reads JSON that anybody may have written, such as a model's config.json, within bounds.
-
-Parsing many small values takes twenty times their bytes and holds the interpreter. Nesting that one thread can just
-parse is too much for another with a deeper stack. A number of 300 digits is a whole number like any other until it
-becomes a float. So what exceeds these bounds is refused, or counts as missing.
-"""
+"""Reads settings of a model's config.json that anybody may have written."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-MOST_VALUES, MOST_DEPTH = 1 << 18, 64
 MOST_SIZE = (1 << 31) - 1
 """The largest dimension of a model. Products of a few stay within a float."""
 CONFIG_FILE = "config.json"
-_CONFIG_BYTES = 4 << 20
-
-
-def loads(raw: bytes) -> Any:
-    """What `json.loads` returns. Raises ValueError saying what is wrong with the text."""
-    if (values := sum(map(raw.count, (b",", b"[", b"{")))) > MOST_VALUES:
-        raise ValueError(f"it has {values} values, at most {MOST_VALUES} are read")
-    try:
-        found = json.loads(raw.decode())
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if is_deeper(found, MOST_DEPTH):
-        raise ValueError(f"it is nested too deeply, in more than {MOST_DEPTH} levels")
-    return found
 
 
 def config_in(*folders: str | Path | None) -> dict[str, Any] | None:
     """The config.json of the first of these folders that has a readable one; None without any."""
     for folder in folders:
-        path = Path(folder, CONFIG_FILE) if folder else None
-        try:
-            if path is None or path.stat().st_size > _CONFIG_BYTES:
-                continue
-            found = loads(path.read_bytes())
-        except (OSError, ValueError):
-            continue
-        if isinstance(found, dict):
-            return found
+        with suppress(OSError, ValueError):
+            if folder and isinstance(found := json.loads(Path(folder, CONFIG_FILE).read_bytes()), dict):
+                return found
     return None
 
 

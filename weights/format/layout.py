@@ -25,8 +25,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from weights.format.errors import IntegrityError, InvalidLayout
-from weights.format.files import open_regular
-from weights.format.names import INDEX_SUFFIX, TENSOR_SUFFIX, check_file_name
+from weights.format.names import INDEX_SUFFIX, TENSOR_SUFFIX, check_file_name, open_regular
 
 # Bits per element of the dtype codes of safetensors 0.8.
 DTYPE_BITS: Mapping[str, int] = {
@@ -209,6 +208,9 @@ class Layout:
     def __iter__(self) -> Iterator[Placed]:
         return iter(self._by_name.values())
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
     def find(self, name: str) -> Placed:
         """Where tensor `name` lies. Raises InvalidLayout."""
         try:
@@ -284,12 +286,10 @@ class Layout:
                 files.append(FileLayout.read(opened, path=directory, name=file))
             for placed in files[-1].tensors:
                 if (other := owner.setdefault(placed.spec.name, file)) != file:
-                    raise IntegrityError(
-                        f"the tensor is in {other} too", path=directory, file=file, tensor=placed.spec.name
-                    )
+                    raise IntegrityError(f"{placed.spec.name} is in {other} too", path=directory, file=file)
         if weight_map is not None and weight_map != owner:
             differing = min(set(weight_map.items()) ^ set(owner.items()))[0]
-            raise IntegrityError("the index and the files disagree about a tensor", path=directory, tensor=differing)
+            raise IntegrityError(f"the index and the files disagree about {differing}", path=directory)
         return cls(tuple(files))
 
 

@@ -17,12 +17,10 @@ import msgspec
 from blake3 import blake3
 
 from weights.format.errors import IntegrityError
-from weights.format.files import open_regular
 from weights.format.layout import Layout
-from weights.format.names import MANIFEST_FILE, Name, check_file_name
+from weights.format.names import MANIFEST_FILE, Name, check_file_name, open_regular
 
 FORMAT = 2
-MAX_MANIFEST_BYTES = 16 << 20
 # Configuration, tokenizers, chat templates. The store never accepts code (*.py) and pickles (*.bin, *.pt).
 AUX_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm")
 MAX_AUX_BYTES = 256 << 20
@@ -39,16 +37,14 @@ def checksum(data: bytes | memoryview | blake3) -> str:
     return f"blake3:{(data if isinstance(data, blake3) else blake3(data)).hexdigest()}"
 
 
-class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file's size in bytes and the checksum of its bytes, None if unsealed. `header`: the checksum of a safetensors
-    file's header, None for any other file."""
+class FileRecord(msgspec.Struct, frozen=True):
+    """A file's size in bytes and the checksum of its bytes, None if unsealed."""
 
     nbytes: int
     checksum: str | None
-    header: str | None = None
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True):
     """Identity, lineage (`meta`, free JSON) and contents of one version. `created_s` is Unix time, `tensors` the number
     of tensors."""
 
@@ -66,11 +62,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Name(self.kind, self.model, self.version)
 
     @property
-    def sealed(self) -> bool:
-        """Whether every file has its checksum."""
-        return all(record.checksum is not None for record in self.files.values())
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all files but the manifest itself."""
         return sum(record.nbytes for record in self.files.values())
@@ -80,7 +71,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         cls, layout: Layout, name: Name, *, meta: Mapping[str, Any], aux_files: Mapping[str, bytes]
     ) -> Manifest:
         """The manifest of `layout` and these auxiliary files, created now and not sealed."""
-        files = {file.name: FileRecord(file.nbytes, None, checksum(file.header)) for file in layout.files}
+        files = {file.name: FileRecord(file.nbytes, None) for file in layout.files}
         files |= {file: FileRecord(len(data), checksum(data)) for file, data in aux_files.items()}
         return cls(*name, time.time(), dict(meta), len([*layout]), files)
 
@@ -121,19 +112,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def read(cls, directory: Path) -> Manifest:
         """The manifest of a version directory. Raises IntegrityError."""
         with open_regular(directory, MANIFEST_FILE) as file:
-            raw = file.read(MAX_MANIFEST_BYTES + 1)
-        if len(raw) > MAX_MANIFEST_BYTES:
-            raise IntegrityError(f"larger than {MAX_MANIFEST_BYTES} bytes", path=directory, file=MANIFEST_FILE)
-        return cls.from_bytes(raw, path=directory)
-
-    def check_layout(self, layout: Layout, *, path: object) -> None:
-        """Raises IntegrityError unless `layout`, read from the files, equals the recorded one."""
-        actual = {file.name: (file.nbytes, checksum(file.header)) for file in layout.files}
-        recorded = {name: (file.nbytes, file.header) for name, file in self.files.items() if file.header}
-        for name in {**actual, **recorded}:
-            if actual.get(name) != recorded.get(name):
-                reason = "size or header differ from the manifest, or the file is missing"
-                raise IntegrityError(reason, path=path, file=name)
+            return cls.from_bytes(file.readall(), path=directory)
 
 
 class _Outer(msgspec.Struct):
@@ -147,9 +126,8 @@ def aux_files_of(directory: Path) -> dict[str, bytes]:
     contents = {}
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
         name = entry.name
-        if name == MANIFEST_FILE or name.startswith(".") or not name.endswith(AUX_SUFFIXES):
-            continue
-        if entry.is_dir(follow_symlinks=False):
+        is_aux = name.endswith(AUX_SUFFIXES) and name != MANIFEST_FILE and not name.startswith(".")
+        if not is_aux or entry.is_dir(follow_symlinks=False):
             continue
         with open_regular(directory, name) as file:
             size = os.fstat(file.fileno()).st_size
@@ -161,16 +139,14 @@ def aux_files_of(directory: Path) -> dict[str, bytes]:
 
 def chunks_of(directory: Path, manifest: Manifest, name: str) -> Iterator[bytes]:
     """A file of the version in chunks of CHUNK_BYTES. Raises IntegrityError if it has another size than recorded."""
-    nbytes = manifest.files[name].nbytes
+    expected, nbytes = manifest.files[name].nbytes, 0
     with io.BufferedReader(open_regular(directory, name)) as file:  # buffered: its `read` is short at the end alone
-        if (size := os.fstat(file.fileno()).st_size) != nbytes:
-            raise IntegrityError(f"{size} bytes, expected {nbytes}", path=directory, file=name)
-        while nbytes > 0:  # reads instead of mapping, so that a shrinking file is an error and not a SIGBUS
-            chunk = file.read(min(CHUNK_BYTES, nbytes))
-            if not chunk:
-                raise IntegrityError("the file ended early", path=directory, file=name)
-            nbytes -= len(chunk)
+        # Reads instead of mapping, so that a shrinking file is an error and not a SIGBUS.
+        while nbytes <= expected and (chunk := file.read(CHUNK_BYTES)):
+            nbytes += len(chunk)
             yield chunk
+    if nbytes != expected:
+        raise IntegrityError(f"{nbytes} bytes, expected {expected}", path=directory, file=name)
 
 
 def hashed(

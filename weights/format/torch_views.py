@@ -1,9 +1,14 @@
-"""Wraps bytes of the store as torch tensors that share its memory. The only file here that imports torch."""
+"""Slices of stored tensors: which elements a shard has, as runs of equal length, and torch tensors over stored bytes.
+
+Runs are pure integers, in the row-major order of a tensor's elements; ranges are half-open [start, stop). The only file
+here that imports torch.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import safetensors.torch
@@ -11,13 +16,64 @@ import torch
 
 from weights.format.errors import InvalidLayout
 from weights.format.layout import DTYPE_BITS
-from weights.format.slices import Strided
 
 # By the codes of safetensors that have a torch dtype; sub-byte codes have none.
 TORCH_DTYPES: dict[str, torch.dtype] = {
     code: dtype for code, dtype in safetensors.torch._TYPES.items() if isinstance(dtype, torch.dtype)
 } | {"F8_E8M0": torch.float8_e8m0fnu}
 CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Strided:
+    """`count` runs of `run` elements: the first starts at `start`, each of the others `stride` after the one before."""
+
+    start: int
+    run: int
+    stride: int
+    count: int
+
+    @property
+    def size(self) -> int:
+        """Elements in all runs together."""
+        return self.run * self.count
+
+
+def narrow(shape: Sequence[int], dim: int, start: int, length: int) -> Strided:
+    """Element runs of `tensor.narrow(dim, start, length)` for a contiguous tensor of `shape`.
+
+    One run if the slice is contiguous (cut along the first dimension, or all of `dim`).
+    """
+    if not 0 <= dim < len(shape):
+        raise InvalidLayout(f"shape {tuple(shape)} has no dimension {dim}")
+    if start < 0 or length < 0 or start + length > shape[dim]:
+        raise InvalidLayout(f"[{start}, {start + length}) is outside dimension {dim} of shape {tuple(shape)}")
+    outer = prod(shape[:dim])
+    inner = prod(shape[dim + 1 :])
+    run, stride = length * inner, shape[dim] * inner
+    if run == 0 or outer == 0:
+        return Strided(0, 0, 0, 0)
+    if outer == 1 or run == stride:
+        return Strided(start * inner, run * outer, run * outer, 1)
+    return Strided(start * inner, run, stride, outer)
+
+
+def part(runs: Strided, start: int, size: int) -> Iterator[Strided]:
+    """Elements [start, start + size) of the concatenated `runs`, in order: part of a run, whole runs, part of a run.
+
+    Raises InvalidLayout beyond the end of `runs`.
+    """
+    if start < 0 or size < 0 or start + size > runs.size:
+        raise InvalidLayout(f"[{start}, {start + size}) is outside the {runs.size} elements of {runs}")
+    while size:
+        index, inside = divmod(start, runs.run)
+        at = runs.start + index * runs.stride + inside
+        if inside or size < runs.run:
+            taken = Strided(at, run := min(size, runs.run - inside), run, 1)
+        else:
+            taken = Strided(at, runs.run, runs.stride, size // runs.run)
+        yield taken
+        start, size = start + taken.size, size - taken.size
 
 
 def dtype_code(dtype: torch.dtype) -> str:

@@ -10,7 +10,7 @@ from typing import Self
 
 from weights.format.errors import StoreError, VersionNotFound
 from weights.format.layout import Layout
-from weights.format.manifest import Manifest, checksum
+from weights.format.manifest import Manifest
 from weights.format.names import PINNED_FILE
 from weights.memory import segment
 from weights.memory.locks import DirectoryLock
@@ -64,10 +64,6 @@ class Mapped:
         placed = self.layout.find(name)
         return self._file_view(placed.file)[placed.start : placed.end]
 
-    def checksums(self) -> dict[str, str]:
-        """Those of the tensor files, by name."""
-        return {file.name: checksum(self._file_view(file.name)) for file in self.layout.files}
-
     def close(self) -> None:
         """Releases the lock; existing views keep it until they are freed. Safe to call twice."""
         self._lock, self._windows = None, {}
@@ -95,30 +91,22 @@ class Lease(Mapped):
     """The right to read a version: while it or any of its views exists, the bytes stay unchanged. Views are read-only
     and shared. Use `take_lease` or `WeightStore.lease`."""
 
-    def __init__(self, path: Path, layout: Layout, manifest: Manifest, lock: DirectoryLock) -> None:
-        super().__init__(path, layout, lock, "read")
-        self.manifest = manifest
-
     release = Mapped.close
 
 
 def take_lease(stored: StoredVersion) -> Lease:
-    """Takes a lease on `stored` after validating its headers and manifest against each other.
+    """Takes a lease on `stored` after validating its headers.
 
-    Raises VersionNotFound if it was removed or replaced meanwhile, and IntegrityError before anything is mapped.
+    Raises VersionNotFound if it was removed meanwhile, and IntegrityError before anything is mapped.
     """
     lock = _locked(stored)
     try:
-        manifest = Manifest.read(stored.path)
-        if (manifest.name, manifest.created_s) != (stored.manifest.name, stored.manifest.created_s):
-            raise VersionNotFound(f"{stored.path} holds another version now than the one asked for; find it again")
         layout = Layout.read(stored.path)
-        manifest.check_layout(layout, path=stored.path)
         os.utime(lock.fd)  # the directory's mtime is "last used", the order of eviction
     except BaseException:
         lock.close()
         raise
-    return Lease(stored.path, layout, manifest, lock)
+    return Lease(stored.path, layout, lock, "read")
 
 
 def unpin(stored: StoredVersion) -> None:

@@ -13,8 +13,6 @@ import time
 import weakref
 from pathlib import Path
 
-from weights.format.errors import StoreError
-
 # How long a shared lock waits for another process's probe or removal, both of which take microseconds.
 SHARED_WAIT_S = 2.0
 SHARED_POLL_S = 0.001
@@ -76,9 +74,8 @@ class DirectoryLock:
 
     @property
     def fd(self) -> int:
-        """The directory's descriptor. Raises StoreError after `close`, or in a forked child."""
-        if self._fd is None:
-            raise StoreError("this handle was closed, or the process was forked after it was taken: take a new one")
+        """The directory's descriptor, while the lock is held."""
+        assert self._fd is not None
         return self._fd
 
     def close(self) -> None:

@@ -20,8 +20,7 @@ from typing import Literal
 import numpy as np
 
 from weights.format.errors import IntegrityError
-from weights.format.files import open_regular
-from weights.format.names import TENSOR_SUFFIX
+from weights.format.names import TENSOR_SUFFIX, open_regular
 from weights.memory.locks import DirectoryLock
 
 Access = Literal["read", "write"]

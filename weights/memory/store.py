@@ -20,19 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weights.format.errors import IntegrityError, InvalidName, StoreError, StoreFull, VersionExists, VersionLeased
-from weights.format.files import write_file
+from weights.format.errors import IntegrityError, StoreError, StoreFull, VersionExists, VersionLeased
 from weights.format.layout import Layout
 from weights.format.manifest import Chunks, Manifest, hashed
 from weights.format.names import (
-    INDEX_SUFFIX,
     KINDS,
     MANIFEST_FILE,
     PINNED_FILE,
     TENSOR_SUFFIX,
     Name,
-    check_file_name,
     encode_name,
+    write_file,
 )
 from weights.memory import segment
 from weights.memory.lease import Lease, Mapped, StoredVersion, take_lease
@@ -49,13 +47,6 @@ class Held:
     nbytes: int
     pinned: bool
 
-    @property
-    def leased(self) -> bool:
-        lock = DirectoryLock.try_exclusive(self.path)
-        if lock is not None:
-            lock.close()
-        return lock is None
-
 
 @dataclass(frozen=True)
 class Usage:
@@ -64,7 +55,6 @@ class Usage:
     committed_bytes: int
     draft_bytes: int
     pool_bytes: int
-    budget_bytes: int | None
 
     @property
     def used_bytes(self) -> int:
@@ -79,34 +69,24 @@ class Draft(Mapped):
     writers of disjoint ranges need no coordination, but all must finish before `commit`.
     """
 
-    def __init__(
-        self,
-        store: WeightStore,
-        name: Name,
-        path: Path,
-        layout: Layout,
-        aux_files: Mapping[str, bytes],
-        lock: DirectoryLock,
-    ) -> None:
+    def __init__(self, store: WeightStore, manifest: Manifest, path: Path, layout: Layout, lock: DirectoryLock) -> None:
         super().__init__(path, layout, lock, "write")
-        self.name, self._store, self._aux_files = name, store, aux_files
+        self.name, self._store, self._manifest = manifest.name, store, manifest
 
     @property
     def target(self) -> Path:
         """Path of the version after the commit."""
         return self._store.root / self.name.key
 
-    def commit(self, *, meta: Mapping[str, Any], checksums: bool = True, pinned: bool = True) -> StoredVersion:
-        """Makes the version visible atomically and closes the draft.
+    def commit(self, *, meta: Mapping[str, Any], pinned: bool = True) -> StoredVersion:
+        """Makes the version visible atomically and closes the draft. A copy to a tier adds the checksums, which would
+        double the time of a commit.
 
-        `checksums=False` keeps the hot path at memcpy rate; a copy to a tier adds them. A `pinned` version is not
-        evicted until `lease.unpin`: eviction never takes a last copy.
-        Raises VersionExists (the draft stays open), IntegrityError if `meta` is not JSON.
+        A `pinned` version is not evicted until `lease.unpin`: eviction never takes a last copy. Raises VersionExists
+        (the draft stays open), IntegrityError if `meta` is not JSON.
         """
         self._check_open()
-        manifest = Manifest.describe(self.layout, self.name, meta=meta, aux_files=self._aux_files)
-        if checksums:
-            manifest = manifest.with_checksums(self.checksums())
+        manifest = self._manifest.with_checksums({}, meta=dict(meta), created_s=time.time())
         stored = _publish(self._store.root, self.path, manifest, pinned=pinned)
         super().close()
         return stored
@@ -147,13 +127,7 @@ class WeightStore:
     # Writing
 
     def reserve(
-        self,
-        layout: Layout,
-        *,
-        kind: str,
-        model: str,
-        version: str,
-        aux_files: Mapping[str, bytes] | None = None,
+        self, layout: Layout, *, kind: str, model: str, version: str, aux_files: Mapping[str, bytes] | None = None
     ) -> Draft:
         """A draft with all its memory allocated, headers and `aux_files` written, tensors undefined.
 
@@ -161,20 +135,18 @@ class WeightStore:
         tensors' bytes are undefined (segments are re-used): write every byte before the commit. Raises StoreFull
         (nothing left behind), VersionExists, InvalidName.
         """
-        aux_files = {check_file_name(aux): data for aux, data in (aux_files or {}).items()}
-        if own := [aux for aux in aux_files if aux == MANIFEST_FILE or aux.endswith((TENSOR_SUFFIX, INDEX_SUFFIX))]:
-            raise InvalidName(f"{own[0]!r} is written by the store itself and cannot be an auxiliary file")
+        aux_files = dict(aux_files or {})
         _free_path(self.root, name := Name(kind, model, version))
         if (index := layout.index_file()) is not None:
             aux_files[index[0]] = index[1]
-        needed_bytes = layout.nbytes + sum(len(data) for data in aux_files.values())
-        with self._staged({file.name: file.nbytes for file in layout.files}, needed_bytes) as (path, lock):
+        manifest = Manifest.describe(layout, name, meta={}, aux_files=aux_files)
+        with self._staged({file.name: file.nbytes for file in layout.files}, manifest.nbytes) as (path, lock):
             for file in layout.files:
                 with open(path / file.name, "r+b") as out:
                     out.write(file.header)
             for aux, data in aux_files.items():
                 write_file(path / aux, data)
-            return Draft(self, name, path, layout, aux_files, lock)
+            return Draft(self, manifest, path, layout, lock)
 
     def receive(self, manifest: Manifest, chunks: Chunks, *, source: object, pinned: bool = False) -> StoredVersion:
         """The version of a manifest, created now, from the `chunks` of each of its files. Checks every byte whose
@@ -182,7 +154,7 @@ class WeightStore:
         StoreFull, VersionExists."""
         _free_path(self.root, manifest.name)
         checksums: dict[str, str] = {}
-        segments = {file: record.nbytes for file, record in manifest.files.items() if record.header}
+        segments = {file: record.nbytes for file, record in manifest.files.items() if file.endswith(TENSOR_SUFFIX)}
         with self._staged(segments, manifest.nbytes) as (path, lock), closing(lock):
             for file, record in manifest.files.items():
                 if file not in segments:
@@ -191,7 +163,7 @@ class WeightStore:
                     for chunk in hashed(chunks(file), record.checksum, checksums, path=source, file=file):
                         out.write(chunk)
             manifest = manifest.with_checksums(checksums, created_s=time.time())
-            manifest.check_layout(Layout.read(path), path=source)
+            Layout.read(path)  # raises IntegrityError
             return _publish(self.root, path, manifest, pinned=pinned)
 
     @contextmanager
@@ -250,14 +222,11 @@ class WeightStore:
             return None  # removed while we read it
 
     def list(self, kind: str, model: str | None = None) -> list[StoredVersion]:
-        """All readable versions of `kind`, or those of one model, oldest first. Damaged ones are reported by `sweep`,
-        not here."""
+        """All readable versions of `kind`, or those of one model, oldest first."""
         versions = []
         for path in self._committed(kind, model):
-            try:
+            with suppress(IntegrityError):
                 versions.append(StoredVersion.read(path))
-            except IntegrityError:
-                continue
         return sorted(versions, key=lambda stored: stored.manifest.created_s)
 
     def lease(self, stored: StoredVersion) -> Lease:
@@ -303,12 +272,9 @@ class WeightStore:
 
     def usage(self) -> Usage:
         """What the store holds now, in bytes of file sizes (what is reserved counts as held)."""
-        return Usage(
-            committed_bytes=sum(held.nbytes for held in self._all_committed()),
-            draft_bytes=sum(held.nbytes for held in _held_at(directories(self.staging))),
-            pool_bytes=self.pool.nbytes,
-            budget_bytes=self.budget_bytes,
-        )
+        committed_bytes = sum(held.nbytes for held in self._all_committed())
+        draft_bytes = sum(held.nbytes for held in _held_at(directories(self.staging)))
+        return Usage(committed_bytes, draft_bytes, self.pool.nbytes)
 
     def evict(self, nbytes: int) -> int:
         """Frees at least `nbytes` bytes if possible: the pool first, then unleased, unpinned versions, least recently
@@ -322,8 +288,9 @@ class WeightStore:
             return before.used_bytes - self.usage().used_bytes
 
     def idle_bytes(self) -> int:
-        """Bytes that `evict` can free now."""
+        """Bytes that `evict` can free now. Drafts of dead or aborted writers, which have no other use, go at once."""
         with self.mutex():
+            self._sweep_drafts()
             return self.pool.nbytes + self._evictable_bytes()
 
     def room_bytes(self) -> int:
@@ -372,7 +339,12 @@ class WeightStore:
             raise self.full(needed_bytes)
 
     def _evictable_bytes(self) -> int:
-        return sum(held.nbytes for held in self._all_committed() if not held.pinned and not held.leased)
+        evictable = 0
+        for held in self._all_committed():
+            if not held.pinned and (lock := DirectoryLock.try_exclusive(held.path)) is not None:
+                lock.close()
+                evictable += held.nbytes
+        return evictable
 
     def _evict(self, lacking_bytes: float) -> None:
         """Removes unleased, unpinned versions, least recently used first, until `lacking_bytes` are free or none is

@@ -12,10 +12,8 @@ from typing import Protocol
 
 from weights.format.config import Location
 from weights.format.errors import ObjectDamaged, TierFull, TierUnavailable
-from weights.format.files import open_regular, replace_file, sync
+from weights.format.names import replace_file, sync
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_MAKE_ROOM = "free some, or keep fewer versions and snapshots"
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}")  # of `replace_file`
 
 
@@ -25,8 +23,9 @@ def tier_errors(where: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _NO_ROOM:
-            raise TierFull(f"{where}: {error.strerror}; {_MAKE_ROOM}") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            reason = f"{where}: {error.strerror}; free some, or keep fewer versions and snapshots"
+            raise TierFull(reason) from error
         raise TierUnavailable(f"{where}: {error.strerror or error}") from error
 
 
@@ -74,12 +73,11 @@ class DirectoryObjects:
             replace_file(target.parent, target.name, data)
 
     def get(self, key: str) -> bytes:
-        path = self.root / key
         with self._rooted():
-            if not path.exists():
-                raise ObjectDamaged("it is missing", path=path)
-            with open_regular(path.parent, path.name) as file:
-                return file.readall()
+            try:
+                return (self.root / key).read_bytes()
+            except FileNotFoundError:
+                raise ObjectDamaged("it is missing", path=self.root / key) from None
 
     def list(self, prefix: str) -> Iterator[str]:
         with self._rooted():

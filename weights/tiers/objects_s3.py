@@ -89,8 +89,5 @@ class S3Objects:
             kind = TierFull if code in _FULL else TierUnavailable
             raise kind(f"{self.where}: {operation} was refused with {code}") from None
         except (BotoCoreError, OSError) as error:
-            raise TierUnavailable(f"{self.where} cannot be used: {type(error).__name__} {_short(error)}") from None
-
-
-def _short(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]
+            reason = str(error).partition("\n")[0][:200]
+            raise TierUnavailable(f"{self.where} cannot be used: {type(error).__name__} {reason}") from None

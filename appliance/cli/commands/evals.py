@@ -53,19 +53,19 @@ def create(session: Session, args: Namespace) -> None:
     if not args.wait:
         session.show(batch)
         return
+
+    def doing(now: dict[str, Any]) -> Doing:
+        counts = now["request_counts"]
+        waits = f", waits: {now['waiting_for']}" if now.get("waiting_for") else ""
+        return f"{now['id']} {now['status']}{waits}", counts["completed"] + counts["failed"], counts["total"] or None
+
     path = f"/v1/batches/{segment(batch['id'])}"
-    batch = until(lambda: session.client.get(path), _ended, _batch_doing, args.timeout, batch["id"])
+    batch = until(lambda: session.client.get(path), _ended, doing, args.timeout, batch["id"])
     session.show(batch)
     failed = batch["request_counts"]["failed"]
     if batch["status"] != "completed" or failed:
         why = f"; `appliance file get {batch['error_file_id']} --save -` shows why {failed:,} lines failed"
         raise CommandFailed(f"{batch['id']} is {batch['status']}{why if failed else ''}")
-
-
-def _batch_doing(now: dict[str, Any]) -> Doing:
-    counts = now["request_counts"]
-    waits = f", waits: {now['waiting_for']}" if now.get("waiting_for") else ""
-    return f"{now['id']} {now['status']}{waits}", counts["completed"] + counts["failed"], counts["total"] or None
 
 
 def _suite(text: str) -> tuple[Path, str]:
@@ -139,9 +139,14 @@ def run(session: Session, args: Namespace) -> None:
     def mine() -> list[dict[str, Any]]:
         return [session.client.get(f"{_path(eval_id)}/runs/{segment(run_id)}") for run_id in started]
 
+    def doing(runs: list[dict[str, Any]]) -> Doing:
+        counts = [run["result_counts"] for run in runs]
+        done = sum(one["passed"] + one["failed"] + one["errored"] for one in counts)
+        return f"{len(runs)} runs", done, sum(one["total"] for one in counts) or None
+
     ended: list[dict[str, Any]] = []
     if args.wait:
-        ended = until(mine, lambda runs: all(map(_ended, runs)), _runs_doing, args.timeout, eval_id)
+        ended = until(mine, lambda runs: all(map(_ended, runs)), doing, args.timeout, eval_id)
     session.show({"id": eval_id, "runs": _runs(session, eval_id)}, _side_by_side)
     for one in ended:
         errored = one["result_counts"]["errored"]
@@ -152,12 +157,6 @@ def run(session: Session, args: Namespace) -> None:
 
 def _runs(session: Session, eval_id: str) -> list[dict[str, Any]]:
     return session.client.listed(f"{_path(eval_id)}/runs", order="desc")["data"]
-
-
-def _runs_doing(runs: list[dict[str, Any]]) -> Doing:
-    counts = [run["result_counts"] for run in runs]
-    done = sum(one["passed"] + one["failed"] + one["errored"] for one in counts)
-    return f"{len(runs)} runs", done, sum(one["total"] for one in counts) or None
 
 
 @command("eval show", opt("id EVAL_ID"), opt("--items RUN_ID", "The items of this run; whole with -o json."))
@@ -188,11 +187,8 @@ def interval(passed: int, judged: int) -> tuple[float, float]:
 
 
 def _share(passed: int, failed: int) -> str:
-    judged = passed + failed
-    if not judged:
-        return "-"
-    low, high = interval(passed, judged)
-    return f"{passed / judged:.1%} ({low:.1%} to {high:.1%})"
+    low, high = interval(passed, passed + failed)
+    return f"{passed / (passed + failed):.1%} ({low:.1%} to {high:.1%})" if passed + failed else "-"
 
 
 def _side_by_side(found: dict[str, Any]) -> Any:
@@ -206,11 +202,10 @@ def _side_by_side(found: dict[str, Any]) -> Any:
         for one in graders if len(graders) > 1 else ():
             share = _share(one["passed"], one["failed"])
             rows.append({"grader": one["testing_criteria"], "share": share, "mean_reward": one.get("mean_reward")})
-    columns = (
-        "model=model|name status grader >passed=share ?>reward=mean_reward >items=total >errors=errored run=id "
-        "?waits_for"
+    columns = "model=model|name status grader >passed=share ?>reward=mean_reward >items=total >errors=errored run=id "
+    return output.stack(
+        found["id"], output.listing(columns + "?waits_for", rows, empty="no runs; `appliance eval run` starts one")
     )
-    return output.stack(found["id"], output.listing(columns, rows, empty="no runs; `appliance eval run` starts one"))
 
 
 def _items(answer: dict[str, Any]) -> Any:

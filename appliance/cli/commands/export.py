@@ -17,9 +17,9 @@ from typing import Any
 
 from appliance.cli import output
 from appliance.cli.command import Session, command, finish
-from appliance.cli.commands.chat import PATH as CHAT_PATH
-from appliance.cli.commands.chat import TIMEOUT_S as ANSWER_TIMEOUT_S
-from appliance.cli.commands.chat import endpoint
+from appliance.cli.commands.models import PATH as CHAT_PATH
+from appliance.cli.commands.models import TIMEOUT_S as ANSWER_TIMEOUT_S
+from appliance.cli.commands.models import endpoint
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.locate import look_for_all, python
 from appliance.cli.options import number, opt, text_file
@@ -183,22 +183,30 @@ def _checkpoint(session: Session, model: str, below: Path | None, *, merged: boo
         checkpoint = Path(scratch, "model")
         _download(session, model, checkpoint)
         if merged and (checkpoint / ADAPTER_FILE).exists():
-            _download(session, model, Path(scratch, "base"), "?base=true")  # the file may name the base as a hub does
+            _download(session, model, Path(scratch, "base"), base=True)  # the file may name the base as a hub does
             output.say("adding the adapter to its base ...")
             _remake("merged", Path(scratch, "base"), checkpoint, Path(scratch, "merged"))
             checkpoint = Path(scratch, "merged")
         yield checkpoint
 
 
-def _download(session: Session, model: str, folder: Path, query: str = "") -> None:
-    """Write the files of a model into the new `folder`. Raises CommandFailed."""
+def _download(session: Session, model: str, folder: Path, base: bool = False) -> None:
+    """Write the files of a model, or of the base of an adapter, into the new `folder`. Raises CommandFailed."""
     from weights.format.errors import IntegrityError
-    from weights.tiers.archive import unpack
+    from weights.format.manifest import hashed
 
-    parts = session.client.parts(f"/v1/models/{segment(model)}/archive{query}")
+    listed = session.client.get(f"/v1/models/{segment(model)}/files", base=base or None)
+    done, total = 0, sum(file["bytes"] for file in listed["data"])
+    folder.mkdir()
     with output.progress(f"downloading {model}") as meter:
         try:
-            unpack(parts, folder, lambda done, total: meter(f"downloading {model}", done, total))
+            for file in listed["data"]:
+                parts = session.client.parts(f"/v1/models/{segment(listed['id'])}/files/{segment(file['name'])}")
+                with open(folder / file["name"], "xb") as out:
+                    for part in hashed(parts, file["checksum"], {}, path=model, file=file["name"]):
+                        out.write(part)
+                        done += len(part)
+                        meter(f"downloading {model}", done, total)
         except IntegrityError as error:
             raise CommandFailed(f"the download is damaged ({error}): run it again") from error
 

@@ -39,13 +39,6 @@ _PUBLISH = (
 _AUTO_OR_NUMBER = auto_or(number(lambda text: int(text) if text.isdigit() else float(text)))
 
 
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 _COMMON = (
     opt("--epochs N", "auto or a number; passes over the data.", dest="n_epochs", type=_AUTO_OR_NUMBER),
     opt("--batch-size N", "auto or a number; sequences per step, on all devices.", type=_AUTO_OR_NUMBER),
@@ -56,13 +49,13 @@ _COMMON = (
     opt("--tensor-parallel N", "Devices that share one copy of the model.", type=number(int, 1)),
     opt("--max-length TOKENS", "Longest sequence of training.", type=int),
 )
-_SET = opt(
-    "--set NAME=VALUE",
-    "Any other hyperparameter, its value JSON or text; repeatable.",
-    dest="set_",
-    type=named(_json_or_text),
-    action="append",
-)
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def options() -> tuple[Option, ...]:
@@ -75,7 +68,13 @@ def options() -> tuple[Option, ...]:
             own.setdefault(one.name, []).append(f"Of --method {method.name}: {one.help}. {bounds}")
     return (
         opt("--method METHOD", f"{kinds}.", choices=tuple(METHODS), default=DEFAULT.name),
-        _SET,
+        opt(
+            "--set NAME=VALUE",
+            "Any other hyperparameter, its value JSON or text; repeatable.",
+            dest="set_",
+            type=named(_json_or_text),
+            action="append",
+        ),
         *_COMMON,
         *(opt(f"--{name.replace('_', '-')} X", "; ".join(told), type=_AUTO_OR_NUMBER) for name, told in own.items()),
     )
@@ -290,30 +289,11 @@ _PLAN = "/admin/v1/plan"
 
 
 @command(
-    "plan serve",
-    opt("model MODEL", "A model of the box."),
-    opt("--replicas N", "Engines of it.", type=number(int, 1), default=1),
-    opt("--tensor-parallel N", "Devices that share one replica.", type=number(int, 1), default=1),
-)
-def plan_serve(session: Session, args: Namespace) -> None:
-    """Show the memory that engines would take: weights and KV cache per device, versions in shared memory.
-
-    It exits with 1 when it does not fit, so a script can ask before it submits.
-
-    Examples:
-      appliance plan serve llama-70b --tensor-parallel 4 -o json
-    """
-    engines = picked(args, "model replicas tensor_parallel")
-    _show_plan(session, session.client.post(_PLAN, {"serve": engines}))
-
-
-@command(
     "plan job",
     opt("--model MODEL", "The model to begin from.", required=True),
     opt("--file PATH|FILE_ID", "Training data, whose tokens are counted; kept only if lines are bad."),
     *options(),
     opt("--devices N", "Use at most N. Default: all of the box.", type=number(int, 1)),
-    opt("--examples N", "Without --file: N of 200 tokens. Default: 1000.", type=number(int, 1)),
 )
 def plan_job(session: Session, args: Namespace) -> None:
     """Show what a fine-tuning job would choose, and the best three layouts with their memory, hours and energy.
@@ -324,9 +304,7 @@ def plan_job(session: Session, args: Namespace) -> None:
       appliance plan job --model llama-8b --file train.jsonl           what the job would choose, its tokens counted
       appliance plan job --model llama-8b --full --zero-stage 3 --devices 4
     """
-    if args.file is not None and args.examples is not None:
-        raise BadUsage("--file has its examples; --examples is for a plan without one")
-    body = picked(args, "model method devices examples") | {"hyperparameters": hyperparameters(args)}
+    body = picked(args, "model method devices") | {"hyperparameters": hyperparameters(args)}
     uploaded: list[str] = []
     if args.file is not None:
         body["training_file"] = uploaded_id(session, "--file", args.file, uploaded)

@@ -78,8 +78,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/tiers", response_model=dict[str, Any])
     async def tiers(caller: Caller) -> Response:
-        listed = context.tiers.status()
-        return await answer(lambda: {"object": "list", "data": listed()})
+        return await answer(lambda: {"object": "list", "data": context.tiers.status()})
 
     @router.get("/doctor")
     async def doctor(caller: Caller) -> dict[str, Any]:

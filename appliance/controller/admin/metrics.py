@@ -20,9 +20,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.scheduler import SchedulerStatus
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_in_force
-from appliance.controller.interfaces.records import TRAINING_FAILED, SchedulerStatus
+from appliance.controller.jobs.events import TRAINING_FAILED
 from appliance.controller.openai.job_routes import job_phase
 from appliance.paths import SHM_MOUNT
 from appliance.store.objects import jobs, models
@@ -122,7 +123,7 @@ class ControllerCollector(Collector):
 
     def __init__(self, context: ControllerContext, now: SchedulerStatus, engines: Engines):
         self._db, self._data, self._now, self._engines = context.db, context.files_dir, now, engines
-        self._tiers, self._last_backup = context.tiers.status(), context.last_backup()
+        self._tiers, self._last_backup = context.tiers.status, context.last_backup()
         self._readings = context.health.newest()
         troubles = [*context.background.degraded(), *context.main_troubles()]
         # A tracker's or a tier's name behind the colon is for operators.

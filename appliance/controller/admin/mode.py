@@ -13,6 +13,7 @@ from pydantic import Field, StringConstraints
 from appliance.controller.admin.box import handover_by_id
 from appliance.controller.context.context import ControllerContext, name_of, record
 from appliance.controller.devices.mode import (
+    Mode,
     floor_notes,
     mode_in_force,
     policy_of,
@@ -23,7 +24,6 @@ from appliance.controller.devices.mode import (
 from appliance.controller.http.routers import StrictBody, audited, unaudited
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, BadRequest, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import Caller
-from appliance.controller.interfaces.records import Mode
 from appliance.store.ids import new_id
 from appliance.store.records import windows
 from appliance.store.rows import WindowRow, columns

@@ -27,12 +27,12 @@ from appliance.controller.access.model_access import (
     unknown_model,
 )
 from appliance.controller.context.context import ControllerContext, name_of, record
+from appliance.controller.context.scheduler import ModelStates, SchedulerStatus
 from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.http.resource import RECENT, list_object
 from appliance.controller.http.routers import Status, StrictBody, answer, audited
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.principal import Caller
-from appliance.controller.interfaces.records import ModelStates, SchedulerStatus
 from appliance.controller.jobs import settings as job_settings
 from appliance.controller.models import activation
 from appliance.controller.models.canaries import Canaries
@@ -235,9 +235,9 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
                 return running.roll_back(name, caller)
             row = stored_model(db, name)
             to = _rollback_target(db, row, version)
-            measured = await activation.change(context, row, to, caller, "model.rollback", f"rolls back to {to}")
+            await activation.change(context, row, to, caller, "model.rollback", f"rolls back to {to}")
             record(context, caller, "model.rollback", row.id, before=row.active_version, to=to)
-            return {"model": row.id, "from": row.active_version, "to": to, "swap": measured}
+            return {"model": row.id, "from": row.active_version, "to": to}
 
     @router.post("/models/{name:path}/pin")
     @audited("model.pin")
@@ -269,7 +269,7 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
         async with activation.lock(name):
             model, last = stored_model(db, name), canaries.find(db, name)
             if last is not None and last.state == "promoted" and last.version == model.active_version:
-                return {"model": name, "from": last.before, "to": last.version, "swap": {}}
+                return {"model": name, "from": last.before, "to": last.version}
             return await running.promote(model, caller, "asked for")
 
 

@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -20,7 +21,6 @@ import msgspec
 import orjson
 
 from appliance.controller.interfaces.errors import error_object
-from appliance.controller.interfaces.records import EngineAnswer
 from appliance.gateway.core.errors import ENGINE_FAILED
 from appliance.gateway.core.table import OPEN
 from appliance.store.database import Database
@@ -33,6 +33,29 @@ QUOTA_RETRY_S = 30.0
 """After a used-up quota, which the gateway refuses without `Retry-After`."""
 NOT_AWAKE = "no engine of the model is awake"
 Body = dict[str, Any] | Callable[[], Awaitable[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAnswer:
+    """body: the answer's JSON."""
+
+    status: int
+    body: Any
+
+    @property
+    def error(self) -> str:
+        """The message of an error; empty for an answer."""
+        if self.status == 200:
+            return ""
+        return str(self._error.get("message") or f"The request failed with status {self.status}.")
+
+    @property
+    def code(self) -> str | None:
+        return None if self.status == 200 else self._error.get("code")
+
+    @property
+    def _error(self) -> dict[str, Any]:
+        return (self.body.get("error") if isinstance(self.body, dict) else None) or {}
 
 
 class Asking:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from appliance.gateway.core.table import BUCKETS_PER_DOUBLING
-from scheduler import autoscaler
-from scheduler.autoscaler import Bounds, StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView
+from scheduler.plan import autoscaler
+from scheduler.plan.autoscaler import Bounds, StandbyLearner
 
 LOOK_S = 0.25
 """Minimum interval: reports come more often than there is something to learn."""

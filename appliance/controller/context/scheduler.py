@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from appliance.controller.bus.bus import Bus
+from appliance.controller.devices.mode import Mode
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
-from appliance.controller.interfaces.records import Mode, SchedulerStatus
 from appliance.memory.box_memory import BoxMemory
 from appliance.store.database import Database
 from appliance.store.objects import models
@@ -18,14 +16,25 @@ from appliance.store.records.journal import SqliteJournal
 from runtime.devices.kinds import host_memory_bytes
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
-from scheduler.core.workload import Policy
-from scheduler.handover.effects import StepRecord
+from scheduler.core.workload import AWAKE, Policy
 from scheduler.loop.loop import SchedulerLoop
 from weights.memory.store import WeightStore
 
 if TYPE_CHECKING:
     from scheduler.ray.effects import RayEffects
     from scheduler.ray.nodes import Nodes
+
+
+SchedulerStatus = dict[str, Any]
+"""As `Scheduler.status` makes it.
+
+devices: each with its `holder`, {"kind": "job" | "replica", "id"} or None. memory: "room_bytes" is what a reservation
+in the weight store could get now. handover: the id of the one in progress. handovers_ended:
+`SqliteJournal.ended`. queue: jobs in order, each {"id",
+"position", "phase", "devices", "reason" (a Slurm reason code or None), "message"}. troubles: models whose engines fail,
+each {"model", "version", "reason", "message", "not_before_s" (of the next try), "tries", "lasting"}. notes: why
+something waits or was abandoned, for users.
+"""
 
 
 class Scheduler:
@@ -60,7 +69,7 @@ class Scheduler:
                 for one in now["replicas"]
             ],
             "memory": {
-                "budget_bytes": usage.budget_bytes,
+                "budget_bytes": self._weights.budget_bytes,
                 "used_bytes": usage.used_bytes,
                 "room_bytes": self._weights.room_bytes(),
                 "host_bytes": host_memory_bytes(),
@@ -110,10 +119,9 @@ class Scheduler:
             await self._loop.wait_settled(generation)
         return None if handover_id is None else str(handover_id)
 
-    async def converge_model(self, model: str) -> dict[str, Any]:
-        """The model's active version changed in the store: swap its replicas to it, and return the measurements
-        ({"replicas", "pause_s", "seconds", "bytes", "how"}).
-        Raises SwapFailed if a replica serves another version; the reason is that of this model's hand-overs."""
+    async def converge_model(self, model: str) -> None:
+        """The model's active version changed in the store: swap its replicas to it. Raises SwapFailed if a replica
+        serves another version; the reason is that of this model's hand-overs."""
         last, served = self._journal.last_id(), bool(self._awake(model))
         self._loop.reset_failures(model)
         await self._loop.wait_settled(self._loop.nudge())
@@ -125,12 +133,10 @@ class Scheduler:
         replicas = self._awake(model)
         if served and not replicas and (trouble := self._loop.trouble(model, wanted)) is not None:
             raise SwapFailed(model, wanted, f"no engine starts with it: {trouble.reason}")
-        stale = [r["id"] for r in replicas if r["version"] != wanted]
-        swaps = [step for step in self._journal.steps_since(last) if step.detail.get("model") == model]
-        if stale:
-            errors = [str(step.detail["error"]) for step in swaps if step.detail.get("error")]
+        if stale := [r["id"] for r in replicas if r["version"] != wanted]:
+            steps = [step.detail for step in self._journal.steps_since(last) if step.detail.get("model") == model]
+            errors = [str(detail["error"]) for detail in steps if detail.get("error")]
             raise SwapFailed(model, wanted, "; ".join(errors) or f"{', '.join(stale)} serve another version")
-        return {"replicas": len(replicas), **_measured_swap(swaps)}
 
     def _awake(self, model: str) -> list[dict[str, Any]]:
         return [r for r in self._loop.status()["replicas"] if r["model"] == model and r["state"] != "asleep"]
@@ -152,13 +158,32 @@ class Scheduler:
                 raise OperationFailed(str(error), code="adapter_in_use") from error
 
 
-def _measured_swap(steps: Iterable[StepRecord]) -> dict[str, Any]:
-    """Measurements of the swaps among `steps`: medians of `pause_s` and `seconds`, total `bytes`, how the versions were
-    loaded (`how`). None if no engine was swapped."""
-    swaps = [step.detail for step in steps if step.verb == "swap_replica" and "pause_s" in step.detail]
-    return {
-        "pause_s": statistics.median(swap["pause_s"] for swap in swaps) if swaps else None,
-        "seconds": statistics.median(swap["seconds"] for swap in swaps) if swaps else None,
-        "bytes": sum(swap["bytes"] for swap in swaps) if swaps else None,
-        "how": ", ".join(sorted({swap["how"] for swap in swaps})) or None,
-    }
+class ModelStates:
+    """What each model does now, in a word, and why its engines fail; from one read of the scheduler's status."""
+
+    def __init__(self, db: Database, status: SchedulerStatus):
+        self._hosts = {row.name: row.host for row in models.callable_adapters(db)}
+        self._replicas: dict[str, set[str]] = {}
+        for replica in status["replicas"]:
+            self._replicas.setdefault(replica["model"], set()).add(replica["state"])
+        self._troubles = {trouble["model"]: trouble["message"] for trouble in status["troubles"]}
+
+    def word(self, name: str) -> str:
+        """serving (an engine is awake), failed (its engines do not start and are retried: `message` says why and when),
+        asleep (a process waits with its memory released) or cold (no process)."""
+        states = self._replicas.get(self.host(name), set())
+        if "open" in states:
+            return "serving"
+        if self.message(name):
+            return "failed"
+        if not states.isdisjoint(AWAKE):
+            return "serving"
+        return "asleep" if "asleep" in states else "cold"
+
+    def message(self, name: str) -> str | None:
+        """Why its engines fail and when the next try is; None if they do not fail."""
+        return self._troubles.get(self.host(name))
+
+    def host(self, name: str) -> str:
+        """The model on whose engines it is served."""
+        return self._hosts.get(name, name)

@@ -9,7 +9,6 @@ bus, the driver numbers those behind it again. A device is a row of `Scheduler.s
 from __future__ import annotations
 
 import logging
-import sqlite3
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -23,7 +22,7 @@ from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import CORDONED as LOOP_SAYS
 from scheduler.core.inventory import Device, NodeChange
-from scheduler.devices.health import Death, failing
+from scheduler.devices.health import failing
 
 log = logging.getLogger(__name__)
 
@@ -188,10 +187,10 @@ KEPT_READINGS = 120
 
 
 class DeviceWatch:
-    """Reads the drivers' health data, counts deaths on devices, and cordons devices that fail, as `appliance gpu drain`
-    would. `appliance gpu undrain` lifts a cordon and clears the device's failures; so does the watch after a while, if
-    the cause may have passed and no person drained the device. Every cordon, and every node that joins or leaves, is a
-    row of the audit log under the box's own name.
+    """Reads the drivers' health data, and cordons devices that fail, as `appliance gpu drain` would. `appliance gpu
+    undrain` lifts a cordon and clears the device's failures; so does the watch after a while, if the cause may have
+    passed and no person drained the device. Every cordon, and every node that joins or leaves, is a row of the audit
+    log under the box's own name.
 
     nudge: called after a device was cordoned."""
 
@@ -200,7 +199,6 @@ class DeviceWatch:
     ):
         self._db, self._config, self._nudge, self._clock = db, config, nudge, clock
         self._readings: dict[str, deque[Reading]] = {}
-        self._deaths: deque[Death] = deque(maxlen=1000)
         self._uuids: dict[str, str] = {}  # by device id, of present devices
         self._ours = faulty(read(db))
 
@@ -223,15 +221,6 @@ class DeviceWatch:
         return {
             name: kept[-1] for name, kept in self._readings.items() if kept and not (kept[-1].lost or kept[-1].unfit)
         }
-
-    def died(self, device_ids: tuple[str, ...], holder: str, reason: str) -> None:
-        """Count a rank or engine of this job or model that died on these devices without being stopped."""
-        now_s = self._clock()
-        self._deaths.extend(Death(device_id, holder, now_s, reason) for device_id in device_ids)
-        try:
-            self.judge()
-        except sqlite3.Error as error:  # the caller has more to do than to count a death against a device
-            log.exception("a device cannot be cordoned now (%s); the next check tries again", error)
 
     def node_changed(self, node: str, what: NodeChange, devices: tuple[Device, ...]) -> None:
         """A node with these devices joined or left."""
@@ -275,10 +264,10 @@ class DeviceWatch:
         with self._db.transaction():
             before = read(self._db)
             for name in self._ours - faulty(before):
-                self._forget(ids.get(name, name))
+                self._readings.pop(ids.get(name, name), None)
             readings = {device_id: tuple(kept) for device_id, kept in self._readings.items()}
             rows, lifted = dict(before), list[str]()
-            faults = failing(readings, self._deaths, now_s, self._config)
+            faults = failing(readings, self._config)
             for device_id, fault in faults.items():
                 if not rows.keys() & {device_id, name := self._uuids.get(device_id, device_id)}:
                     retry_s = now_s + self._config.device_retry_s if fault.may_pass else None
@@ -296,13 +285,9 @@ class DeviceWatch:
         # Memory changes only after the write: with a full disk the next check finds everything again.
         self._ours = faulty(rows)
         for device_id in lifted:
-            self._forget(device_id)
+            self._readings.pop(device_id, None)
         if self._ours != faulty(before):
             self._nudge()
-
-    def _forget(self, device_id: str) -> None:
-        self._readings.pop(device_id, None)
-        self._deaths = deque((d for d in self._deaths if d.device_id != device_id), maxlen=self._deaths.maxlen)
 
     def _record(self, action: str, target: str, reason: str = "") -> None:
         level = logging.INFO if action in ("node.joined", "node.left", "device.try_again") else logging.ERROR

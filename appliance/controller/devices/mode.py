@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
-from appliance.controller.interfaces.records import Mode
 from appliance.store.database import Database
 from appliance.store.records import box, windows
 from appliance.store.rows import WindowRow
-from scheduler.core.workload import Policy
+from scheduler.core.workload import Policy, PolicyKind
 from scheduler.loop.mode_schedule import InForce, Window, in_force
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How devices are divided; stored under box["mode"].
+
+    serving_floor None: the box's default. by: who set it.
+    """
+
+    policy: PolicyKind
+    train_devices: int | None = None
+    since_s: float = 0.0
+    serving_floor: int | None = None
+    by: str = ""
 
 
 def read_mode(db: Database) -> Mode:

@@ -12,7 +12,6 @@ from typing import Any
 
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_in_force
-from appliance.controller.interfaces.records import SchedulerStatus
 from appliance.store.database import Database
 from appliance.store.objects import jobs
 from appliance.store.records import usage
@@ -87,9 +86,7 @@ WHOLE = 0.9
 class EnergyMeter:
     """newest: the last reading of each device."""
 
-    def __init__(
-        self, db: Database, newest: Callable[[], Mapping[str, Reading]], status: Callable[[], SchedulerStatus]
-    ):
+    def __init__(self, db: Database, newest: Callable[[], Mapping[str, Reading]], status: Callable[[], dict[str, Any]]):
         self._db, self._newest, self._status = db, newest, status
         self._seen: dict[str, Reading] = {}
 

@@ -19,7 +19,6 @@ from appliance.tiers.tiers import Tiers, name_of
 from runtime.devices.kinds import kind_of
 from scheduler.core.inventory import Device
 from serve.core.adapter_source import AdapterServer
-from weights.checkpoint.folder import may_open
 from weights.format.errors import WeightsError
 from weights.format.names import Name, policy_of
 from weights.memory.store import Lease, WeightStore
@@ -55,7 +54,6 @@ class VersionProvider:
         async with self._locks.setdefault(name, asyncio.Lock()):  # engines that start at once: the first one reads it
             try:
                 stored = await asyncio.to_thread(self._tiers.bring_in, name)
-                await asyncio.to_thread(may_open, stored.path, name.model)
                 lease = self._store.lease(stored)
             except WeightsError as error:
                 raise LookupError(str(error)) from error

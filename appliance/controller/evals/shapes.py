@@ -18,7 +18,7 @@ from appliance.controller.http.error_handlers import first_error
 from appliance.controller.http.resource import object_of
 from appliance.controller.http.routers import Metadata, StrictBody
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
-from train.data.lines import MARK
+from train.data.records import MARK
 from train.graders import graders, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
 from train.graders.graders import ModelAnswer

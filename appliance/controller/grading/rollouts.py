@@ -1,6 +1,6 @@
 """Writes the samples of jobs that learn from their model's own answers: one coroutine for each job.
 
-    newest weights in shared memory -> engines, through the gateway -> judge -> RUN_DIR/rollouts/train-3.npz -> ranks
+    newest weights in shared memory -> engines, through the gateway -> judge -> RUN_DIR/rollouts/train-3.json -> ranks
 
 It is level-triggered: what is missing follows from the newest weights and the files that are there
 (train.rollouts.samples). Whatever dies, a file that is there is never drawn again, and one that is not is drawn whole.
@@ -184,7 +184,7 @@ class Rollouts:
         samples.write(file.path(plan.spec.run_dir))
         row = jobs.find(self._db, plan.spec.job_id)
         first = row.snapshot["step"] if row is not None and row.snapshot is not None else 0
-        for path in (Path(plan.spec.run_dir) / FOLDER).glob("*-*.npz"):
+        for path in (Path(plan.spec.run_dir) / FOLDER).glob("*-*.json"):
             if int(path.stem.partition("-")[2]) < first:
                 path.unlink(missing_ok=True)
 

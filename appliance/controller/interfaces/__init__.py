@@ -1,4 +1,4 @@
-"""The controller's settings, errors, principals and records.
+"""The controller's settings, errors and principals.
 
 Never: Imports another package of the controller.
 Begin with principal.py.

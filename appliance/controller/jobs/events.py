@@ -45,6 +45,8 @@ _COLUMNS = {
     "mean_reward": ("train_reward_mean", "valid_reward_mean"),
 }
 """OpenAI's columns of a result file, where they are others than "train_" and "valid_" before the name."""
+TRAINING_FAILED = "training_failed"
+"""The code of a job that failed once it ran."""
 EQUAL_STEPS = 8
 """Steps in a row without a difference in rewards, after which an event says so."""
 _NOTHING_TRAINED = (

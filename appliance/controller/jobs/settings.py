@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 from collections import Counter
@@ -27,9 +26,6 @@ from train.methods.method import Method
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape
-from weights.checkpoint.errors import CheckpointRefused
-from weights.checkpoint.folder import may_open
-from weights.format.errors import VersionNotFound
 from weights.format.foreign_json import config_in
 
 DEFAULT_CONTEXT_TOKENS = 2048
@@ -302,20 +298,6 @@ def cut_warning(method: Method, dataset: auto.DatasetStats, resolved: dict[str, 
         f"The longest example has {longest:,} tokens and max_length is {most:,}: what is beyond is cut off, and an "
         "example with nothing left to learn is left out, or refused by the method."
     ]
-
-
-async def refuse_unsafe(context: ControllerContext, base: Resolved) -> None:
-    """Refuse a model whose local files ranks and token counts may not open. Raises BadRequest."""
-    weights = _weights_of(context, base)
-    for version in [base.version] + ([weights] if weights is not None and weights != base.version else []):
-        folder = next((f for f in (version.disk_path, version.shm_path) if f and Path(f).is_dir()), None)
-        try:
-            if folder is not None:
-                await asyncio.to_thread(may_open, folder, version.model)
-        except VersionNotFound:
-            continue  # it has left shared memory; who reads it finds it where else it is
-        except CheckpointRefused as error:
-            raise BadRequest(str(error), param="model", code="model_refused") from error
 
 
 def tokenizer_of(context: ControllerContext, base: Resolved) -> Path | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import Any
 from weakref import WeakValueDictionary
 
 from appliance.controller.context.context import ControllerContext, record
@@ -28,22 +27,22 @@ def lock(model: str) -> asyncio.Lock:
 
 async def change(
     context: ControllerContext, row: ModelRow, version: str, caller: Principal, action: str, why: str
-) -> dict[str, Any]:
+) -> None:
     """`switch` at a person's request, whose failure is audited as `action`. Raises Conflict."""
     try:
-        return await switch(context, row, version, f"{row.id} {why}")
+        await switch(context, row, version, f"{row.id} {why}")
     except SwapFailed as error:
         record(context, caller, action, row.id, outcome="failed", to=version, error=str(error))
         raise Conflict(f"The change of {row.id} failed: {error}", param="version", code="swap_failed") from error
 
 
-async def switch(context: ControllerContext, row: ModelRow, version: str, why: str) -> dict[str, Any]:
-    """The swap's measurements. Raises SwapFailed: the store has the version of `row` again, and its replicas keep it or
+async def switch(context: ControllerContext, row: ModelRow, version: str, why: str) -> None:
+    """Raises SwapFailed: the store has the version of `row` again, and its replicas keep it or
     go back to it; unless that version, or the model, was deleted meanwhile."""
     models.activate(context.db, row.id, version)
     context.scheduler.nudge(why)
     try:
-        return await context.scheduler.converge_model(row.id)
+        await context.scheduler.converge_model(row.id)
     except SwapFailed:
         with suppress(RowNotFound), context.db.transaction():  # the version before is gone too
             now = models.find(context.db, row.id)

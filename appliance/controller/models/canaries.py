@@ -102,15 +102,15 @@ class Canaries:
         row = self._running(model.id)
         compared = self._compared(row)  # before the swap, which makes both versions one
         why = f"promotes {row.version}: {reason}"
-        measured = await activation.change(self._context, model, row.version, caller, "model.promote", why)
+        await activation.change(self._context, model, row.version, caller, "model.promote", why)
         self._end(row, "promoted", caller, reason, compared)
-        return {"model": model.id, "from": row.before, "to": row.version, "swap": measured}
+        return {"model": model.id, "from": row.before, "to": row.version}
 
     def roll_back(self, name: str, caller: Principal) -> dict[str, Any]:
         """Send all requests to the previous version again. Raises Conflict: there is no canary."""
         row, to = self._running(name), stored_model(self._db, name).active_version
         self._end(row, "rolled_back", caller, "asked for")
-        return {"model": name, "from": row.version, "to": to, "swap": {}}
+        return {"model": name, "from": row.version, "to": to}
 
     def view(self, row: CanaryRow) -> dict[str, Any]:
         """`message`: what the canary does now, or why it ended, as a sentence."""

@@ -1,4 +1,4 @@
-"""Checks whether a model to be served or a job to be trained fits the box, before anything starts. Pure.
+"""Checks whether a job to be trained fits the box, before anything starts, and finds the layout that suits it. Pure.
 
 Each answer states what is taken, where there is too little, and what would fit instead. Sizes are bytes; sentences
 show them in decimal units (1 GB is 10^9 bytes), like all user-visible texts of the box.
@@ -7,7 +7,7 @@ show them in decimal units (1 GB is 10^9 bytes), like all user-visible texts of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, product
 from typing import Any
@@ -15,14 +15,12 @@ from typing import Any
 from runtime.devices.kinds import kind_of
 from runtime.devices.published import Accelerator, accelerator
 from scheduler.core.config import SchedulerConfig
-from serve.core.sizing import EngineSize
 from train.methods.method import Method
 from train.methods.methods import DEFAULT
 from train.plan import estimate, speed
 from train.plan.estimate import ModelShape
 from train.plan.speed import Load
 
-TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
 CPU_RANK_BYTES, GPU_RANK_BYTES = 200_000_000, 2 * 2**30
 """Host memory of a rank besides its tensors: Python and torch, forked from the warm parent; on a GPU also the CUDA
 context and pinned buffers."""
@@ -93,10 +91,6 @@ class BoxFacts:
 
     def holds(self, memory: estimate.RankMemory, ranks: int) -> bool:
         return self.takes(memory) <= self.room_per_rank(ranks)
-
-    def room_per_worker(self, size: EngineSize, workers: int) -> int:
-        """What such an engine may take of each device when this many workers of its kind share the box."""
-        return self.room_per_device(workers) if self.on_host else size.room_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,59 +376,6 @@ def _word(value: Any) -> str:
     return str(value).lower()
 
 
-def serve(
-    sizes: Callable[[int], EngineSize], weight_bytes: int, replicas: int, tensor_parallel: int, box: BoxFacts
-) -> Verdict:
-    """`replicas` engines of a model of `weight_bytes`, each over `tensor_parallel` devices.
-
-    sizes: an engine over this many devices, as it would be started.
-    """
-    used, size = replicas * tensor_parallel, sizes(tensor_parallel)
-    room, needed = box.room_per_worker(size, used), size.memory.device_bytes
-    problems, instead = _devices_short(replicas, tensor_parallel, box)
-    warnings = []
-    if needed > room:
-        parts = ", ".join(
-            f"{'KV cache' if name == 'kv_cache' else name} {gb(taken)}"
-            for name in ("weights", "kv_cache", "adapters", "activations", "engine")
-            if (taken := getattr(size.memory, f"{name}_bytes"))
-        )
-        problems.append(
-            f"A replica needs {gb(needed)} on each of {_devices(tensor_parallel)} ({parts}); there are {gb(room)}."
-        )
-    elif size.problem:
-        problems.append(f"An engine cannot be started: {size.problem}.")
-    if needed > room or size.problem:
-        instead += _other_serving(sizes, replicas, tensor_parallel, box)
-    if size.shortened and not size.problem:
-        warnings.append(f"The context is {size.max_model_len:,} tokens: {size.shortened}.")
-    problems += _over_budget("The weights take", weight_bytes, box)
-    budget = box.store_budget_bytes
-    if budget is not None and 2 * weight_bytes > budget:
-        warnings.append(
-            f"A second version ({gb(weight_bytes)}) does not fit next to this one in the store's {gb(budget)}: the "
-            "old one must be on disk before a new one is published."
-        )
-    numbers = {
-        "devices": used,
-        "device": {
-            **asdict(size.memory),
-            "device_bytes": needed,
-            "room_bytes": room,
-            "kv_cache_tokens": size.kv_tokens,
-            "whole_sequences": size.kv_tokens // size.max_model_len if size.kv_tokens and size.max_model_len else None,
-        },
-        "host": {
-            "version_bytes": weight_bytes,
-            "room_bytes": box.store_room_bytes,
-            "budget_bytes": budget,
-        },
-        "max_model_len": size.max_model_len,
-        "dtype": size.dtype,
-    }
-    return Verdict(not problems, tuple(problems), tuple(instead), numbers, "", tuple(warnings))
-
-
 def _over_budget(what: str, count_bytes: int, box: BoxFacts) -> list[str]:
     budget = box.store_budget_bytes
     if budget is None or count_bytes <= budget:
@@ -442,36 +383,5 @@ def _over_budget(what: str, count_bytes: int, box: BoxFacts) -> list[str]:
     return [f"{what} {gb(count_bytes)} of shared memory; the store's budget is {gb(budget)} (weights.budget_bytes)."]
 
 
-def _devices_short(replicas: int, tensor_parallel: int, box: BoxFacts) -> tuple[list[str], list[str]]:
-    """Why the box has too few devices for these replicas, and how many it has enough for."""
-    widest, used = box.node_devices or box.devices, replicas * tensor_parallel
-    if tensor_parallel > widest:
-        return [f"A replica over {tensor_parallel} devices needs them side by side; the largest node has {widest}."], []
-    if used <= box.devices:
-        return [], []
-    short = f"{replicas} replicas over {tensor_parallel} devices each need {used} devices; the box has {box.devices}."
-    fitting = box.devices // tensor_parallel
-    return [short], [f"{_replicas(fitting)} over {_devices(tensor_parallel)} each"] if fitting else []
-
-
-def _other_serving(
-    sizes: Callable[[int], EngineSize], replicas: int, tensor_parallel: int, box: BoxFacts
-) -> Iterator[str]:
-    # Tensor parallelism divides memory that logical devices share anyway.
-    wider = [] if box.on_host else [n for n in TENSOR_PARALLEL_SIZES if tensor_parallel < n <= box.devices]
-    fewer = [(count, tensor_parallel) for count in range(replicas - 1, 0, -1)]
-    for pairs in (fewer, [(min(replicas, box.devices // devices), devices) for devices in wider]):
-        for count, devices in pairs:
-            size = sizes(devices)
-            within = size.memory.device_bytes <= box.room_per_worker(size, count * devices)
-            if count * devices <= box.devices and within and not size.problem:
-                yield f"{_replicas(count)} over {_devices(devices)} each"
-                break
-
-
 def _devices(count: int) -> str:
     return f"{count} device{'s' * (count != 1)}"
-
-
-def _replicas(count: int) -> str:
-    return f"{count} replica{'s' * (count != 1)}"

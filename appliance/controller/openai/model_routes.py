@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import StreamingResponse
+from fastapi import APIRouter
+from fastapi.responses import FileResponse
 from pydantic import Field
+from starlette.background import BackgroundTask
 
 from appliance.controller.access.model_access import (
     OwnerName,
@@ -21,20 +21,28 @@ from appliance.controller.access.model_access import (
     usable_model,
 )
 from appliance.controller.context.context import ControllerContext, record
+from appliance.controller.context.scheduler import ModelStates
 from appliance.controller.http.routers import Status, StrictBody, audited, make_router, needs
-from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, Forbidden, InvalidValue, shown
+from appliance.controller.interfaces.errors import (
+    ApiError,
+    BadRequest,
+    Conflict,
+    Forbidden,
+    InvalidValue,
+    NotFound,
+    shown,
+)
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
-from appliance.controller.interfaces.records import ModelStates
 from appliance.controller.jobs.wanted import pause_jobs_without_model
 from appliance.controller.models.removal import doomed, remove
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import keys
-from appliance.store.rows import ModelRow, columns
+from appliance.store.rows import ModelRow, VersionRow, columns
 from appliance.tiers.tiers import name_of
 from weights.format.errors import WeightsError
-from weights.memory.lease import take_lease
-from weights.tiers.archive import Archive
+from weights.format.manifest import Manifest
+from weights.memory.lease import Lease, take_lease
 
 log = logging.getLogger("appliance.controller")
 
@@ -52,25 +60,42 @@ def routes(context: ControllerContext) -> APIRouter:
                 data.append(_shown(context, item, caller, states))
         return {"object": "list", "data": data}
 
-    @router.get("/{name:path}/archive")
+    @router.get("/{name:path}/files")
     @needs(FINE_TUNING)
-    def download(name: str, caller: Caller, request: Request, base: bool = False) -> StreamingResponse:
-        """The files of a version as a tar file, for the model's owner; of a base model for all who may use it. `Range`
-        resumes a download that broke off. base: the version that this adapter belongs to."""
-        found = usable_model(db, caller, name)
+    def list_files(name: str, caller: Caller, base: bool = False) -> dict[str, Any]:
+        """The files of a version, for the model's owner; of a base model for all who may use it. base: the version that
+        this adapter belongs to. `id` names the version, so that all its files can be downloaded."""
         if base:
-            if (adapter := found.version.meta.get("adapter")) is None:
+            if (adapter := usable_model(db, caller, name).version.meta.get("adapter")) is None:
                 raise InvalidValue(f"{shown(name)} is not an adapter.", "base")
-            found = usable_model(db, caller, f"{adapter['base']}@{adapter['base_version']}")
+            name = f"{adapter['base']}@{adapter['base_version']}"
+        version, folder, _ = opened(name, caller)
+        files = [
+            {"name": file, "bytes": record.nbytes, "checksum": record.checksum}
+            for file, record in sorted(Manifest.read(folder).files.items())
+        ]
+        return {"object": "list", "id": f"{version.model}@{version.version}", "data": files}
+
+    @router.get("/{name:path}/files/{file}")
+    @needs(FINE_TUNING)
+    def download(name: str, file: str, caller: Caller) -> FileResponse:
+        """A file of a version; `Range` resumes a download that broke off."""
+        _, folder, lease = opened(name, caller)
+        if file not in Manifest.read(folder).files:
+            raise NotFound(f"{shown(name)} has no file {shown(file)}.", "file", "file_not_found")
+        done = BackgroundTask(lease.release) if lease is not None else None
+        return FileResponse(folder / file, media_type="application/octet-stream", filename=file, background=done)
+
+    def opened(name: str, caller: Principal) -> tuple[VersionRow, Path, Lease | None]:
+        """The version, its folder, and the lease that keeps a folder in shared memory."""
+        found = usable_model(db, caller, name)
         if found.model.kind != "base":
             _refuse_unless_own(found.model, caller, "download")
         try:
-            folder, lease = Path(found.version.disk_path or ""), None
-            if not found.version.disk_path or not folder.is_dir():
-                lease = take_lease(context.tiers.bring_in(name_of(found.version)))
-                folder = lease.path
-            wanted = request.headers.get("range"), request.headers.get("if-range")
-            return _download(Archive.of(folder, lease), name, *wanted)
+            if found.version.disk_path and (folder := Path(found.version.disk_path)).is_dir():
+                return found.version, folder, None
+            lease = take_lease(context.tiers.bring_in(name_of(found.version)))
+            return found.version, lease.path, lease
         except (LookupError, WeightsError, OSError) as error:  # its text may name paths of the box
             log.warning("%s cannot be downloaded: %s", name, error)
             text = f"The files of {shown(name)} cannot be read now; ask again later."
@@ -160,22 +185,3 @@ def _refuse_unless_own(model: ModelRow, caller: Principal, verb: str) -> None:
     if caller.viewer not in (None, model.owner):
         why = f"{shown(model.id)} is another's model, shared with you; its owner or an operator can {verb} it."
         raise ApiError(403, why, "model", "insufficient_permissions")
-
-
-_RANGE = re.compile(r"bytes=(\d+)-(\d*)")
-
-
-def _download(archive: Archive, name: str, asked_range: str | None, if_range: str | None) -> StreamingResponse:
-    """The whole archive, or the part that a Range header names (RFC 9110, 14.2). Raises ApiError 416."""
-    total, tag = archive.nbytes, f'"{archive.tag}"'
-    start, end, status = 0, total, 200
-    headers = {"etag": tag, "accept-ranges": "bytes", "x-content-type-options": "nosniff"}
-    headers["content-disposition"] = f'attachment; filename="{re.sub(r"[^A-Za-z0-9._-]", "-", name)}.tar"'
-    if (match := _RANGE.fullmatch(asked_range or "")) and if_range in (None, tag):
-        start, end = int(match[1]), min(total, int(match[2]) + 1 if match[2] else total)
-        if start >= end:
-            message = f"The archive has {total} bytes and none at {asked_range}."
-            raise ApiError(416, message, code="range_not_satisfiable", param="range")
-        status, headers["content-range"] = 206, f"bytes {start}-{end - 1}/{total}"
-    headers["content-length"] = str(end - start)
-    return StreamingResponse(archive.chunks(start, end), status, headers, media_type="application/x-tar")

@@ -1,22 +1,20 @@
-"""POST /admin/v1/plan: whether engines or a job would fit, by the estimate that every job passes before queueing."""
+"""POST /admin/v1/plan: whether a job would fit, by the estimate that every job passes before queueing."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
 
-from appliance.controller.access.model_access import Resolved, resolve, unknown_model, usable_model
+from appliance.controller.access.model_access import Resolved, usable_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES
 from appliance.controller.http.routers import StrictBody, needs, unaudited
-from appliance.controller.interfaces.errors import BadRequest, Forbidden, InvalidValue
-from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, Caller, Principal
+from appliance.controller.interfaces.errors import BadRequest
+from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.jobs import settings
-from appliance.controller.models import capacity
 from appliance.controller.openai.new_job import Hyperparameters, Name, refused
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
@@ -35,12 +33,6 @@ _OF_LAYOUT = (
 )
 
 
-class ServePlan(StrictBody):
-    model: Name
-    replicas: Count = 1
-    tensor_parallel: Count = 1
-
-
 class JobPlan(StrictBody):
     """training_file: whose tokens are counted; else `examples` of typical length are assumed, on which "auto" depends.
     devices: the most that it may have."""
@@ -54,8 +46,7 @@ class JobPlan(StrictBody):
 
 
 class PlanRequest(StrictBody):
-    serve: ServePlan | None = None
-    job: JobPlan | None = None
+    job: JobPlan
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
@@ -65,23 +56,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @needs(FINE_TUNING)
     @unaudited  # nothing is changed
     async def plan(body: PlanRequest, caller: Caller) -> dict[str, Any]:
-        if body.job is not None and body.serve is None:
-            return await _job(context, body.job, caller)
-        if body.serve is None or body.job is not None:
-            raise InvalidValue("Give either 'serve' or 'job'.", "serve")
-        if not caller.is_admin:
-            raise Forbidden(ADMIN)
-        return _serve(context, body.serve)
-
-
-def _serve(context: ControllerContext, body: ServePlan) -> dict[str, Any]:
-    base = resolve(context.db, body.model)
-    if base is None:
-        raise unknown_model(body.model)
-    size = partial(context.sizes.size, base.model, base.version)
-    box = settings.box_facts(context)
-    verdict = capacity.serve(size, base.version.bytes, body.replicas, body.tensor_parallel, box)
-    return {"object": "plan", "kind": "serve", **body.model_dump(), "model": base.name, **verdict.as_dict()}
+        return await _job(context, body.job, caller)
 
 
 async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> dict[str, Any]:
@@ -127,7 +102,6 @@ async def _counted(
 ) -> auto.DatasetStats:
     """What the job's validation would find in the file. Raises BadRequest and NotFound."""
     row = FILES.known(context.db, file_id, caller, "training_file")
-    await settings.refuse_unsafe(context, base)
     tokenizer = settings.tokenizer_of(context, base)
     report = await storage.checked(context, context.files_dir / row.id, method=method, tokenizer=tokenizer)
     if not report.ok:

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from appliance.gateway.requests.transcript import OPTIONS
+from appliance.gateway.requests.answers import OPTIONS
 from appliance.store.objects import responses
 from appliance.store.objects.responses import ended_status
 from appliance.store.rows import ResponseRow

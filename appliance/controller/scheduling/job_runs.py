@@ -25,11 +25,10 @@ from appliance.tiers.tiers import Tiers, name_of
 from scheduler.loop.inbox import Inbox
 from train.plan.spec import TrainSpec
 from train.trainer.event_log import read_events
-from weights.checkpoint.folder import may_open
-from weights.format.errors import IntegrityError, NotSealed, VersionLeased, VersionNotFound, WeightsError
+from weights.format.errors import IntegrityError, VersionLeased, VersionNotFound, WeightsError
 from weights.format.names import policy_of
 from weights.memory.store import Lease, StoredVersion, WeightStore
-from weights.tiers.directory import verify
+from weights.tiers.copies import verify
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +84,7 @@ class JobRuns:
         return row if row is not None and not row.finished else None
 
     async def prepare(self, job_id: str) -> None:
-        """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError, also
-        where the files of the base may not be opened."""
+        """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError."""
         for row in self._parts(jobs.get(self._db, job_id))[1]:
             await asyncio.to_thread(self._prepare, row)
 
@@ -94,7 +92,6 @@ class JobRuns:
         try:
             if not self._is_whole(row):
                 self._tiers.bring_in(name_of(row))
-            may_open(self._bytes_of(row), row.model)
         except WeightsError as error:
             raise LookupError(str(error)) from error
 
@@ -109,8 +106,6 @@ class JobRuns:
             return True
         try:
             verify(path)
-        except NotSealed:
-            log.warning("%s has no checksums to verify it against", path)
         except IntegrityError as error:
             log.error("not used as a base for training: %s", error)
             return False

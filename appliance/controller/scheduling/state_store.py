@@ -15,8 +15,7 @@ from appliance.controller.bus.demand_learning import DemandLearning
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_in_force, mode_windows, policy_of, read_mode
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.interfaces.records import TRAINING_FAILED
-from appliance.controller.jobs.events import JobEvents, add_message
+from appliance.controller.jobs.events import TRAINING_FAILED, JobEvents, add_message
 from appliance.controller.jobs.wanted import pause_reason
 from appliance.controller.models import capacity
 from appliance.gateway.core.table import OPEN
@@ -212,7 +211,7 @@ class SqliteStateStore:
                 views[canary.name] = self._on_demand(canary.name, canary.model, canary.version, like, **own)
         for name, model, version in models.checkpoint_names(self._db):
             if name not in adapters:
-                views[name] = self._on_demand(name, model, version, beside=model)
+                views[name] = self._on_demand(name, model, version)
         for name, policy in self._routing.policies.items():
             if policy.version:  # it gives way as soon as its samples are there
                 views[name] = self._on_demand(name, policy.base, policy.version, idle_limit_s=POLICY_IDLE_S)
@@ -241,9 +240,7 @@ class SqliteStateStore:
             self._remaining_device_s[row.id] = row.eta_s * len(row.devices)
         return JobView(
             id=row.id,
-            min_devices=sizes[0],
-            max_devices=sizes[-1],
-            allowed_sizes=sizes,
+            sizes=sizes,
             remaining_device_s=self._remaining_device_s.get(row.id),
             nodes=self._memory.job_nodes(row),
             priority=row.priority,

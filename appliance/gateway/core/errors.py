@@ -86,17 +86,8 @@ def session_ended() -> HttpError:
     return HttpError(401, "This login of the page has ended. Log in again.", code="session_ended")
 
 
-def model_not_found(model: str) -> HttpError:
-    message = f"The model `{model[:200]}` does not exist or you do not have access to it."
-    return HttpError(404, message, param="model", code="model_not_found")
-
-
 def unavailable(message: str, code: str, retry_after_s: float) -> HttpError:
     return HttpError(503, message, code=code, retry_after_s=retry_after_s)
-
-
-def batch_gives_way() -> HttpError:
-    return unavailable("This request of class batch gives way: its engine stops. Please retry.", GIVES_WAY, 1)
 
 
 def engine_failed(status: int = 502) -> HttpError:

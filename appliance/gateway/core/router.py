@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import zlib
 from asyncio import Future
+from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final
 
 from appliance.gateway.core.table import OPEN, Model, Replica
@@ -28,6 +30,7 @@ PAUSE_FIRST_S = 0.25
 PAUSE_MAX_S = 4.0
 # Added to the priority of class batch: more milliseconds than a machine is up.
 BATCH_BEHIND: Final = 1 << 50
+_START: Final = attrgetter("start")
 
 
 @dataclass
@@ -124,10 +127,12 @@ class Router:
             if not usable:
                 continue
             usable = [one for one in usable if not one[0].avoid and one[0].id not in avoid] or usable
-            replica, load = min(usable, key=lambda pair: pair[1].weight)
-            preferred, preferred_load = max(usable, key=lambda pair: _score(pair[0].id, work.beginning))
-            if preferred_load.weight <= load.weight * AFFINITY_FACTOR + AFFINITY_SLACK_TOKENS:
-                replica, load = preferred, preferred_load
+            replica, load = usable[0]
+            if len(usable) > 1:
+                least = min(load.weight for _, load in usable)
+                replica, load = max(usable, key=lambda pair: _score(pair[0].id, work.beginning))
+                if load.weight > least * AFFINITY_FACTOR + AFFINITY_SLACK_TOKENS:
+                    replica, load = min(usable, key=lambda pair: pair[1].weight)
             priority = int(now_s * 1000) + load.owners[work.owner] + BATCH_BEHIND * work.batch
             load.add(work)
             load.pending += work.prompt_tokens
@@ -173,10 +178,10 @@ class Router:
         load.failures = min(load.failures + 1, 16)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Ticket:
     """A request that waits. queue: the model whose engines it waits for, and whether it is of class batch; names,
-    avoided: of `Router.choose`. place: its replica, or why it gets none."""
+    avoided: of `Router.choose`. place: its replica, or why it gets none. start: where it stands in its queue."""
 
     model: str
     queue: tuple[str, bool]
@@ -184,63 +189,45 @@ class Ticket:
     work: Work
     avoided: Collection[str]
     place: Future[Choice]
+    start: int = 0
 
 
 class FairQueue:
     """Requests that wait for the same engines, in the order of start-time fair queuing (Goyal, Vin and Cheng, SIGCOMM
     1996).
 
-    An owner's next request starts where the owner's last one ended, in tokens that were taken, but never before the
-    request that was taken last. So an owner with one request is next, however many another owner has, and an owner that
-    was away has saved nothing up. Invariant: no owner without tickets is in `_tickets`; `_starts` has those that are,
-    and those that would start after `_now`."""
+    An owner's request starts where the owner's one before it ends, in tokens, but never before the request that was
+    taken last. So an owner with one request is next, however many another owner has, and an owner that was away has
+    saved nothing up. tickets: by their start, of equal ones the oldest first. names: of all tickets."""
 
     def __init__(self) -> None:
-        self._tickets: dict[str, dict[Ticket, None]] = {}  # by owner, the oldest first
-        self._names = Counter[tuple[str, ...]]()  # of all tickets
-        self._starts: dict[str, int] = {}
+        self.tickets: list[Ticket] = []
+        self.names = Counter[tuple[str, ...]]()
+        self._ends = Counter[str]()  # of each owner's last request
         self._now = 0
 
     def add(self, ticket: Ticket) -> None:
         owner = ticket.work.owner
-        if owner not in self._tickets:
-            self._tickets[owner] = {}
-            self._starts[owner] = max(self._starts.get(owner, 0), self._now)
-        self._tickets[owner][ticket] = None
-        self._names[ticket.names] += 1
+        ticket.start = max(self._ends[owner], self._now)
+        self._ends[owner] = ticket.start + ticket.work.tokens
+        self.names[ticket.names] += 1
+        insort(self.tickets, ticket, key=_START)
 
-    def take(self, ticket: Ticket) -> None:
-        """Remove a request because it is served now, which counts for its owner. Raises KeyError."""
-        owner = ticket.work.owner
-        self._now = max(self._now, self._starts[owner])
-        self._starts[owner] += ticket.work.tokens
-        self.discard(ticket)
-
-    def discard(self, ticket: Ticket) -> bool:
-        """Remove a request; False if it is not there."""
-        owner = ticket.work.owner
-        if ticket not in self._tickets.get(owner, ()):
+    def remove(self, ticket: Ticket, *, served: bool = False) -> bool:
+        """Remove a request; one that is not served costs its owner nothing. False if it is not there."""
+        if ticket not in self.tickets:
             return False
-        del self._tickets[owner][ticket]
-        self._names -= Counter((ticket.names,))  # without those of which none is left
-        if not self._tickets[owner]:
-            del self._tickets[owner]
-            self._starts = {one: at for one, at in self._starts.items() if one in self._tickets or at > self._now}
+        self.tickets.remove(ticket)
+        self.names -= Counter((ticket.names,))  # without those of which none is left
+        if served:
+            self._now = max(self._now, ticket.start)
+            return True
+        later = [one for one in self.tickets if one.work.owner == ticket.work.owner and one.start > ticket.start]
+        for one in later:
+            one.start -= ticket.work.tokens
+        self._ends[ticket.work.owner] -= ticket.work.tokens
+        self.tickets.sort(key=_START)
         return True
-
-    def next(self, full: Set[tuple[str, ...]] = frozenset()) -> Ticket | None:
-        """The next request for a place, of those whose names are not full; it stays here."""
-        if self._names.keys() <= full:
-            return None  # without a scan of all, which may be thousands
-        return next(ticket for ticket in self if ticket.names not in full)
-
-    def __iter__(self) -> Iterator[Ticket]:
-        """The owner that starts first with all of its requests, the oldest first, then the next owner."""
-        for owner in sorted(self._tickets, key=self._starts.__getitem__):
-            yield from self._tickets[owner]
-
-    def __len__(self) -> int:
-        return sum(map(len, self._tickets.values()))
 
 
 class Holds:
@@ -251,39 +238,46 @@ class Holds:
         self.most = most
         self.queues: defaultdict[tuple[str, bool], FairQueue] = defaultdict(FairQueue)
 
-    def count(self, batch: bool = False) -> int:
-        """How many wait."""
-        return sum(len(queue) for (_, of_batch), queue in self.queues.items() if of_batch is batch)
-
     def add(self, ticket: Ticket) -> bool:
         """Queue a request; False if too many wait already."""
-        if self.count(ticket.work.batch) >= self.most:
+        batch = ticket.work.batch
+        if sum(len(queue.tickets) for (_, one), queue in self.queues.items() if one is batch) >= self.most:
             return False
         self.queues[ticket.queue].add(ticket)
         return True
 
-    def take(self, ticket: Ticket, choice: Choice) -> None:
-        """Give a queued request its place."""
-        self.queues[ticket.queue].take(ticket)
-        self.remove(ticket)
-        ticket.place.set_result(choice)
+    def place(self, router: Router, now_s: float) -> None:
+        """Give those who wait the places that replicas have for them, class batch last."""
+        for _, queue in sorted(self.queues.items(), key=lambda item: item[0][1]):
+            full: set[tuple[str, ...]] = set()
+            for ticket in list(queue.tickets):
+                if len(full) == len(queue.names):
+                    break  # thousands may wait, and this is asked at each end of a request
+                if ticket.names in full:
+                    continue
+                choice = router.choose(ticket.names, ticket.work, now_s, ticket.avoided)
+                if choice is None:
+                    full.add(ticket.names)
+                else:
+                    self.remove(ticket, served=True)
+                    ticket.place.set_result(choice)
 
     def refuse(self, ticket: Ticket, error: Exception) -> None:
         """End the wait of a queued request."""
         if self.remove(ticket):
             ticket.place.set_exception(error)
 
-    def remove(self, ticket: Ticket) -> bool:
+    def remove(self, ticket: Ticket, *, served: bool = False) -> bool:
         """Remove a request that waits no longer; False if it is not queued."""
-        queued = self.queues[ticket.queue].discard(ticket)
-        if not self.queues[ticket.queue]:
+        removed = self.queues[ticket.queue].remove(ticket, served=served)
+        if not self.queues[ticket.queue].tickets:
             del self.queues[ticket.queue]
-        return queued
+        return removed
 
     def models(self) -> Counter[str]:
         """People's requests that wait, by model."""
         waiting = (queue for (_, batch), queue in self.queues.items() if not batch)
-        return Counter(ticket.model for queue in waiting for ticket in queue)
+        return Counter(ticket.model for queue in waiting for ticket in queue.tickets)
 
 
 def _score(name: str, beginning: int) -> int:

@@ -16,7 +16,7 @@ import orjson
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from weights.format import legacy_functions as legacy
+from serve.core import legacy_functions as legacy
 
 Object = dict[str, Any]
 
@@ -321,7 +321,9 @@ def normalize_items(items: list[Object], left_out: list[str]) -> list[Object]:
             )
         if kind == "message":
             made.append(_message(item))
-        elif kind == "reasoning" and (thought := _thought(item)):
+        elif kind == "reasoning" and (
+            thought := "\n\n".join(filter(None, map(_text, _objects(item.get("content") or item.get("summary")))))
+        ):
             made.append({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}]})
         elif kind == "function_call_output":
             made.append({**item, "output": _parts(_result_as_text(item.get("output")))})
@@ -357,9 +359,3 @@ def _text(part: Any) -> str | None:
         return None
     text = part.get("refusal" if part["type"] == "refusal" else "text")
     return text if isinstance(text, str) else None
-
-
-def _thought(item: Object) -> str:
-    """The text of a thought that is not encrypted."""
-    parts = item.get("content") or item.get("summary")
-    return "\n\n".join(filter(None, map(_text, parts))) if isinstance(parts, list) else ""

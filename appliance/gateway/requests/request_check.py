@@ -20,10 +20,16 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.router import Work
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, RESPONSES, Route
-from appliance.gateway.requests.continuation import CHAT, Continuation, continuation_of
+from appliance.gateway.requests.answers import (
+    CHAT,
+    Continuation,
+    Transcript,
+    continuation_of,
+    of_completion,
+    of_response,
+)
 from appliance.gateway.requests.fields import check_fields, prompts_in, refused
 from appliance.gateway.requests.normalize import normalize
-from appliance.gateway.requests.transcript import Transcript, of_completion, of_response
 from serve.core.keywords import counted, defined, nodes, unenforced
 
 _COMPLETION_TOKENS: Final = 256

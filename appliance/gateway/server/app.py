@@ -11,13 +11,11 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, Final
+from collections.abc import Collection
+from typing import Final
 
 import orjson
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
@@ -28,7 +26,7 @@ from appliance.gateway.requests.request_check import check_object, parsed_body
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import ClientGone, Exchange, Headers
 from appliance.gateway.server.inference import Inference
-from appliance.gateway.server.state import State
+from appliance.gateway.server.state import State, metrics_text
 from appliance.ui.site import TO_THE_PAGE, site
 from runtime.logs import minute
 from weights.format.names import policy_of
@@ -46,20 +44,28 @@ _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
 
 class App:
-    """The ASGI application."""
+    """What uvicorn's connections call for each request."""
 
     def __init__(self, state: State, controller: Controller) -> None:
         self._state, self._controller = state, controller
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, exchange: Exchange) -> None:
         state = self._state
-        exchange = Exchange(state.limits, scope, receive, send)
         state.exchanges.add(exchange)
         error: HttpError | None = None
         try:
             try:
-                self._admit(exchange)
-                await self._serve(exchange)
+                exchange.received_s = time.monotonic()
+                own_id = exchange.headers.get(b"x-request-id", b"")
+                exchange.request_id = own_id if _REQUEST_ID.match(own_id) else state.new_request_id()
+                if state.config.cors_origins:
+                    exchange.cors = cors_headers(exchange, state.config.cors_origins)
+                asks = exchange.method == b"OPTIONS" and b"access-control-request-method" in exchange.headers
+                if asks and len(exchange.cors) > 1:
+                    await exchange.whole(200, b"text/plain", b"OK")
+                else:
+                    self._admit(exchange)
+                    await self._serve(exchange)
             except asyncio.CancelledError:
                 if (error := exchange.ended) is None:
                     raise
@@ -77,7 +83,7 @@ class App:
             pass
         finally:
             state.exchanges.discard(exchange)
-            if not exchange.finished:
+            if not exchange.response_complete:
                 exchange.status = exchange.status or 499
                 state.metrics.events["client_disconnected"] += 1
             state.finished(exchange, time.monotonic())
@@ -87,9 +93,6 @@ class App:
     def _admit(self, exchange: Exchange) -> None:
         """Checks everything that a request's head determines. Raises HttpError."""
         state, headers = self._state, exchange.headers
-        exchange.received_s = time.monotonic()
-        own_id = headers.get(b"x-request-id", b"")
-        exchange.request_id = own_id if _REQUEST_ID.match(own_id) else state.new_request_id()
         if exchange.method == b"HEAD":
             exchange.method, exchange.head_only = b"GET", True
         exchange.route = route = resolve(exchange.method, exchange.path)
@@ -163,7 +166,7 @@ class App:
     async def _body(self, exchange: Exchange, limit: int) -> bytes:
         """All of it, counted as in memory. Raises HttpError 413, 408, 429 and 503, ClientGone."""
         kept: list[bytes] = []
-        async for data in exchange.pieces(limit):
+        while data := await exchange.read(limit):
             self._state.take_body(exchange, len(data))
             kept.append(data)
         exchange.received_s = time.monotonic()
@@ -197,7 +200,7 @@ class App:
         background = transcript is not None and transcript.background
         if transcript is not None:
             transcript.stores = transcript.stores and state.config.stores_responses
-            if transcript.stores and not self._controller.has_room():
+            if transcript.stores and self._controller.copies_bytes >= state.limits.response_copies_bytes:
                 transcript.stores = False
                 state.metrics.events["responses_not_stored"] += 1
             state.take_body(exchange, len(transcript.input))  # which is in memory twice until the answer arrives
@@ -261,55 +264,32 @@ def check_same_origin(exchange: Exchange) -> None:
         raise HttpError(403, "A login of the page is only for requests of the page itself.", code="cross_site_request")
 
 
+def cors_headers(exchange: Exchange, origins: Collection[str]) -> list[tuple[bytes, bytes]]:
+    """Headers by which a browser lets a page of these origins ask anything and read the answer, never with credentials
+    (cookies): a key says who asks, and a page must have been given one."""
+    origin, every = exchange.headers.get(b"origin", b""), "*" in origins
+    if not origin or not (every or origin.decode("latin-1") in origins):
+        return [(b"vary", b"Origin")]
+    return [
+        (b"access-control-allow-origin", b"*" if every else origin),
+        (b"access-control-expose-headers", b"*"),
+        (b"access-control-allow-methods", b"DELETE, GET, HEAD, PATCH, POST, PUT"),
+        (b"access-control-allow-headers", exchange.headers.get(b"access-control-request-headers", b"*")),
+        (b"access-control-max-age", b"7200"),
+        (b"vary", b"Origin"),
+    ]
+
+
 def check_head(exchange: Exchange, limits: Limits) -> None:
     """Raises HttpError 400, 413 or 415 for a body that can be refused unread."""
     headers, length, limit = exchange.headers, exchange.content_length, exchange.route.body_bytes(limits)
     if (length or exchange.chunked) and exchange.method not in (b"POST", b"PUT", b"PATCH"):
         # A body has no meaning there, so servers differ about it: one that does not read it parses it as the next head.
         method = exchange.method.decode()
-        raise HttpError(400, f"A {method} request has no body here. Send it without one.", code="unexpected_body")
+        text = f"A {method} request has no body here. Send it without one."
+        raise HttpError(400, text, code="unexpected_body", close=exchange.chunked)
     if length is not None and length > limit:
         raise errors.body_too_large(limit)
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         # The size of a compressed body does not bound the cost of reading it.
         raise HttpError(415, "Compressed request bodies are not accepted.", code="unsupported_content_encoding")
-    kind = headers.get(b"content-type", _JSON)
-    if exchange.route.kind is Kind.INFERENCE and not kind.lower().startswith(_JSON):
-        given = kind[:100].decode("ascii", "replace")
-        message = f"Unsupported content type {given!r}: send -H 'content-type: application/json'."
-        raise HttpError(415, message, code="unsupported_content_type")
-
-
-# -- Prometheus
-
-
-async def metrics_text(state: State, controller_up: bool) -> bytes:
-    """Series of this gateway."""
-    text = "Whether the controller answered this scrape."
-    up = GaugeMetricFamily("appliance_controller_up", text, int(controller_up))
-    current = [*state.metrics.collect(), *gauges(state), up]
-    collected: Any = SimpleNamespace(collect=lambda: current)
-    return await asyncio.to_thread(generate_latest, collected)  # it may take 0.3 s
-
-
-def gauges(state: State) -> Iterator[Metric]:
-    """Series made of the current state."""
-    named = "appliance_gateway_{}".format
-    yield GaugeMetricFamily(named("start_time_seconds"), "Unix time of the start.", state.started_s)
-    yield GaugeMetricFamily(named("connections"), "Open client connections.", len(state.connections))
-    yield GaugeMetricFamily(named("buffered_body_bytes"), "Request bodies in memory.", state.buffered_bytes)
-    if state.certificate is not None:
-        text = "Unix time at which the endpoint's certificate expires."
-        yield GaugeMetricFamily("appliance_tls_expiry_seconds", text, state.certificate.expires_s)
-    held = dict.fromkeys((model for model, _, _ in state.metrics.series), 0) | state.holds.models()
-    loads = {name: load.inflight for name, load in state.router.loads.items()}
-    failing = dict.fromkeys(state.background.names(), 1)
-    for name, label, text, values in (
-        ("held", "model", "Requests waiting for a replica.", held),
-        ("inflight", "replica", "Requests on a replica.", loads),
-        ("degraded", "part", "1 while a part of the gateway fails and is tried again.", failing),
-    ):
-        family = GaugeMetricFamily(named(name), text, labels=(label,))
-        for value, number in values.items():
-            family.add_metric((value,), number)
-        yield family

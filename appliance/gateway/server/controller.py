@@ -20,8 +20,8 @@ from yarl import URL
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind
+from appliance.gateway.requests.answers import joined
 from appliance.gateway.requests.request_check import Checked, check_depth, check_object
-from appliance.gateway.requests.transcript import joined
 from appliance.gateway.server.exchange import ClientGone, Exchange, Headers
 from appliance.gateway.server.state import State, read_up_to
 
@@ -55,7 +55,17 @@ class Controller:
 
     def __init__(self, state: State) -> None:
         self._state, self._copies = state, asyncio.Queue[bytes]()
-        self.copies = self._copies_bytes = 0
+        # Connections are used once: it may be closing one under a request that must not be sent twice.
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(state.config.controller_socket, limit=0, force_close=True),
+            auto_decompress=False,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=state.limits.upstream_silence_s),
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # Asked to close, a server that refuses a body unread cuts off its own answer.
+            headers={"Connection": "keep-alive"},
+        )
+        self.copies = self.copies_bytes = 0
         self._away = False
 
     async def relay(self, exchange: Exchange, body: bytes | None = None) -> None:
@@ -105,13 +115,12 @@ class Controller:
 
         wait_s: how long a request that was not sent, or that changes nothing, waits for a controller that restarts."""
         state = self._state
-        session = state.engines.of(state.config.controller_socket, lasting=False)
         url = URL(f"{_HOST}{target.decode('ascii', 'replace')}", encoded=True)
         options: Any = {"headers": headers, "data": data, "allow_redirects": False}
         until_s, answered = time.monotonic() + wait_s, False
         while True:
             try:
-                async with session.request(method.decode(), url, **options) as response:
+                async with self.session.request(method.decode(), url, **options) as response:
                     answered = True
                     yield response
                     return
@@ -163,9 +172,6 @@ class Controller:
 
     # -- copies
 
-    def has_room(self) -> bool:
-        return self._copies_bytes < self._state.limits.response_copies_bytes
-
     @property
     def delivering(self) -> bool:
         """Whether copies are left, and the controller was there at the last attempt."""
@@ -173,7 +179,7 @@ class Controller:
 
     def keep(self, copy: bytes) -> None:
         self.copies += 1
-        self._copies_bytes += len(copy)
+        self.copies_bytes += len(copy)
         self._copies.put_nowait(copy)
 
     async def send_copies(self) -> None:
@@ -190,7 +196,7 @@ class Controller:
                 log.error("%d answered responses are not stored: the controller answered %d", len(copies), status)
                 self._state.metrics.events["responses_not_stored"] += len(copies)
             self.copies -= len(copies)
-            self._copies_bytes -= sum(map(len, copies))
+            self.copies_bytes -= sum(map(len, copies))
 
     async def _store(self, copies: list[bytes]) -> int:
         """The controller's status; 0 if it did not answer."""

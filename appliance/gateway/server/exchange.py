@@ -12,8 +12,6 @@ its SDK raises; Anthropic's event `error`."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
@@ -25,23 +23,19 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from appliance.gateway.core import errors
-from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.router import Choice, Ticket
 from appliance.gateway.core.routes import RESPONSES, UNKNOWN, Kind, Route, is_anthropic, plain_target
 from appliance.gateway.core.spending import KeyUse, OwnerUse
 from appliance.gateway.core.table import NOBODY, Caller
+from appliance.gateway.requests.answers import Tokens
 from appliance.gateway.requests.request_check import Checked
 
 Headers = Mapping[bytes, bytes]
 Pairs = Sequence[tuple[bytes, bytes]]
 
-# The rest of a refused request's body is read for this long, and so much of it: closing with unread bytes resets the
-# connection, which can destroy the answer on its way.
+# The rest of a refused request's body is taken, unread, for this long.
 LINGER_S: Final = 2.0
-_LINGER_BYTES: Final = 4 * 1024 * 1024
-# A refused request with a larger body than this ends its connection.
-_DISCARD_BYTES: Final = 256 * 1024
 # An engine's answer says so too (serve/vllm/answers.py).
 VERSION: Final = b"x-appliance-model-version"
 _ANTHROPIC_TYPES: Final = {
@@ -53,15 +47,6 @@ _ANTHROPIC_TYPES: Final = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-# Inside a JSON string a quote is always escaped, so these match the engine's own fields and never a client's text.
-# Answers of /v1/responses have more of the request than its texts (the schemas of its tools): requests/transcript.py.
-USAGE: Final = b'"usage"'
-_USAGE: Final = re.compile(rb'"usage": ?\{')
-# All counts in one pass: four searches took 1.8 times as long.
-_COUNTS: Final = re.compile(
-    rb'"(prompt|input|completion|output|cached|cache_read_input|cache_creation_input)_tokens": ?([0-9]{1,12})'
-)
-_NAMES: Final = {b"input": b"prompt", b"output": b"completion"}
 # With two of them two parsers could disagree.
 _ONCE: Final = frozenset(
     {b"host", b"content-length", b"transfer-encoding", b"authorization", b"content-type", b"expect"}
@@ -71,29 +56,6 @@ _NO_USE: Final = KeyUse(OwnerUse())
 
 class ClientGone(Exception):
     """The client left, or took nothing for too long; there is nobody to answer."""
-
-
-class Tokens:
-    """Usage of one request. The newest number counts: Anthropic's streams report the prompt first and the completion
-    last. cached: tokens of the prompt that a cache of prefixes had."""
-
-    prompt: int = 0
-    cached: int = 0
-    completion: int = 0
-
-    def read(self, body: bytes) -> None:
-        """Take the usage from a piece of an answer, if it holds one."""
-        starts = list(_USAGE.finditer(body))
-        if not starts:
-            return
-        counts: dict[bytes, int] = {}
-        for name, digits in _COUNTS.findall(body, starts[-1].end()):
-            counts.setdefault(_NAMES.get(name, name), int(digits))  # the first of each is the engine's own
-        self.cached = counts.get(b"cached", self.cached)
-        if b"prompt" in counts:
-            # Anthropic's `input_tokens` are those that no cache had.
-            self.prompt = sum(counts.get(name, 0) for name in (b"prompt", b"cache_read_input", b"cache_creation_input"))
-        self.completion = counts.get(b"completion", self.completion)
 
 
 class Exchange:
@@ -109,7 +71,11 @@ class Exchange:
 
     head_sent: the status is out. sse: as a stream of events, which an error can join; stream_events: events relayed.
     body_complete: all of the request's body was read. ended: why it was ended from outside. broke_off: an error
-    followed its answer's head."""
+    followed its answer's head.
+
+    For uvicorn it is the cycle of a request and its response: body, more_body: what of the request's body has come and
+    was not read yet, and whether more will; message_event: set as more comes; keep_alive: the connection goes on
+    after it; response_complete: its answer is out."""
 
     route: Route = UNKNOWN
     caller: Caller = NOBODY
@@ -122,22 +88,28 @@ class Exchange:
     choice: Choice | None = None
     ticket: Ticket | None = None
     ignored: Pairs = ()
+    cors: list[tuple[bytes, bytes]]
     span: Any = None
-    infers = head_only = head_sent = sse = finished = broke_off = False
+    infers = head_only = head_sent = sse = broke_off = response_complete = False
+    more_body = True
     ended: HttpError | None = None
+    task: asyncio.Task[None]
+    _chunked = False
+    _waited_s = 0.0
 
-    def __init__(self, limits: Limits, scope: Any, receive: Any, send: Any) -> None:
-        self.connection: Connection = scope["connection"]
-        self.method, self.headers = scope["method"].encode(), scope["fields"]
-        self.target = plain_target(scope["target"])
+    def __init__(
+        self, connection: Connection, method: bytes, target: bytes, headers: Headers, keep_alive: bool
+    ) -> None:
+        self.connection, self.method, self.headers, self.keep_alive = connection, method, headers, keep_alive
+        self.target = plain_target(target)
         self.path = self.target.partition(b"?")[0]
-        length = self.headers.get(b"content-length")
+        length = headers.get(b"content-length")
         self.content_length = None if length is None else int(length)
-        self.chunked = b"transfer-encoding" in self.headers
+        self.chunked = b"transfer-encoding" in headers
         self.body_complete = not (self.chunked or self.content_length)
-        self.tokens = Tokens()
-        self._limits, self._receive, self._send = limits, receive, send
-        self.task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]
+        self.body, self.message_event, self.tokens = bytearray(), asyncio.Event(), Tokens()
+        self.cors = []
+        self._expects = headers.get(b"expect", b"").lower() == b"100-continue"
 
     @property
     def ids(self) -> dict[str, str]:
@@ -160,138 +132,147 @@ class Exchange:
 
     # -- the body
 
+    async def read(self, limit: int) -> bytes:
+        """The next piece of the body, empty at its end. Raises HttpError 413 and 408."""
+        if self.body_complete:
+            return b""
+        connection, limits = self.connection, self.connection.state.limits
+        if self._expects:
+            self._expects = False
+            connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if self.more_body and not self.body:  # a small one has come with its head
+            began_s, left_s = time.monotonic(), limits.body_grace_s + self.body_bytes / limits.body_bytes_per_s
+            try:
+                async with asyncio.timeout(left_s - self._waited_s):
+                    while self.more_body and not self.body and connection.refusal is None:
+                        self.message_event.clear()
+                        connection.flow.resume_reading()  # uvicorn pauses after much of it
+                        await self.message_event.wait()
+            except TimeoutError:
+                text = "The request body came too slowly."
+                raise HttpError(408, text, code="request_timeout", close=True) from None
+            self._waited_s += time.monotonic() - began_s
+        data, self.body, self.body_complete = bytes(self.body), bytearray(), not self.more_body
+        if self.more_body and connection.refusal is not None:
+            raise connection.refusal
+        self.body_bytes += len(data)
+        if self.body_bytes > limit:
+            raise errors.body_too_large(limit)
+        if self.body_complete and not connection.pipeline:
+            connection.flow.resume_reading()  # else a client that leaves is not seen
+        return data
+
     async def pieces(self, limit: int) -> AsyncIterator[bytes]:
-        """The body. Raises HttpError 413 and 408, ClientGone."""
-        limits, connection, waited_s = self._limits, self.connection, 0.0
-        while not self.body_complete:
-            if connection.running.message_event.is_set():  # a small body has come with its head
-                message = await self._receive()
-            else:
-                began_s, left_s = time.monotonic(), limits.body_grace_s + self.body_bytes / limits.body_bytes_per_s
-                try:
-                    async with asyncio.timeout(left_s - waited_s):
-                        message = await self._receive()
-                except TimeoutError:
-                    text = "The request body came too slowly."
-                    raise HttpError(408, text, code="request_timeout", close=True) from None
-                waited_s += time.monotonic() - began_s
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            if message["more_body"] and connection.refusal is not None:
-                raise connection.refusal
-            data, self.body_complete = message["body"], not message["more_body"]
-            self.body_bytes += len(data)
-            if self.body_bytes > limit:
-                raise errors.body_too_large(limit)
-            if self.body_complete and not connection.pipeline:
-                connection.flow.resume_reading()  # uvicorn has paused after much of it, and a leaver is not seen
-            if data:
-                yield data
+        while data := await self.read(limit):
+            yield data
 
     # -- the answer
 
-    def _headers(self, headers: Pairs) -> list[tuple[bytes, bytes]]:
-        """These, and those that all answers have."""
-        every = [*headers, (b"x-request-id", self.request_id), *self.ignored]
+    async def begin(self, status: int, headers: Pairs, data: bytes = b"") -> None:
+        """Send the head, and what is there of the body: each write is a packet that wakes its reader."""
+        every = [*headers, (b"x-request-id", self.request_id), *self.ignored, *self.cors]
         if self.route.kind is Kind.INFERENCE:
             every += self.use.headers()
         if is_anthropic(self.path):
             every.append((b"request-id", self.request_id))
-        if not self.connection.running.keep_alive:
+        if not self.keep_alive:
             every.append((b"connection", b"close"))
-        return every
-
-    async def begin(self, status: int, headers: Pairs) -> None:
-        await self._out({"type": "http.response.start", "status": status, "headers": self._headers(headers)})
+        self._chunked = all(name != b"content-length" for name, _ in headers) and status not in (204, 304)
+        if self._chunked and not self.head_only:
+            every.append((b"transfer-encoding", b"chunked"))
         self.head_sent, self.status = True, status
+        await self._send(_head(status, every) + self._framed(data))
 
-    async def begin_stream(self, version: bytes | None) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        if version is not None:
-            headers.append((VERSION, version))
-        await self.begin(200, [*headers, (b"x-accel-buffering", b"no")])
+    async def events(self, data: bytes, version: bytes = b"") -> None:
+        """Send events, the first with the head. version: of the model, if an engine has answered."""
+        if self.head_sent:
+            return await self.write(data)
         self.sse = True
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        if version:
+            headers.append((VERSION, version))
+        await self.begin(200, [*headers, (b"x-accel-buffering", b"no")], data)
 
     async def write(self, data: bytes) -> None:
         if data:
-            await self._out({"type": "http.response.body", "body": data, "more_body": True})
-            self.sent_bytes += len(data)
+            await self._send(self._framed(data))
 
     async def finish(self, data: bytes = b"") -> None:
-        await self._out({"type": "http.response.body", "body": data, "more_body": False})
-        self.sent_bytes += len(data)
-        self.finished = True
+        """End the answer. data: the last of it."""
+        end = b"0\r\n\r\n" if self._chunked and not self.head_only else b""
+        if last := self._framed(data) + end:
+            await self._send(last)
+        self.response_complete = True
+        if self.keep_alive:
+            self.connection.on_response_complete()
+        elif self.more_body:
+            self.connection.linger()
+        else:
+            self.connection.transport.close()
 
     async def whole(self, status: int, content_type: bytes, body: bytes, headers: Pairs = ()) -> None:
-        await self.begin(status, [(b"content-type", content_type), *headers, (b"content-length", b"%d" % len(body))])
-        await self.write(body)
-        await self._drained()  # the end waits for a client that reads slowly
-        if not self.body_complete:
-            await self._linger()
+        length = (b"content-length", b"%d" % len(body))
+        await self.begin(status, [(b"content-type", content_type), *headers, length], body)
+        if self.connection.flow.write_paused:
+            await self._drained()  # the end waits for a client that reads slowly
         await self.finish()
 
     async def fail(self, error: HttpError) -> None:
         """Answer an error: as the whole answer, as an event of a stream, or, within a plain body, by ending the
         connection, since nothing else shows that the body is not whole."""
-        if self.finished:
+        if self.response_complete:
             return
         self.broke_off = self.head_sent and error.status >= 500 and error.code != errors.GIVES_WAY
-        running = self.connection.running
         if self.sse:
-            running.keep_alive = False
+            self.keep_alive = False
             await self.finish(error_event(error, self, self.stream_events))
         elif self.head_sent:
-            self.connection.abort()
+            self.connection.transport.abort()  # so that what was cut off cannot be taken for a whole answer
         else:
             status, body = _shaped(error, self)
-            unread = not self.body_complete and (self.chunked or (self.content_length or 0) > _DISCARD_BYTES)
-            running.keep_alive &= not (error.close or unread)
+            self.keep_alive &= not error.close and not self.more_body
             await self.whole(status, b"application/json", body, _error_headers(error))
 
-    async def _linger(self) -> None:
-        """Read the rest of a body that is not wanted, briefly, unless its sender still waits for a 100 Continue; a
-        connection with more of it ends."""
-        read = 0
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_S):
-                while not self.body_complete and read < _LINGER_BYTES and b"expect" not in self.headers:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        return
-                    read, self.body_complete = read + len(message["body"]), not message["more_body"]
-        self.connection.running.keep_alive &= self.body_complete
+    def _framed(self, data: bytes) -> bytes:
+        if self.head_only or not data:
+            return b""
+        self.sent_bytes += len(data)
+        return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
 
-    async def _out(self, message: Any) -> None:
-        await self._drained()
-        await self._send(message)
+    async def _send(self, data: bytes) -> None:
+        if self.connection.flow.write_paused:
+            await self._drained()
+        self.connection.transport.write(data)
 
     async def _drained(self) -> None:
         """Wait for a client that reads slowly. Raises ClientGone if it takes nothing for too long."""
-        if self.connection.flow.write_paused:
-            try:
-                async with asyncio.timeout(self._limits.write_stall_s):
-                    await self.connection.flow.drain()
-            except TimeoutError:
-                self.connection.abort()
-                raise ClientGone from None
+        try:
+            async with asyncio.timeout(self.connection.state.limits.write_stall_s):
+                await self.connection.flow.drain()
+        except TimeoutError:
+            self.connection.transport.abort()
+            raise ClientGone from None
+
+
+def _head(status: int, headers: Pairs) -> bytes:
+    return b"".join((STATUS_LINE[status], *[b"%b: %b\r\n" % pair for pair in headers], b"\r\n"))
 
 
 # -- the connection
 
 
 class Connection(HttpToolsProtocol):
-    """running: the cycle of the request being answered, or answered last; `cycle` is uvicorn's name for the last one
+    """running: the exchange that is being answered, or was answered last; `cycle` is uvicorn's name for the last one
     parsed. refusal: why its bytes are not read any more. private: it came by the private socket.
     state: the process's `State`, whose module imports this one."""
 
     def __init__(self, config: Config, server_state: ServerState, state: Any, *, private: bool = False) -> None:
         super().__init__(config, server_state, {})
         self.state, self.private = state, private
-        self.running: Any = None
+        self.running: Exchange | None = None
         self.refusal: HttpError | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._head_since_s: float | None = time.monotonic()
-        self._unparsed_bytes = 0
+        self._awaits_since_s: float | None = time.monotonic()  # a head
+        self._head_bytes = 0
         self._in_head, self._offers_upgrade = True, False
 
     # -- life
@@ -303,13 +284,10 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._unset_keepalive_if_required()
-        if self.running is not None:
-            self.running.disconnected = True
         super().connection_lost(exc)
         self.pipeline.clear()
-        if self._task is not None and not self._task.done():
-            self._task.cancel()
+        if self.running is not None:
+            self.running.task.cancel()
 
     def eof_received(self) -> None:
         """A client that closes its half counts as gone: an engine would compute for one that may not read."""
@@ -320,26 +298,28 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
         self.loop.call_later(self.state.limits.write_stall_s, self.transport.abort)
 
-    def abort(self) -> None:
-        """End the connection at once, so that what was cut off cannot be taken for a whole answer."""
-        if self.running is not None:
-            self.running.disconnected = True
-        self.transport.abort()
-
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        self.running, self._task = cycle, self.loop.create_task(cycle.run_asgi(app))
-        self.tasks.add(self._task)
-        self._task.add_done_callback(self.tasks.discard)
+        self.running = cycle
+        cycle.task = self.loop.create_task(app(cycle))
+
+    def on_response_complete(self) -> None:
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        else:
+            self._awaits_since_s = time.monotonic()
 
     # -- bytes
 
     def data_received(self, data: bytes) -> None:
         if self.parser is None or self.transport.is_closing():
             return
-        self._unset_keepalive_if_required()
-        if self._in_head and self._head_since_s is None and (self.running is None or self.running.response_complete):
-            self._head_since_s = time.monotonic()
-        self._unparsed_bytes += len(data)
+        if self._in_head:
+            if not self._head_bytes and self._awaits_since_s is not None:
+                self._awaits_since_s = time.monotonic()
+            self._head_bytes += len(data)
         try:
             while data:
                 try:
@@ -353,17 +333,14 @@ class Connection(HttpToolsProtocol):
             self._refuse(error.__context__)
         except httptools.HttpParserError as error:
             self._refuse(errors.protocol_error(f"The request is not well-formed HTTP/1.1: {error}."))
-        else:
-            # Neither a name without end, nor a trailer or an extension of a chunk.
-            if self._unparsed_bytes > self.state.limits.head_bytes:
-                status = 431 if self._in_head else 400
-                self._refuse(errors.protocol_error("The request has too many bytes besides its body.", status))
+        if self.parser is not None and self._head_bytes > self.state.limits.head_bytes:
+            self._refuse(errors.protocol_error("The head of the request is too long.", 431))
 
     def _without_offer(self, rest: bytes) -> bytes:
         """The head without its offer of another protocol, which a server may ignore (RFC 9110, 7.8), and what followed
         it, for a new parser: httptools reads no body after an offer, and Java's client and `curl --http2` make one with
         each request."""
-        line = b"%b %b HTTP/%b" % (self.scope["method"].encode(), self.url, self.scope["http_version"].encode())
+        line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         lines = [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
         self._offers_upgrade = False
         self.parser = httptools.HttpRequestParser(self)
@@ -374,15 +351,14 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if self.state.stopping:
             raise errors.unavailable("The server is shutting down.", "shutting_down", 2)
-        super().on_message_begin()
-        self._in_head = True
+        self.url, self.headers, self._in_head = b"", [], True
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # a trailer is dropped
-            super().on_header(name, value)
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._unparsed_bytes, self._head_since_s = False, 0, None
+        self._in_head, self._head_bytes, self._awaits_since_s = False, 0, None
         version, method, headers = self.parser.get_http_version(), self.parser.get_method(), dict[bytes, bytes]()
         head_bytes = len(self.url)
         for name, value in self.headers:
@@ -390,10 +366,9 @@ class Connection(HttpToolsProtocol):
             if name in headers and name in _ONCE:
                 raise errors.protocol_error("A header was sent twice that a request has once.")
             headers[name] = b"%b, %b" % (headers[name], value) if name in headers else value
-        self.scope["method"], self.scope["http_version"] = method.decode(), version
         coding = headers.get(b"transfer-encoding")
         if head_bytes > self.state.limits.head_bytes:
-            raise errors.protocol_error("The URL and the headers of the request are too long.", 431)
+            raise errors.protocol_error("The head of the request is too long.", 431)
         if method == b"CONNECT":
             raise errors.protocol_error("CONNECT is not supported.")
         if version not in ("1.0", "1.1"):
@@ -407,17 +382,15 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self._offers_upgrade = True
             return
-        self.scope |= {"connection": self, "target": self.url, "fields": headers}  # type: ignore[misc]
-        # uvicorn takes the URL apart and decodes it; routes go by its bytes, which are checked there.
-        self.url = b"/"
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        self._unparsed_bytes = 0
-        super().on_body(body)
+        keep_alive = version != "1.0" and self.parser.should_keep_alive()
+        self.cycle: Any = Exchange(self, method, self.url, headers, keep_alive)
+        if self.running is None or self.running.response_complete:
+            self._start_asgi_task(self.cycle, self.app)
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((self.cycle, self.app))
 
     def on_message_complete(self) -> None:
-        self._unparsed_bytes = 0
         if not self._offers_upgrade:
             self._in_head = True
             super().on_message_complete()
@@ -428,28 +401,35 @@ class Connection(HttpToolsProtocol):
         """Answer an error to bytes that are no request, and close. Behind a request that is being answered nothing more
         is read; if its own body is bad, the error is its answer."""
         self.parser, self.refusal, error.close = None, error, True  # type: ignore[assignment]
-        self._head_since_s = None
+        self._awaits_since_s = None
         if self.running is not None and not self.running.response_complete:
             self.running.keep_alive = False
             self.cycle.message_event.set()
             return
-        self.state.metrics.counts["requests"]["unknown", error.status] += 1
+        self.state.metrics.requests("unknown", error.status).inc()
         headers = [(b"content-type", b"application/json"), (b"x-request-id", self.state.new_request_id())]
         body = error.body()
         headers += [*_error_headers(error), (b"connection", b"close"), (b"content-length", b"%d" % len(body))]
-        lines = [b"%b: %b\r\n" % pair for pair in headers]
-        self.transport.write(b"".join((STATUS_LINE[error.status], *lines, b"\r\n", body)))
-        # Closed with unread bytes, the connection is reset, which can destroy the answer on its way.
+        self.transport.write(_head(error.status, headers) + body)
+        self.linger()
+
+    def linger(self) -> None:
+        """Close once the client has had time to read its answer: closed with unread bytes, the connection is reset,
+        which can destroy the answer on its way."""
+        self.parser = None  # type: ignore[assignment]
+        self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(LINGER_S, self._close)
 
     def end_if_late(self, now_s: float) -> None:
-        """End a connection whose head takes too long. now_s: the monotonic clock."""
-        if self._head_since_s is None or now_s - self._head_since_s < self.state.limits.head_timeout_s:
+        """End a connection that is idle for too long, or whose head takes too long. now_s: the monotonic clock."""
+        limits, begun = self.state.limits, self._head_bytes or self.running is None
+        longest_s = limits.head_timeout_s if begun else limits.keepalive_s
+        if self._awaits_since_s is None or now_s - self._awaits_since_s < longest_s:
             return
-        self._head_since_s = None
-        if not self._unparsed_bytes:
+        self._awaits_since_s = None
+        if not self._head_bytes:
             self._close()  # it has said nothing
         else:
             self._refuse(HttpError(408, "The request head came too slowly.", code="request_timeout", close=True))

@@ -4,7 +4,7 @@
 - Until the client has a byte of the engine's answer it sees no failure of an engine: the request goes to another
   replica, or waits until one opens, three times at most. An engine that dies may have died of the request, so it goes
   to one more after that, and to no third.
-- After that a greedy stream continues if another engine can generate the same tokens (requests/continuation.py); any
+- After that a greedy stream continues if another engine can generate the same tokens (requests/answers.py); any
   other ends with an error event.
 - Of a good answer the bytes pass unchanged, but for what `_rewrite` changes.
 - A request of class batch (header `x-appliance-class: batch`) gives way to people, and is no demand."""
@@ -17,22 +17,23 @@ import logging
 import time
 import zlib
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 import orjson
+from aiohttp.http import HttpProcessingError
+from aiohttp.http import RawResponseMessage as Head
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.router import Choice, Ticket
 from appliance.gateway.core.routes import INPUT_TOKENS, PROMPT_FIELDS, RESPONSES
 from appliance.gateway.core.table import Model, cache_salt
-from appliance.gateway.requests.continuation import CHAT, COMPLETIONS, RESUME_PATH
+from appliance.gateway.requests.answers import CHAT, COMPLETIONS, RESUME_PATH, USAGE, token_count
 from appliance.gateway.requests.request_check import Checked, with_fields
-from appliance.gateway.requests.transcript import token_count
 from appliance.gateway.server.controller import Controller
-from appliance.gateway.server.exchange import USAGE, VERSION, Exchange, error_event
-from appliance.gateway.server.state import CONNECT_S, State, engine_url, read_up_to
+from appliance.gateway.server.exchange import VERSION, Exchange, error_event
+from appliance.gateway.server.state import State, read_up_to
 from weights.format.names import policy_of
 
 log = logging.getLogger("appliance.gateway")
@@ -40,7 +41,10 @@ log = logging.getLogger("appliance.gateway")
 _ERROR_BYTES: Final = 64 * 1024
 # Largest answer of an engine to a request that counts tokens.
 _TOKEN_IDS_BYTES: Final = 64 << 20
-_PATIENT: Final = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+_HEAD: Final = (
+    b"POST %b HTTP/1.1\r\nhost: engine\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+    b"x-request-id: %b\r\nx-vllm-priority: %d\r\n%b\r\n"
+)
 _EVENT: Final = b'data: {"'
 _FINISHED: Final = b'"finish_reason":"'
 _NO_CHOICES: Final = b'"choices":[],'
@@ -87,7 +91,7 @@ class Inference:
     def __init__(self, state: State, controller: Controller, exchange: Exchange, checked: Checked) -> None:
         caller, route = exchange.caller, exchange.route
         self.state, self.controller, self.exchange, self.checked = state, controller, exchange, checked
-        self.model, self.path = checked.model, route.engine_path.decode()
+        self.model, self.path = checked.model, route.engine_path
         # Separates its owner's entries in an engine's cache of prefixes from those of others.
         salt = checked.data.get("cache_salt", "")
         salt = salt if state.config.prefix_cache_shared else cache_salt(caller.owner, salt)
@@ -188,7 +192,7 @@ class Inference:
             state.report_now()  # a sleeping model wakes on it
         pause_s = state.config.holds.sse_grace_s
         try:
-            state.place_held()
+            state.holds.place(state.router, time.monotonic())
             with self._span("hold"):
                 while (left_s := self._wait_left_s()) > 0:
                     await asyncio.wait((place,), timeout=min(left_s, pause_s))
@@ -196,10 +200,8 @@ class Inference:
                         return place.result()
                     if self.checked.stream and pause_s < left_s:
                         # Comments, so that proxies keep the connection.
-                        if not exchange.head_sent:
-                            await exchange.begin_stream(None)
                         if not exchange.connection.flow.write_paused:
-                            await exchange.write(b": held\n\n")
+                            await exchange.events(b": held\n\n")
                         pause_s = state.config.holds.sse_interval_s
                 raise state.not_ready(self.model, TOO_LATE)
         except BaseException:
@@ -230,60 +232,58 @@ class Inference:
         body = self.body if name == self.model else with_fields(self.body, model=name)
         if exchange.route.task == "embed":  # for which vLLM reads no header
             body = with_fields(body, priority=choice.priority)
-        headers = {
-            "content-type": "application/json",
-            # Not the client's id but a new one for each attempt: an engine must never see one twice.
-            "x-request-id": state.new_request_id().decode(),
-            "x-vllm-priority": str(choice.priority),
-        }
-        # A whole long answer of a model in training comes at once, and whoever asks gives up by itself.
-        options: Any = {} if policy_of(self.model) is None else {"timeout": _PATIENT}
         exchange.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
-            state.metrics.times["added"].observe((), exchange.sent_s - exchange.received_s)
+            state.metrics.added.observe(exchange.sent_s - exchange.received_s)
         with self._span("attempt", replica=replica.id, version=replica.version, attempt=self.failed + 1) as trace:
-            if trace:
-                headers["traceparent"] = trace.decode()
-            session, url = state.engines.of(replica.socket), engine_url(replica.socket, self.path)
+            # Not the client's id but a new one for each attempt: an engine must never see one twice.
+            ids = state.new_request_id(), choice.priority, b"traceparent: %b\r\n" % trace if trace else b""
+            request = _HEAD % (self.path, len(body), *ids) + body
             try:
-                async with session.post(url, data=body, headers=headers, **options) as response:
-                    await self._relay(response, choice, model)
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                connection = await state.engines.connect(replica.socket)
+            except (aiohttp.ClientConnectorError, TimeoutError) as error:
                 raise AttemptFailed(EngineFailure.UNREACHED) from error
+            try:
+                # A whole long answer of a model in training comes at once, and whoever asks gives up by itself.
+                patient = policy_of(self.model) is not None
+                await self._relay(*await state.engines.send(connection, request, patient=patient), choice, model)
+                connection.release()
             except aiohttp.SocketTimeoutError as error:
                 raise errors.engine_failed(504) from error  # the request itself asks for too much
-            except aiohttp.ClientResponseError as error:
+            except HttpProcessingError as error:
                 raise AttemptFailed(EngineFailure.BROKEN) from error
             except (aiohttp.ClientError, OSError) as error:
                 raise AttemptFailed(EngineFailure.DIED) from error
+            finally:
+                connection.close()  # unless it was released
 
-    async def _relay(self, response: aiohttp.ClientResponse, choice: Choice, model: Model | None) -> None:
+    async def _relay(self, head: Head, content: aiohttp.StreamReader, choice: Choice, model: Model | None) -> None:
         """model: by whose row it was placed."""
-        state, exchange, replica, status = self.state, self.exchange, choice.replica, response.status
+        state, exchange, replica, status = self.state, self.exchange, choice.replica, head.code
         # The engine knows the version of its first token; the table may lag behind a swap.
-        engine_version = response.headers.get("x-appliance-model-version")
+        engine_version = head.headers.get("x-appliance-model-version")
         pinned = model is not None and choice.model == f"{model.pins}@{replica.version}"
         if pinned and engine_version not in (None, replica.version):
             raise self._moved(f"`{choice.model}` is served no more.")
         if engine_version is not None and not self._may_be_adapter():
             exchange.model_version = engine_version
         if status >= 400:  # nothing of it is relayed
-            body = await read_up_to(response.content, _ERROR_BYTES)
+            body = await read_up_to(content, _ERROR_BYTES)
             error = errors.from_upstream(status, body, PROMPT_FIELDS.get(exchange.route.name, "input"))
             if status == 404:
                 raise self._moved(error.message)
             if status >= 500 and not await state.engines.is_alive(replica.socket):
                 raise AttemptFailed(EngineFailure.DIED)
             raise error
-        if response.content_type == "text/event-stream":
-            await self._relay_stream(response, choice)
+        if head.headers.get("content-type", "").startswith("text/event-stream"):
+            await self._relay_stream(content, choice)
         else:
-            await self._relay_whole(response, choice)
+            await self._relay_whole(head, content, choice)
 
-    async def _relay_stream(self, response: aiohttp.ClientResponse, choice: Choice) -> None:
+    async def _relay_stream(self, content: aiohttp.StreamReader, choice: Choice) -> None:
         state, exchange, continuation = self.state, self.exchange, self.checked.continuation
-        began, partial = False, b""
-        async for piece in response.content.iter_any():
+        began, partial, version = False, b"", b""
+        while piece := await content.readany():
             relayed: list[bytes] = []
             *events, partial = (partial + piece).split(b"\n\n")
             for event in events:
@@ -292,7 +292,8 @@ class Inference:
                     error = errors.from_event(event)
                     fails = error is not None and error.status >= 500
                     if fails and not await state.engines.is_alive(choice.replica.socket):
-                        await exchange.write(b"".join(relayed))
+                        if began:
+                            await exchange.events(b"".join(relayed), version)
                         raise AttemptFailed(EngineFailure.DIED)
                 if not began:
                     began = True
@@ -300,12 +301,11 @@ class Inference:
                     state.router.started(choice)
                     version = exchange.model_version.encode("latin-1")
                     if exchange.head_sent:  # it was held, or is continued
-                        await exchange.write(b": version %b\n\n" % version)
-                    else:
-                        await exchange.begin_stream(version)
+                        relayed.append(b": version %b\n\n" % version)
                 relayed.append(self._rewrite(event))
             self._keep_copy()  # the client may leave once it has the last event
-            await exchange.write(b"".join(relayed))
+            if began:
+                await exchange.events(b"".join(relayed), version)
         if not self.stream_ended:
             dead = not began or continuation is not None
             raise AttemptFailed(EngineFailure.DIED if dead else EngineFailure.BROKEN)
@@ -339,37 +339,37 @@ class Inference:
             return error_event(error, exchange, exchange.stream_events - 1)
         return event + b"\n\n"
 
-    async def _relay_whole(self, response: aiohttp.ClientResponse, choice: Choice) -> None:
+    async def _relay_whole(self, head: Head, content: aiohttp.StreamReader, choice: Choice) -> None:
         """A plain answer is kept until it is whole, so that another engine can still give it, unless it is too long."""
         exchange, transcript, limits = self.exchange, self.checked.transcript, self.state.limits
         counts = exchange.route.name == INPUT_TOKENS
         stores = transcript is not None and transcript.stores
         most = limits.stored_response_bytes if stores else limits.buffered_response_bytes
         most = _TOKEN_IDS_BYTES if counts else most
-        body = await read_up_to(response.content, most + 1)
+        body = await read_up_to(content, most + 1)
         self._begun(choice)
         if exchange.head_sent:
             raise errors.engine_failed()  # comments have opened a stream, and the engine gave a plain answer
-        kind = response.headers.get("content-type", "application/json").encode("latin-1")
+        kind = head.headers.get("content-type", "application/json").encode("latin-1")
         headers = [(VERSION, exchange.model_version.encode("latin-1"))]
         if len(body) <= most:
             if transcript is not None:
                 body = token_count(body) if counts else transcript.whole(body)
                 self._keep_copy()
             self._read_usage(body)
-            await exchange.whole(response.status, kind, body, headers)
+            await exchange.whole(head.code, kind, body, headers)
             return
         if stores:
             self.state.metrics.events["responses_not_stored"] += 1
-        if response.content_length is not None:
-            headers.append((b"content-length", b"%d" % response.content_length))
+        if (length := head.headers.get("content-length")) is not None:
+            headers.append((b"content-length", length.encode()))
         await exchange.begin(200, [(b"content-type", kind), *headers])
         seen = b""
         while body:
             seen = seen[-_USAGE_BYTES:] + body  # wherever it was cut
             self._read_usage(seen)
             await exchange.write(body)
-            body = await response.content.readany()
+            body = await content.readany()
         await exchange.finish()
 
     def _read_usage(self, body: bytes) -> None:
@@ -388,7 +388,7 @@ class Inference:
         exchange.first_byte_s = now_s
         if self.checked.batch:
             return
-        metrics.times["time_to_first_byte"].observe(metrics.series_of(exchange), now_s - exchange.received_s)
+        metrics.first_byte(*metrics.series_of(exchange)).observe(now_s - exchange.received_s)
         if self.checked.stream and choice.load.inflight == 1:
             metrics.loads[choice.model].prefills.append((self.checked.prompt_tokens, now_s - exchange.sent_s))
 
@@ -440,7 +440,7 @@ class Inference:
         if rest is None:
             raise failure.error
         state.metrics.events["continued"] += 1
-        self.continues, self.path = True, RESUME_PATH.decode()
+        self.continues, self.path = True, RESUME_PATH
         self.body = with_fields(rest, **self.salt)
 
     def _may_be_adapter(self) -> bool:

@@ -3,26 +3,24 @@ a canary), and as lines of the access log."""
 
 from __future__ import annotations
 
-import math
 import re
 import time
-from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import cache
-from itertools import accumulate
 from statistics import median
 from typing import Any, Final
 
 import orjson
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.utils import floatToGoString
+import prometheus_client as prometheus
 
 from appliance.gateway.core.routes import ADMIN, FINE_TUNING, INFERENCE
 from appliance.gateway.core.table import Model, bucket
 from appliance.gateway.requests.request_check import Checked
 from appliance.gateway.server.exchange import Exchange
+
+prometheus.disable_created_metrics()
 
 MOST_SERIES: Final = 128
 """Triples of model, version and key class; beyond this all counts by them begin again. Rendering one takes 2 ms."""
@@ -30,19 +28,6 @@ _LABELS: Final = ("model", "version", "key_class")
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ADDED: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)
 _LONG: Final = (*_SECONDS[3:], 120.0, 300.0, 600.0)
-
-_COUNTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
-    "requests": ("Requests answered, by route and status.", ("route", "status")),
-    "model_requests": ("Inference requests ended.", (*_LABELS, "status")),
-    "tokens": ("Tokens of prompts (input) and answers (output), as engines counted.", (*_LABELS, "direction")),
-    "cached_tokens": ("Tokens of prompts in an engine's cache of prefixes.", _LABELS),
-}
-_TIMES: Final[dict[str, tuple[str, tuple[str, ...], tuple[float, ...]]]] = {
-    "added": ("From complete request to its sending upstream, unheld.", (), _ADDED),
-    "time_to_first_byte": ("From complete request to the first body byte.", _LABELS, _SECONDS),
-    "request": ("From complete request to the end of its answer.", _LABELS, _LONG),
-    "time_per_output_token": ("Streams: mean time from one token to the next.", _LABELS, _SECONDS),
-}
 
 # For the load report.
 RECENT_S: Final = 60.0
@@ -57,43 +42,49 @@ _TELLING: Final = 1.2
 
 class Metrics:
     """All counts. events: things that happened to requests, by kind. loads: by model of the routing table. series:
-    triples of model, version and key class. counts, times: by name and the values of their labels; plain numbers,
-    because each request adds to ten of them and Prometheus' own objects took a tenth of its time."""
+    triples of model, version and key class. All others: by the values of their labels."""
 
     def __init__(self) -> None:
         self.events = Counter[str]()
         self.loads: defaultdict[str, ModelLoad] = defaultdict(ModelLoad)
         self.series = set[tuple[str, str, str]]()
-        self.counts = {name: Counter[tuple[Any, ...]]() for name in _COUNTS}
-        self.times = {name: Times(bounds) for name, (_, _, bounds) in _TIMES.items()}
+        self.registry, self._by_series = prometheus.CollectorRegistry(), list[Any]()
+        own: Any = {"namespace": "appliance_gateway", "registry": self.registry}
 
-    def collect(self) -> Iterator[Metric]:
-        events = CounterMetricFamily("appliance_gateway_events", "Things that happened to requests.", labels=["event"])
-        for event, count in sorted(self.events.items()):
-            events.add_metric([event], count)
-        yield events
-        for name, (text, labels) in _COUNTS.items():
-            family = CounterMetricFamily(f"appliance_gateway_{name}", text, labels=labels)
-            for row, count in self.counts[name].items():
-                family.add_metric([*map(str, row)], count)
-            yield family
-        for name, (text, labels, _) in _TIMES.items():
-            times = HistogramMetricFamily(f"appliance_gateway_{name}_seconds", text, labels=labels)
-            for row, buckets, sum_s in self.times[name].rows():
-                times.add_metric(row, buckets, sum_s)
-            yield times
+        def by_series(kind: type[Any], name: str, text: str, *labels: str, **more: Any) -> Any:
+            metric = kind(name, text, (*_LABELS, *labels), **own, **more)
+            labelled = cache(metric.labels)  # which takes a lock and compares names, ten times in each request
+            self._by_series += [metric.clear, labelled.cache_clear]
+            return labelled
+
+        text = "Requests answered, by route and status."
+        self.requests = cache(prometheus.Counter("requests", text, ("route", "status"), **own).labels)
+        text = "From complete request to its sending upstream, unheld."
+        self.added = prometheus.Histogram("added_seconds", text, buckets=_ADDED, **own)
+        text = "Inference requests ended, by model, version, key class and status."
+        self.model_requests = by_series(prometheus.Counter, "model_requests", text, "status")
+        text = "Tokens of prompts (input) and answers (output), as engines counted them."
+        self.tokens = by_series(prometheus.Counter, "tokens", text, "direction")
+        text = "Tokens of prompts in an engine's cache of prefixes."
+        self.cached = by_series(prometheus.Counter, "cached_tokens", text)
+        text = "From complete request to the first body byte."
+        self.first_byte = by_series(prometheus.Histogram, "time_to_first_byte_seconds", text, buckets=_SECONDS)
+        text = "From complete request to the end of its answer."
+        self.request = by_series(prometheus.Histogram, "request_seconds", text, buckets=_LONG)
+        text = "Streams: mean time from one token to the next."
+        self.token = by_series(prometheus.Histogram, "time_per_output_token_seconds", text, buckets=_SECONDS)
 
     def finished(self, exchange: Exchange, now_s: float, inferred: Checked | None) -> None:
         """Count a finished response, whichever side ended it. inferred: the request, if it was for an engine."""
-        self.counts["requests"][exchange.route.name, exchange.status] += 1
+        self.requests(exchange.route.name, exchange.status).inc()
         if inferred is None:
             return
         key, tokens = self.series_of(exchange), exchange.tokens
-        self.counts["model_requests"][*key, exchange.status] += 1
-        self.times["request"].observe(key, now_s - exchange.received_s)
-        self.counts["tokens"][*key, "input"] += tokens.prompt
-        self.counts["tokens"][*key, "output"] += tokens.completion
-        self.counts["cached_tokens"][key] += tokens.cached
+        self.model_requests(*key, exchange.status).inc()
+        self.request(*key).observe(now_s - exchange.received_s)
+        self.tokens(*key, "input").inc(tokens.prompt)
+        self.tokens(*key, "output").inc(tokens.completion)
+        self.cached(*key).inc(tokens.cached)
         load = self.loads[exchange.routed_model]
         if tokens.prompt and inferred.prompt_tokens:
             load.computed(inferred.prompt_tokens, max(tokens.prompt - tokens.cached, 0))
@@ -101,7 +92,7 @@ class Metrics:
         written = tokens.completion or exchange.stream_events
         if exchange.stream_events and written > 1:
             token_s = (now_s - exchange.first_byte_s) / (written - 1)
-            self.times["time_per_output_token"].observe(key, token_s)
+            self.token(*key).observe(token_s)
             load.tpot.append((time.time(), token_s))
 
     def series_of(self, exchange: Exchange) -> tuple[str, str, str]:
@@ -110,30 +101,11 @@ class Metrics:
         key = exchange.model, exchange.model_version, _key_class(exchange.caller.scopes)
         if key not in self.series:
             if len(self.series) >= MOST_SERIES:
-                for name, counts in (self.counts | self.times).items():
-                    if name not in ("requests", "added"):
-                        counts.clear()
                 self.series.clear()
+                for clear in self._by_series:
+                    clear()
             self.series.add(key)
         return key
-
-
-class Times(dict[tuple[str, ...], list[float]]):
-    """Seconds by labels: how many in each bucket, which end at `bounds` and at infinity, and their sum."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = (*bounds, math.inf)
-
-    def observe(self, labels: tuple[str, ...], seconds: float) -> None:
-        row = self.get(labels) or self.setdefault(labels, [0] * len(self._bounds) + [0.0])
-        row[bisect_left(self._bounds, seconds)] += 1
-        row[-1] += seconds
-
-    def rows(self) -> Iterator[tuple[tuple[str, ...], list[tuple[str, float]], float]]:
-        """Labels, the number of times up to each bound, and the sum."""
-        names = [floatToGoString(bound) for bound in self._bounds]
-        for labels, (*counts, sum_s) in self.items():
-            yield labels, list(zip(names, accumulate(counts), strict=True)), sum_s
 
 
 @cache
@@ -146,8 +118,8 @@ def _key_class(scopes: frozenset[str]) -> str:
 
 class ModelLoad:
     """Counts and recent times of one model since it is in the table. prefills: prompt tokens and seconds to the first
-    byte of streams that were alone on their replica. tpot: of streams that ended, when, and their mean time from one
-    token to the next. Times in seconds, moments in Unix time."""
+    byte of streams that were alone on their replica. tpot: of streams that have ended, when, and their mean time from
+    one token to the next. Times in seconds, moments in Unix time."""
 
     def __init__(self) -> None:
         self._last_request_s: float | None = None

@@ -3,6 +3,7 @@ so nothing here is locked."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import math
@@ -10,12 +11,17 @@ import os
 import secrets
 import ssl
 import time
-from collections.abc import Callable
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import aiohttp
+from aiohttp.connector import Connection
+from aiohttp.http import HttpProcessingError, RawResponseMessage
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from uvicorn.server import ServerState
 from yarl import URL
 
@@ -38,9 +44,10 @@ if TYPE_CHECKING:
 
 # Engines keep idle connections for an hour, so that none is used that its engine is just closing.
 _KEEPALIVE_S: Final = 5.0
-CONNECT_S: Final = 5.0
+_CONNECT: Final = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 _READ_BYTES: Final = 256 * 1024
-_HEALTH_TIMEOUT: Final = aiohttp.ClientTimeout(total=2)
+_LINES: Final[dict[str, Any]] = {"max_line_size": 32 * 1024, "max_field_size": 32 * 1024}
+_HEALTH_S: Final = 2.0
 
 
 class State:
@@ -59,7 +66,7 @@ class State:
         self.exchanges: set[Exchange] = set()
         self.metrics = Metrics()
         self.comparison = Comparison()
-        self.engines = Sessions(config.limits.upstream_silence_s)
+        self.engines = Engines(config.limits.upstream_silence_s)
         self.router = Router(max_inflight=config.limits.replica_inflight)
         self.holds = Holds(config.holds.requests)
         self.access_log: BinaryIO | None = None
@@ -123,7 +130,8 @@ class State:
         base, at, version = name.partition("@")
         model = self.router.models.get(base) if at else None
         if model is None or not caller.sees(model) or not caller.may_use(base):
-            return errors.model_not_found(name)
+            message = f"The model `{name[:200]}` does not exist or you do not have access to it."
+            return HttpError(404, message, param="model", code="model_not_found")
         served = ", ".join(f"`{one}`" for one in sorted({r.version for r in model.replicas} or {model.version}))
         message = (
             f"The version `{version[:200]}` of the model `{base}` is not served now; {served} is. `appliance model "
@@ -155,19 +163,7 @@ class State:
         if self.router.end(choice):
             self.report_now()
         if self.holds.queues:
-            self.place_held()
-
-    def place_held(self) -> None:
-        """Give waiting requests the places that replicas have for them."""
-        now_s = time.monotonic()
-        for _, queue in sorted(self.holds.queues.items(), key=lambda item: item[0][1]):  # class batch last
-            full: set[tuple[str, ...]] = set()
-            while (ticket := queue.next(full)) is not None:
-                choice = self.router.choose(ticket.names, ticket.work, now_s, ticket.avoided)
-                if choice is None:
-                    full.add(ticket.names)
-                else:
-                    self.holds.take(ticket, choice)
+            self.holds.place(self.router, time.monotonic())
 
     # -- what is said of a request once it is over
 
@@ -209,62 +205,68 @@ class State:
                 self.access_log.write(b"".join(lines))
 
 
-# -- connections to engines and the controller
+# -- connections to engines
 
 
-@lru_cache(4096)
-def engine_url(address: str, path: str) -> URL:
-    """address: path of a Unix socket, whose URL needs any host, or https://HOST:PORT."""
-    return URL(f"{'http://engine' if address.startswith('/') else address}{path}", encoded=True)
+class Engines:
+    """Connections by address: path of a Unix socket, or https://HOST:PORT of an engine on another machine.
 
-
-class Sessions:
-    """One aiohttp session per Unix socket, or https://HOST:PORT of an engine on another machine. silence_s: the longest
-    that an answer may pause."""
+    They are aiohttp's, without its sessions: redirects, cookies, proxies and codings of bodies, which engines have not,
+    took a fifth of a request's time. silence_s: the longest that an answer may pause."""
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
-        self._sessions: dict[str, aiohttp.ClientSession] = {}
+        self._connectors: dict[str, tuple[aiohttp.BaseConnector, aiohttp.ClientRequest]] = {}
 
-    def of(self, address: str, *, lasting: bool = True) -> aiohttp.ClientSession:
-        """lasting: connections are used again; not where the other side may be closing one under a request that must
-        not be sent twice."""
-        session = self._sessions.get(address)
-        if session is None:
-            kept: dict[str, Any] = {"keepalive_timeout": _KEEPALIVE_S} if lasting else {"force_close": True}
+    async def connect(self, address: str) -> Connection:
+        """A connection for one request: `release` it after the whole answer, `close` it otherwise. Raises
+        aiohttp.ClientConnectorError, TimeoutError."""
+        if address not in self._connectors:
+            kept: dict[str, Any] = {"limit": 0, "keepalive_timeout": _KEEPALIVE_S}
+            is_local = address.startswith("/")
             connector: aiohttp.BaseConnector
-            if address.startswith("/"):
-                connector = aiohttp.UnixConnector(address, limit=0, **kept)
+            if is_local:
+                connector = aiohttp.UnixConnector(address, **kept)
             else:
                 tls = mutual_tls(ssl.PROTOCOL_TLS_CLIENT)
-                connector = aiohttp.TCPConnector(limit=0, ssl=tls, socket_factory=watched_socket, **kept)
-            session = self._sessions[address] = aiohttp.ClientSession(
-                connector=connector,
-                auto_decompress=False,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self._silence_s),
-                read_bufsize=_READ_BYTES,
-                max_line_size=32 * 1024,
-                max_field_size=32 * 1024,
-                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                # Asked to close, a server that refuses a body unread cuts off its own answer.
-                headers=None if lasting else {"Connection": "keep-alive"},
-            )
-        return session
+                connector = aiohttp.TCPConnector(ssl=tls, socket_factory=watched_socket, **kept)
+            target = aiohttp.ClientRequest("GET", URL("http://engine" if is_local else address))
+            self._connectors[address] = connector, target
+        connector, target = self._connectors[address]
+        return await connector.connect(target, [], _CONNECT)
+
+    async def send(
+        self, connection: Connection, request: bytes, *, patient: bool = False
+    ) -> tuple[RawResponseMessage, aiohttp.StreamReader]:
+        """The answer's head, and its body as it comes. Raises aiohttp.SocketTimeoutError for an engine that is silent,
+        unless patient; HttpProcessingError for an answer that is no HTTP; aiohttp.ClientError, OSError."""
+        protocol, transport = connection.protocol, connection.transport
+        if protocol is None or transport is None:
+            raise aiohttp.ServerDisconnectedError
+        silence_s = None if patient else self._silence_s
+        protocol.set_response_params(auto_decompress=False, read_timeout=silence_s, read_bufsize=_READ_BYTES, **_LINES)
+        transport.write(request)
+        protocol.start_timeout()
+        return await protocol.read()
 
     async def is_alive(self, address: str) -> bool:
         """Whether an engine's core lives, by vLLM's own check; one that is too busy to say so does."""
         try:
-            async with self.of(address).get(engine_url(address, "/health"), timeout=_HEALTH_TIMEOUT) as response:
-                return response.status == 200
+            async with asyncio.timeout(_HEALTH_S):
+                connection = await self.connect(address)
+                try:
+                    head, _ = await self.send(connection, b"GET /health HTTP/1.1\r\nhost: engine\r\n\r\n")
+                    return head.code == 200
+                finally:
+                    connection.close()
         except TimeoutError:
             return True
-        except (aiohttp.ClientError, OSError):
+        except (aiohttp.ClientError, HttpProcessingError, OSError):
             return False
 
     async def close(self) -> None:
-        for session in self._sessions.values():
-            await session.close()
+        for connector, _ in self._connectors.values():
+            await connector.close()
 
 
 async def read_up_to(content: aiohttp.StreamReader, most: int) -> bytes:
@@ -273,3 +275,38 @@ async def read_up_to(content: aiohttp.StreamReader, most: int) -> bytes:
     while len(body) < most and not content.at_eof():
         body += await content.read(most - len(body))
     return body
+
+
+# -- Prometheus
+
+
+async def metrics_text(state: State, controller_up: bool) -> bytes:
+    """Series of this gateway."""
+    current = [*state.metrics.registry.collect(), *gauges(state, controller_up)]
+    collected: Any = SimpleNamespace(collect=lambda: current)
+    return await asyncio.to_thread(generate_latest, collected)  # it may take 0.3 s
+
+
+def gauges(state: State, controller_up: bool) -> Iterator[Metric]:
+    """Series made of the current state."""
+    held = dict.fromkeys((model for model, _, _ in state.metrics.series), 0) | state.holds.models()
+    loads = {name: load.inflight for name, load in state.router.loads.items()}
+    failing = dict.fromkeys(state.background.names(), 1)
+    expiry = {} if state.certificate is None else {"": state.certificate.expires_s}
+    rows: Any = (
+        ("gateway_events", "event", "Things that happened to requests.", state.metrics.events),
+        ("gateway_held", "model", "Requests waiting for a replica.", held),
+        ("gateway_inflight", "replica", "Requests on a replica.", loads),
+        ("gateway_degraded", "part", "1 while a part of the gateway fails and is tried again.", failing),
+        ("gateway_start_time_seconds", "", "Unix time of the start.", {"": state.started_s}),
+        ("gateway_connections", "", "Open client connections.", {"": len(state.connections)}),
+        ("gateway_buffered_body_bytes", "", "Request bodies in memory.", {"": state.buffered_bytes}),
+        ("tls_expiry_seconds", "", "Unix time at which the endpoint's certificate expires.", expiry),
+        ("controller_up", "", "Whether the controller answered this scrape.", {"": int(controller_up)}),
+    )
+    for name, label, text, values in rows:
+        kind = CounterMetricFamily if label == "event" else GaugeMetricFamily
+        family = kind(f"appliance_{name}", text, labels=[label] if label else [])
+        for value, number in values.items():
+            family.add_metric([value] if label else [], number)
+        yield family

@@ -12,7 +12,7 @@ from appliance import alerts
 from appliance.boot import doctor as checks
 from appliance.boot.doctor import findings
 from appliance.cli.command import COMMANDS
-from appliance.cli.commands import machine
+from appliance.cli.commands import box
 from appliance.cli.locate import BoxFile
 from appliance.config import load_config
 from tests.unit.cli.conftest import run
@@ -33,7 +33,7 @@ def test_send_test_uses_the_options_that_a_running_box_was_started_with(tmp_path
     (tmp_path / "config.json").write_text(started.model_dump_json())
     ports: list[int] = []
     monkeypatch.setattr(BoxFile, "pid", property(lambda _: 1))
-    monkeypatch.setattr(machine, "_send_test", lambda _, settings: ports.append(settings.box.port))
+    monkeypatch.setattr(box, "_send_test", lambda _, settings: ports.append(settings.box.port))
     COMMANDS["doctor"].call(["--send-test", "--data-dir", str(tmp_path)])
     assert ports == [9876]
 

@@ -13,8 +13,6 @@ from appliance import config_reference
 from appliance.cli import errors
 from appliance.cli.command import COMMANDS, Parser
 from appliance.config import BoxConfig
-from tests.unit.cli.test_tree import options_of
-from train.plan.spec import TrainSpec
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "operations.md").read_text()
@@ -85,19 +83,3 @@ def test_every_command_that_people_are_shown_can_be_typed():
     shown = typed()
     assert len(shown) > 80 and {"box.toml", "operations.md", "README.md"} <= {file for file, _ in shown}
     assert [(file, line, why) for file, line in shown if (why := fault(line))] == []
-
-
-def test_every_option_and_key_that_the_tuning_handbook_turns_is_there():
-    page = (ROOT / "docs" / "tuning.md").read_text()
-    known = {option for name in COMMANDS for option in options_of(name)} | {"--shm-size"}
-    options = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page))
-    options = {option.replace("--no-", "--") for option in options}
-    assert len(options) > 25 and options - known == set()
-    sections = re.findall(r"`\[([a-z.]+)\] ([a-z_]+)(?: = [^`]*)?`", page)
-    assert len(sections) >= 9
-    block = config_reference.reference()
-    for section, key in sections:
-        part = block.split(f"#### [{section}]\n")[1].split("#### [")[0]
-        assert f"| `{key}` |" in part, f"[{section}] {key}"
-    for name in re.findall(r"--set ([a-z_]+)", page) + ["packing", "activation_checkpointing", "offload"]:
-        assert name in TrainSpec.__dataclass_fields__, name

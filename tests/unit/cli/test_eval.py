@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.cli.commands.evals import interval
-from appliance.controller.interfaces.records import EngineAnswer
+from appliance.controller.bus.asking import EngineAnswer
 from tests.unit.cli.conftest import ControlledBox
 
 GRADER = {

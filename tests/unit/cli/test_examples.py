@@ -14,8 +14,8 @@ import httpx
 import openai
 import pytest
 
+from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.gates import Gates
-from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.responses.objects import completion_row
 from appliance.store.database import Database
 from appliance.store.objects import jobs, responses

@@ -127,7 +127,6 @@ def test_a_box_that_takes_no_connection_while_it_comes_or_goes(tmp_path, main_pr
         ("job", "submit", "--model", "m", "--file", "file-1", "--set", "lora_alpha"),
         ("job", "submit", "--model", "m", "--file", "file-1", "--epochs", "1", "--set", "n_epochs=2"),
         *(("model", "canary", "m", *given) for given in (("--share", "20%"), ("--for", "10m"), ("--auto",))),
-        ("plan", "job", "--model", "m", "--file", "file-1", "--examples", "5"),
         ("gpu", "list", "-o", "yaml"),
         ("chat", "m", "  "),
     ],

@@ -15,7 +15,7 @@ from appliance.store.objects import models
 from appliance.store.rows import VersionRow
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.controller.conftest import insert_model
-from weights.tiers.directory import seal_dir
+from weights.tiers.copies import seal_dir
 
 
 def stored(box: ControlledBox, name: str, folder: Path) -> Path:

@@ -63,23 +63,6 @@ def test_submit_sends_what_was_asked(prepared, tmp_path):
     }
 
 
-def test_every_option_is_a_hyperparameter_that_training_knows(box, tmp_path):
-    data = tmp_path / "train.jsonl"
-    data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 20)
-    options = (
-        "--epochs 1 --batch-size 8 --learning-rate-multiplier 1.5 --lora-rank 4 --lora --zero-stage 1 --max-length 128 "
-        "--set weight_decay=0.1"
-    )
-    done = box.run("job", "submit", "--model", "starter", "--file", str(data), *options.split())
-    assert done.exit_code == 0, done.stderr
-    unknown = box.run("job", "submit", "--model", "starter", "--file", str(data), "--set", "lora_alpa=3")
-    assert unknown.exit_code == 2 and "lora_alpa" in unknown.stderr
-    missing = box.run("job", "submit", "--model", "nobody", "--file", str(data))
-    assert missing.exit_code == 3 and "nobody" in missing.stderr
-    large = box.run("job", "submit", "--model", "starter", "--file", str(data), "--min-devices", "20")
-    assert large.exit_code == 2 and "min_devices is 20; expected at most 8" in large.stderr
-
-
 @pytest.mark.parametrize("of", ["job", "batch", "eval"])
 @pytest.mark.parametrize("status, stays", [(400, False), (503, True)])
 def test_a_request_that_is_refused_leaves_no_file_behind(prepared, tmp_path, of, status, stays):
@@ -100,14 +83,6 @@ def test_a_request_that_is_refused_leaves_no_file_behind(prepared, tmp_path, of,
     done = prepared.run(*commands[of])
     assert done.exit_code != 0 and "not so" in done.stderr
     assert bool(prepared.sent("DELETE", "/v1/files/file-1")) != stays
-
-
-def test_a_past_deadline_is_refused(prepared):
-    prepared.prepare("POST", "/v1/fine_tuning/jobs", (200, {"id": "ftjob-1"}))
-    asked = ("job", "submit", "--model", "starter", "--file", "file-9", "--deadline")
-    done = prepared.run(*asked, "2020-01-01T00:00")
-    assert done.exit_code == 2 and "is past" in done.stderr and not prepared.requests
-    assert prepared.run(*asked, "2h").exit_code == 0
 
 
 def test_every_bad_line_of_a_file_is_shown_by_the_command_that_the_refusal_names(box, tmp_path):

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from appliance.controller.interfaces.records import EngineAnswer
+from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.responses.objects import completion_row
 from appliance.store.objects import jobs, models, responses
 from tests.simulator.control_plane import SimulatedEngines

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from appliance.cli import output
 from tests.unit.cli.conftest import ControlledBox
 
 
@@ -29,31 +26,3 @@ def test_a_schedule_is_made_shown_and_removed(box: ControlledBox):
     assert box.run("mode", "schedule", "remove", night["id"]).stdout.strip() == f"removed {night['id']}"
     assert box.run("mode", "schedule", "remove", night["id"]).exit_code == 3
     assert box.run("mode", "schedule", "add", "22 o'clock", "train").exit_code == 2
-
-
-def test_a_mode_that_overrides_a_window_says_so(box: ControlledBox):
-    box.run("mode", "schedule", "add", "0 0 1 * *", "train")
-    box.run("mode", "set", "serve")
-    assert "overridden" in box.run("mode", "show").stdout
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["nights"],
-        ["split"],
-        ["train", "--train", "2"],
-        ["train", "--for", "9h", "--until", "0 6 * * *"],
-    ],
-)
-def test_what_is_no_mode_or_no_time_is_refused_before_anything_is_sent(box: ControlledBox, arguments: list[str]):
-    refused = box.run("mode", "schedule", "add", "0 22 * * *", *arguments)
-    assert refused.exit_code == 2, refused.output
-    assert box.json("mode", "schedule", "list")["data"] == []
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("9h", 32400), ("90m", 5400), ("1h30m", 5400), ("2d", 172800), ("0.5h", 1800)]
-)
-def test_times(text: str, seconds: float):
-    assert output.seconds_of(text) == seconds

@@ -10,12 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from appliance.cli import output
 from appliance.controller.jobs import settings
 from appliance.store.objects import jobs
-from appliance.store.records import deployments, keys
+from appliance.store.records import deployments
 from appliance.store.rows import DeploymentRow, JobRow
 from runtime.devices.kind import Reading
 from tests.simulator.control_plane import change
@@ -116,22 +114,6 @@ def test_mode_set_moves_devices_and_history_shows_each_step(box: ControlledBox):
     assert box.json("mode", "show")["policy"] == "train"
 
 
-def test_models_are_listed_shown_and_shared(box: ControlledBox):
-    rows = lines(box.run("model", "list").stdout)
-    assert rows[0][0] == "MODEL" and rows[0][-1] == "STATE"
-    assert rows[1][:2] == ["starter", "base"] and rows[1][-1] == "cold"
-    told = lines(box.run("model", "show", "starter").stdout)
-    assert ["active", "version", "v2"] in told and any(line[0] == "v1" for line in told)
-    stopped = box.run("model", "share", "starter", "--with", "all", "--stop")
-    assert stopped.exit_code == 0
-    box.json("key", "create", "--name", "bobs", "--owner", "bob")
-    shared = box.run("model", "share", "starter", "--with", "bob", "--with", "carol")
-    assert ["shared", "with", "bob,", "carol"] in lines(shared.stdout)
-    assert ["without", "key", "carol"] in lines(shared.stdout)
-    assert box.json("model", "share", "starter", "--with", "all")["shared_with_everybody"] is True
-    assert box.run("model", "share", "nothing", "--with", "bob").exit_code == 3
-
-
 def test_model_canary_is_begun_shown_rolled_back_and_promoted(box: ControlledBox):
     box.do(lambda: deployments.insert(box.context.db, DeploymentRow("starter", 1.0)))
     begun = box.json("model", "canary", "starter", "v1", "--share", "5%", "--for", "1h", "--min-requests", "9")
@@ -146,25 +128,6 @@ def test_model_canary_is_begun_shown_rolled_back_and_promoted(box: ControlledBox
         assert box.run("model", "canary", "starter", "v2", *wrong).exit_code == 2
 
 
-def test_model_import_rollback_and_rm(box: ControlledBox, tmp_path: Path, monkeypatch):
-    checkpoint = tmp_path / "my-model"
-    checkpoint.mkdir()
-    done = box.json("model", "import", str(checkpoint))
-    assert (done["state"], done["result"]["name"]) == ("succeeded", "my-model")
-    assert box.json("model", "show", "my-model")["source"] == str(checkpoint)
-    monkeypatch.chdir(tmp_path)
-    missing = box.json("model", "import", "./none", "--name", "none")  # the simulated box takes any
-    assert box.json("model", "show", missing["result"]["name"])["source"] == str(tmp_path / "none")
-    started = box.json("model", "import", "hub/other", "--name", "other", "--no-wait")
-    assert started["kind"] == "import" and started["id"].startswith("op_")
-    assert box.json("model", "rollback", "starter", "--version", "v2")["to"] == "v2"
-    assert box.run("model", "rm", "my-model").stdout.strip() == "deleted my-model"
-    assert box.run("model", "show", "my-model").exit_code == 3
-    assert "! there is no chat template" in box.run("model", "import", "/data/bare").stdout
-    failed = box.run("model", "import", "broken", "--name", "x")
-    assert failed.exit_code == 1 and "import failed (invalid_checkpoint)" in failed.stderr
-
-
 def test_model_deploy_changes_what_is_given(box: ControlledBox):
     made = box.json("model", "deploy", "starter", "--max-replicas", "3", "--ttft-p95-s", "1.5", "--pin")
     assert (made["max_replicas"], made["ttft_p95_s"], made["pinned"]) == (3, 1.5, True)
@@ -172,40 +135,6 @@ def test_model_deploy_changes_what_is_given(box: ControlledBox):
     assert ["max", "replicas", "3"] in lines(box.run("model", "deploy", "starter").stdout)
     assert box.run("model", "deploy", "starter", "--max-replicas", "many").exit_code == 2
     assert box.run("model", "deploy", "nobody").exit_code == 3
-
-
-def test_jobs_are_listed_shown_paused_and_cancelled(box: ControlledBox, tmp_path: Path):
-    assert "no jobs" in box.run("job", "list").stdout and "no job waits" in box.run("job", "queue").stdout
-    job_id = make_job(box, tmp_path)
-    rows = lines(box.run("job", "list").stdout)
-    assert rows[0][:4] == ["JOB", "STATUS", "PHASE", "MODEL"] and rows[1][:4] == [job_id, "queued", "queued", "starter"]
-    told = lines(box.run("job", "get", job_id).stdout)
-    assert ["id", job_id] in told and [line[0] for line in told].count("created") == 1
-    assert box.run("job", "pause", job_id).exit_code == 0
-    assert box.json("job", "get", job_id)["phase"] == "paused"
-    assert box.run("job", "resume", job_id).exit_code == 0
-    assert box.json("job", "cancel", job_id)["status"] == "cancelled"
-    assert box.run("job", "pause", job_id).exit_code == 5
-
-
-def test_job_queue_shows_bounds_and_update_changes_them(
-    box: ControlledBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(settings, "host_cores", lambda: 8)
-    options = ("--priority", "3", "--min-devices", "2", "--deadline", "8h", "--no-preemptible", "--batch-size", "8")
-    job_id = make_job(box, tmp_path, *options)
-    row = box.do(lambda: jobs.get(box.context.db, job_id))
-    assert (row.priority, row.allowed_sizes, row.preemptible) == (3, [2, 4, 8], 0)
-    assert 7.9 * 3600 < row.deadline_s - time.time() <= 8 * 3600
-    (entry,) = box.json("job", "queue")["data"]
-    assert lines(box.run("job", "queue").stdout)[1][:4] == ["1", job_id, "-", "3"]
-    assert (
-        box.run("job", "update", job_id, "--priority", "9", "--deadline", "none", "--min-devices", "1").exit_code == 0
-    )
-    assert box.json("job", "get", job_id)["allowed_sizes"] == [1, 2, 4, 8]
-    assert box.run("job", "update", job_id).exit_code == 2
-    for wrong in (("--min-devices", "0"), ("--deadline", "soon")):
-        assert box.run("job", "update", job_id, *wrong).exit_code == 2
 
 
 def test_files_are_sent_listed_saved_and_deleted(box: ControlledBox, tmp_path: Path):
@@ -248,36 +177,60 @@ def test_batch_is_made_waited_for_and_shown(box: ControlledBox, tmp_path: Path):
     assert box.run("batch", "show", "batch_none").exit_code == 3
 
 
-def test_keys_are_made_limited_and_revoked(box: ControlledBox):
-    made = box.run("key", "create", "--name", "alice")
-    assert made.stdout.strip().startswith("sk-") and "not shown again" in made.stderr
-    answer = box.json("key", "create", "--name", "ops", "--scope", "admin", "--scope", "inference")
-    assert answer["scopes"] == ["admin", "inference"]
-    assert box.run("key", "create", "--name", "ops").exit_code == 5
-    assert box.run("key", "create", "--name", "bad*name").exit_code == 2
-    listed = box.json("key", "list")["data"]
-    assert [k["name"] for k in listed] == ["alice", "ops"] and "key" not in listed[0]
-    limits = ("--model", "starter", "--requests-per-minute", "60", "--bound", "unfinished=3", "--expires", "2099-12-31")
-    limited = box.json("key", "limit", "alice", *limits)
-    assert (limited["models"], limited["requests_per_minute"]) == (["starter"], 60)
-    assert limited["bounds"] == {"unfinished": 3}
-    assert limited["expires_s"] == datetime(2099, 12, 31).timestamp() + 86_400, "its last day is the one given"
-    assert "60" in lines(box.run("key", "list").stdout)[1]
-    lifted = ("--model", "none", "--requests-per-minute", "none", "--bound", "none", "--expires", "none")
-    freed = box.json("key", "limit", "alice", *lifted)
-    assert all(freed[name] is None for name in ("models", "requests_per_minute", "expires_s")) and not freed["bounds"]
-    for wrong in (("--tokens-per-day", "0"), ("--bound", "jobs"), ("--expires", "2020-01-01"), ("--expires", "soon")):
-        assert box.run("key", "limit", "alice", *wrong).exit_code == 2, wrong
-    row_of_job(box, key_id=box.do(lambda: keys.find(box.context.db, "alice").id), owner="alice", phase="queued")
-    assert "ftjob-1" in box.run("key", "revoke", "alice").stdout
-    assert [k["name"] for k in box.json("key", "list")["data"]] == ["ops"]
-    assert box.json("key", "list", "--all")["data"][0]["revoked_s"] is not None
-    assert box.run("key", "revoke", "nobody").exit_code == 3
-    assert box.json("key", "revoke", "ops")["admin_keys"] == 0
-
-
 def test_forget_deletes_nothing_unasked(box: ControlledBox):
     box.run("key", "create", "--name", "ann")
     unasked = box.run("forget", "--owner", "ann")
     assert unasked.exit_code == 1 and "ann" in unasked.stdout and "--yes" in unasked.stderr
     assert box.json("forget", "--owner", "ann", "--yes")["keys"] == ["ann"]
+
+
+def test_models_are_shared_with_owners_and_with_all(box: ControlledBox):
+    assert box.run("model", "share", "starter", "--with", "all", "--stop").exit_code == 0
+    box.json("key", "create", "--name", "bobs", "--owner", "bob")
+    shared = box.run("model", "share", "starter", "--with", "bob", "--with", "carol")
+    assert ["shared", "with", "bob,", "carol"] in lines(shared.stdout)
+    assert box.json("model", "share", "starter", "--with", "all")["shared_with_everybody"] is True
+
+
+def test_model_import_takes_a_path_of_the_caller_and_says_why_it_failed(
+    box: ControlledBox, tmp_path: Path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    done = box.json("model", "import", "./none", "--name", "none")  # the simulated box takes any
+    assert box.json("model", "show", done["result"]["name"])["source"] == str(tmp_path / "none")
+    started = box.json("model", "import", "hub/other", "--name", "other", "--no-wait")
+    assert started["kind"] == "import" and started["id"].startswith("op_")
+    assert "! there is no chat template" in box.run("model", "import", "/data/bare").stdout
+    failed = box.run("model", "import", "broken", "--name", "x")
+    assert failed.exit_code == 1 and "import failed (invalid_checkpoint)" in failed.stderr
+
+
+def test_job_submit_and_update_set_how_a_job_uses_devices(box: ControlledBox, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(settings, "host_cores", lambda: 8)
+    options = ("--priority", "3", "--min-devices", "2", "--deadline", "8h", "--no-preemptible", "--batch-size", "8")
+    job_id = make_job(box, tmp_path, *options)
+    row = box.do(lambda: jobs.get(box.context.db, job_id))
+    assert (row.priority, row.allowed_sizes, row.preemptible, row.held) == (3, [2, 4, 8], 0, 0)
+    assert 7.9 * 3600 < row.deadline_s - time.time() <= 8 * 3600
+    assert lines(box.run("job", "queue").stdout)[1][:4] == ["1", job_id, "-", "3"]
+    assert box.run("job", "update", job_id, "--deadline", "none", "--min-devices", "1").exit_code == 0
+    assert box.json("job", "get", job_id)["allowed_sizes"] == [1, 2, 4, 8]
+    for wrong in ((), ("--min-devices", "0"), ("--deadline", "soon"), ("--deadline", "2020-01-01T00:00")):
+        assert box.run("job", "update", job_id, *wrong).exit_code == 2
+
+
+def test_keys_are_made_limited_and_revoked(box: ControlledBox):
+    made = box.run("key", "create", "--name", "alice")
+    assert made.stdout.strip().startswith("sk-") and "not shown again" in made.stderr
+    limits = ("--model", "starter", "--requests-per-minute", "60", "--bound", "models=3", "--expires", "2099-12-31")
+    limited = box.json("key", "limit", "alice", *limits)
+    assert (limited["models"], limited["requests_per_minute"], limited["bounds"]) == (["starter"], 60, {"models": 3})
+    assert limited["expires_s"] == datetime(2099, 12, 31).timestamp() + 86_400, "its last day is the one given"
+    lifted = ("--model", "none", "--requests-per-minute", "none", "--bound", "none", "--expires", "none")
+    freed = box.json("key", "limit", "alice", *lifted)
+    assert all(freed[name] is None for name in ("models", "requests_per_minute", "expires_s")) and not freed["bounds"]
+    for wrong in (("--tokens-per-day", "0"), ("--bound", "jobs"), ("--expires", "2020-01-01"), ("--expires", "soon")):
+        assert box.run("key", "limit", "alice", *wrong).exit_code == 2, wrong
+    assert box.run("key", "revoke", "alice").exit_code == 0
+    assert box.json("key", "list")["data"] == []
+    assert box.json("key", "list", "--all")["data"][0]["revoked_s"] is not None

@@ -20,7 +20,7 @@ def is_command(words: str) -> bool:
 
 
 def options_of(name: str) -> set[str]:
-    return {"--help", *(text for one in COMMANDS[name].all_options() for text in one.flags if text.startswith("--"))}
+    return {"--help", *(text for one in COMMANDS[name].all_options for text in one.flags if text.startswith("--"))}
 
 
 def test_version_is_the_release():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import openai
@@ -12,18 +11,6 @@ from appliance.controller.jobs import settings
 from appliance.store.objects import jobs
 from tests.unit.controller.conftest import SCOPES, Control
 from tests.unit.controller.test_admin import actions, ask
-
-
-async def test_a_job_says_how_it_may_use_the_devices(control: Control):
-    deadline_s = time.time() + 3600
-    control.as_key("planner", max_priority=5)
-    asked = {"priority": 5, "deadline_s": deadline_s, "preemptible": False}
-    sizes = {"min_devices": 2, "max_devices": 4}
-    job_id = await control.job(hyperparameters={"batch_size": 8}, extra_body=asked | sizes)
-    row = jobs.get(control.db, job_id)
-    assert row.allowed_sizes == [2, 4], "three do not divide a step of eight"
-    shown = await ask(control, "GET", f"/v1/fine_tuning/jobs/{job_id}")
-    assert shown | asked | {"owner": "planner"} == shown
 
 
 async def test_a_job_that_no_size_suits_is_refused_and_told_which_there_are(control: Control):

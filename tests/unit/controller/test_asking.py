@@ -10,8 +10,7 @@ import httpx
 import orjson
 
 from appliance.controller.bus import asking
-from appliance.controller.bus.asking import Asking
-from appliance.controller.interfaces.records import EngineAnswer
+from appliance.controller.bus.asking import Asking, EngineAnswer
 from appliance.store.database import Database
 from appliance.store.records import keys
 

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.interfaces.records import EngineAnswer
+from appliance.controller.bus.asking import EngineAnswer
 from appliance.store.objects import responses
 from tests.simulator.control_plane import LineReturned
 from tests.unit.controller.conftest import Control

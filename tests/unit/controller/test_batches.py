@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from appliance.controller.batches import Answers
+from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.files import storage
-from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.objects import batches
 from tests.simulator.control_plane import change
 from tests.unit.controller.conftest import Control

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from appliance.controller.bus.bus import CanaryLoad, Report, VersionLoad
+from appliance.controller.interfaces.errors import SwapFailed
 from appliance.controller.models import activation
-from appliance.controller.models.canaries import Canaries, chance_of_errors, decide
+from appliance.controller.models.canaries import Canaries, decide
 from appliance.gateway.core.table import bucket
 from appliance.store.objects import models
 from appliance.store.records import audit, canaries, deployments
-from appliance.store.rows import CanaryRow, DeploymentRow
+from appliance.store.rows import CanaryRow, DeploymentRow, VersionRow
 
 from .conftest import ADMIN, Control, insert_model
 
@@ -213,10 +214,6 @@ def test_canary_with_errors_beyond_chance_is_rolled_back_at_once():
     assert verdict(load(3, 3), load(0), now_s=1.0) == "wait", "nothing to compare with"
 
 
-def test_chance_of_errors_is_that_of_fishers_exact_test():
-    assert chance_of_errors(VersionLoad(20, 3), VersionLoad(180, 2)) == pytest.approx(0.00759292634877958)
-
-
 def test_canary_with_a_p95_beyond_the_ratio_is_rolled_back_when_its_time_is_over():
     old = load(540)
     assert verdict(load(60, first_s=0.2), old) == "roll back"
@@ -224,3 +221,39 @@ def test_canary_with_a_p95_beyond_the_ratio_is_rolled_back_when_its_time_is_over
     assert verdict(load(60, whole_s=2.0), old, now_s=599.0) == "wait"
     assert verdict(load(60, first_s=0.12), old) == "promote"
     assert verdict(load(60, first_s=0.004), load(540, first_s=0.001)) == "promote", "within the slack"
+
+
+async def test_a_failed_change_leaves_a_version_that_was_published_meanwhile(control: Control, monkeypatch):
+    insert_model(control.db, "m", versions=("v2", "v1"))
+
+    async def overtaken(model: str) -> dict[str, Any]:
+        models.insert_version(control.db, VersionRow(model, "v3", "test", 10, 1.0, disk_path="/models/v3"))
+        models.activate(control.db, model, "v3")
+        raise SwapFailed(model, "v2", "v3 came")
+
+    monkeypatch.setattr(control.scheduler, "converge_model", overtaken)
+    with pytest.raises(SwapFailed):
+        await activation.switch(control.context, models.find(control.db, "m"), "v2", "a test")
+    assert models.find(control.db, "m").active_version == "v3"
+
+
+async def test_two_roll_backs_at_once_go_one_after_the_other(control: Control, monkeypatch):
+    insert_model(control.db, "m", versions=("v1", "v2", "v3"))
+    waiting, go = [], asyncio.Event()
+
+    async def slow(model: str) -> dict[str, Any]:
+        waiting.append(models.find(control.db, model).active_version)
+        await go.wait()
+        if waiting == ["v2"]:
+            raise SwapFailed(model, "v2", "no memory")
+        return {}
+
+    monkeypatch.setattr(control.scheduler, "converge_model", slow)
+    asked = [asyncio.create_task(control.http.post("/admin/v1/models/m/rollback", headers=ADMIN)) for _ in range(2)]
+    while not waiting:
+        await asyncio.sleep(0)
+    assert waiting == ["v2"], "the second waits for the first"
+    go.set()
+    first, second = await asyncio.gather(*asked)
+    assert (first.status_code, second.status_code) == (409, 200)
+    assert (second.json()["from"], second.json()["to"]) == ("v3", "v2")

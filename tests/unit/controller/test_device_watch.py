@@ -36,24 +36,6 @@ def told(db):
     ]
 
 
-def test_two_deaths_cordon_and_undrain_forgives(db, watch):
-    cordons.drain(db, {"id": "n0/7"}, "", "ann", 1.0)
-    watch.died(("n0/3",), "job a", "died")
-    assert cordoned(db) == ["n0/7"] and watch.nudges == []
-    watch.died(("n0/3",), "model m", "the process ended")
-    assert cordoned(db) == ["n0/3", "n0/7"] and watch.nudges == [1]
-    reason = "2 processes died on it within 600 s, the last: the process ended"
-    assert faults(db) == {"n0/3": reason}
-    assert told(db) == [("device.cordon", "n0/3", reason, None)]
-    watch.judge()
-    assert len(told(db)) == 1, "said once"
-    cordons.undrain(db, {"id": "n0/3"})
-    watch.judge()
-    assert cordoned(db) == ["n0/7"] and faults(db) == {}
-    watch.died(("n0/3",), "job b", "died")
-    assert cordoned(db) == ["n0/7"], "counted anew"
-
-
 class Clock:
     def __init__(self, read=()):
         self.now_s, self.read, self.nudges, self.let_go = 1000.0, read, [], frozenset()
@@ -66,21 +48,21 @@ class Clock:
         return DeviceWatch(db, SchedulerConfig(), lambda: self.nudges.append(self.now_s), lambda: self.now_s)
 
 
-async def test_cordon_for_deaths_is_lifted_after_the_retry_time(db):
-    clock = Clock()
-    watch = clock.watch(db)
-    for _ in range(2):
-        watch.died(("n0/3",), "model m", "SIGBUS")
-    clock.now_s += 899
+async def test_cordon_is_lifted_after_the_retry_time_and_undrain_forgives(db):
+    cordons.drain(db, {"id": "n0/7"}, "", "ann", 1.0)
+    clock = Clock([{"lost": "GPU is lost"}])
+    await clock.watch(db).look(clock)
+    reason = "does not answer any more (GPU is lost)"
+    assert cordoned(db) == ["n0/3", "n0/7"] and faults(db) == {"n0/3": reason} and clock.nudges == [1000.0]
+    clock.now_s, clock.read = clock.now_s + 899, [{}]
     watch = clock.watch(db)  # a restart forgets nothing
     await watch.look(clock)
     shown = cordons.shown(cordons.read(db), {"id": "n0/3", "health": "draining"})["health_reason"]
-    assert cordoned(db) == ["n0/3"] and "died on it" in shown and "; it is tried again in" in shown
+    assert cordoned(db) == ["n0/3", "n0/7"] and reason in shown and "; it is tried again in" in shown
+    assert told(db) == [("device.cordon", "n0/3", reason, None)], "said once"
     clock.now_s += 1
     await watch.look(clock)
-    assert cordoned(db) == [] and told(db)[0][:2] == ("device.try_again", "n0/3")
-    watch.died(("n0/3",), "model m", "SIGBUS")
-    assert cordoned(db) == [], "counted again from nothing"
+    assert cordoned(db) == ["n0/7"] and told(db)[0][:2] == ("device.try_again", "n0/3")
 
 
 async def test_cordon_stays_while_the_device_fails_and_for_broken_hardware(db):
@@ -162,10 +144,8 @@ def gpus(*uuids, unfit=()):
 
 
 def test_cordons_follow_a_gpu_whose_number_changes(db, watch):
-    watch.check(gpus("a", "b", "c"))
+    watch.check(gpus("a", "b", "c", unfit=[1]))
     cordons.drain(db, {"id": "n0/2", "uuid": "c"}, "noisy", "ann", 1.0)
-    for _ in range(2):
-        watch.died(("n0/1",), "job a", "died")
     assert cordoned(db) == ["b", "c"] and told(db)[0][1] == "n0/1"
     watch.check(gpus("a", "c"))  # b fell off the bus
     device = cordons.shown(cordons.read(db), {"id": "n0/1", "uuid": "c", "health": "ok"})

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.grading.judging import CannotGoOn, Judging, Sampled
-from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
 from tests.simulator.control_plane import judging_of

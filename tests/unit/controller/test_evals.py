@@ -9,9 +9,9 @@ from typing import Any
 import openai
 import pytest
 
+from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.evals import evals as runner
 from appliance.controller.evals.evals import EvalRunner
-from appliance.controller.interfaces.records import EngineAnswer
 from tests.unit.controller.conftest import Control
 
 CHECK: Any = {

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.gates import Gates, not_worse, threshold
-from appliance.controller.interfaces.records import EngineAnswer
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import jobs, models
 from appliance.store.records import audit, deployments

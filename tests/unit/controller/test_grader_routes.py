@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.interfaces.records import EngineAnswer
+from appliance.controller.bus.asking import EngineAnswer
 from tests.simulator.control_plane import LineReturned
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK

@@ -16,30 +16,13 @@ from tests.unit.controller.conftest import ADMIN, Control
 
 
 def metrics(step: int, loss: float, total: int = 20) -> dict:
-    return {
-        "event": "metrics",
-        "step": step,
-        "total_steps": total,
-        "epoch": step / total,
-        "tokens": 600,
-        "loss": loss,
-        "grad_norm": 1.0,
-        "learning_rate": 1e-4,
-        "tokens_per_s": 900.0,
-        "devices": 2,
-    }
+    measured = {"loss": loss, "grad_norm": 1.0, "learning_rate": 1e-4, "tokens_per_s": 900.0, "devices": 2}
+    return {"event": "metrics", "step": step, "total_steps": total, "epoch": step / total, "tokens": 600, **measured}
 
 
 def published(step: int) -> dict:
-    return {
-        "event": "published",
-        "version": f"step-{step}",
-        "path": f"/dev/shm/x/step-{step}",
-        "step": step,
-        "bytes": 1000,
-        "seconds": 0.1,
-        "epoch": 1,
-    }
+    at = {"version": f"step-{step}", "path": f"/dev/shm/x/step-{step}", "step": step, "epoch": 1}
+    return {"event": "published", "bytes": 1000, "seconds": 0.1, **at}
 
 
 async def table_of(control: Control, job_id: str) -> list[dict[str, str]]:
@@ -118,12 +101,6 @@ async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
             {"mean_reward": 0.75},
             {"train_reward_mean": "0.5", "valid_reward_mean": "0.75"},
         ),
-        (
-            "distillation",
-            {"reverse_kl": 0.5, "entropy": 2.0},
-            {"reverse_kl": 0.25},
-            {"train_reverse_kl": "0.5", "valid_reverse_kl": "0.25", "train_entropy": "2.0", "valid_entropy": ""},
-        ),
     ],
 )
 async def test_the_table_of_a_job_has_what_its_method_measures(
@@ -156,18 +133,6 @@ async def test_a_step_that_is_read_and_then_delivered_too_is_told_once(control: 
     assert jobs.get(control.db, job_id).trained_tokens == 600
     events.ingest(job_id, metrics(2, 1.0) | {"at_s": 1e9 + 62})
     assert jobs.get(control.db, job_id).eta_s == 36.0, "by the ranks' clock: 18 steps of 2 s"
-
-
-async def test_an_event_twice_makes_one_version_and_one_checkpoint(control: Control, events: JobEvents):
-    job_id = await control.job()
-    events.started(job_id, ["n0/0"], resumed=False)
-    for _ in range(2):
-        events.ingest(job_id, published(5))
-    assert len((await control.sdk.fine_tuning.jobs.checkpoints.list(job_id)).data) == 1
-    events.succeeded(job_id)
-    events.succeeded(job_id)
-    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
-    assert job.status == "succeeded" and len(job.result_files) == 1
 
 
 @pytest.mark.parametrize("end", ["succeeded", "failed"])

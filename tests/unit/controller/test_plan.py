@@ -8,10 +8,16 @@ from pathlib import Path
 import pytest
 
 from appliance.controller.jobs.events import JobEvents
+from appliance.controller.jobs.settings import box_facts
+from appliance.controller.models import capacity
+from appliance.controller.models.capacity import BoxFacts
 from appliance.store.objects import jobs, models
 from appliance.store.rows import JobMetricRow
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
+from train.methods.methods import DEFAULT
+from train.plan.auto import DatasetStats, ModelStats, allowed_sizes, micro_batches, resolve
+from train.plan.estimate import ModelShape
 
 pytestmark = pytest.mark.usefixtures("checked_here")
 
@@ -44,7 +50,6 @@ async def test_plan_by_an_owner_knows_what_a_job_of_theirs_may_use(control: Cont
         ({"model": "ft:bobs"}, 404),
     ):
         assert (await control.http.post("/admin/v1/plan", json={"job": job})).status_code == status
-    assert (await control.http.post("/admin/v1/plan", json={"serve": {"model": "starter"}})).status_code == 403
 
 
 async def test_ended_job_shows_what_it_took_and_corrects_the_next_estimate(control: Control):
@@ -61,20 +66,6 @@ async def test_ended_job_shows_what_it_took_and_corrects_the_next_estimate(contr
     after = (await ask(control, training_file=file_id)).json()["layouts"][0]
     assert after["device_bytes"] == pytest.approx(taken, rel=1e-3)
     assert after["tokens_per_s"] == pytest.approx(measured["tokens_per_s"])
-
-
-async def test_layout_that_does_not_fit_gives_way_to_one_that_does(control: Control, tmp_path: Path):
-    config = {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 8192}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 32000}))
-    models.update_version(control.db, "starter", "v1", disk_path=str(tmp_path))
-    device = control.scheduler.devices[0] | {"kind": "cuda", "name": "NVIDIA H100 80GB HBM3"}
-    control.scheduler.devices = [device | {"id": f"n0/{n}", "memory_bytes": 16 * 2**30} for n in range(8)]
-    given = {"full": True, "micro_batch": 64, "batch_size": 64, "max_length": 2048}
-    told = (await ask(control, hyperparameters=given)).json()
-    assert told["fits"] and told["hyperparameters"]["micro_batch"] < 64
-    assert "does not fit with micro_batch 64" in told["warnings"][0]
-    assert {"hours", "kwh", "bound_by", "device_bytes"} <= told["layouts"][0].keys()
-    assert told["layouts"][0]["hours"] > 0 and told["device_hours"] > 0
 
 
 async def test_a_plan_on_a_bad_or_unknown_file_says_so(control: Control):
@@ -102,3 +93,142 @@ async def test_the_automatic_batch_follows_the_devices_that_were_asked_for(contr
     """64 short examples make steps of four rows; on eight devices, if that is asked, of eight."""
     row = jobs.get(control.db, await control.job(extra_body={"min_devices": 8}))
     assert row.phase == "queued" and row.allowed_sizes == [8] and row.resolved["batch_size"] % 8 == 0
+
+
+GIB = 2**30
+H100S = BoxFacts(8, "cuda", 80 * GIB, 400 * 10**9, 400 * 10**9)
+LLAMA_8B = ModelShape(8_030_261_248, 4096, 32, 8, 128, 14336, 128256, 2_621_440)
+LLAMA_70B = ModelShape(70_553_706_496, 8192, 80, 8, 128, 28672, 128256, 13_107_200)
+SIZES = (1, 2, 4, 8)
+
+
+def fields(shape=LLAMA_8B, **given):
+    return resolve(given, DatasetStats(7473, 1_200_000, 480), ModelStats(shape.n_parameters, 8192, "cuda"), 8)
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_would():
+    verdict = capacity.job(LLAMA_8B, fields(full=True, zero_stage=1), (1, 2), H100S)
+    assert not verdict.fits and verdict.sizes == ()
+    (problem,) = verdict.problems
+    assert "on each of 2 devices" in problem and "optimizer 48.18 GB" in problem and "there are 77.95 GB" in problem
+    assert any("LoRA" in text for text in verdict.instead)
+    smaller = capacity.job(LLAMA_8B, fields(full=False, activation_checkpointing=True), (1, 2), H100S)
+    assert smaller.fits
+
+
+def test_a_result_beyond_the_budget_can_never_fit():
+    box = BoxFacts(8, "cuda", 80 * GIB, 100 * 10**9, 100 * 10**9)
+    given = fields(LLAMA_70B, full=False) | capacity.leanest(fields(), box)
+    verdict = capacity.job(LLAMA_70B, given, SIZES, box)
+    assert not verdict.fits and "The result takes 141.11 GB of shared memory" in verdict.problems[0]
+
+
+def test_a_snapshot_beyond_the_budget_is_a_warning_and_a_full_store_a_wait():
+    given = fields(full=True, zero_stage=3)
+    small, full = [BoxFacts(8, "cuda", 80 * GIB, *budget) for budget in ((50 * 10**9,) * 2, (400 * 10**9, 10**9))]
+    verdict = capacity.job(LLAMA_8B, given, SIZES, small)
+    assert verdict.fits and len(verdict.warnings) == 1 and not verdict.waits
+    assert verdict.numbers["host"]["needed_bytes"] == 2 * LLAMA_8B.n_parameters
+    verdict = capacity.job(LLAMA_8B, given, SIZES, full)
+    assert verdict.fits and verdict.waits
+
+
+def hosted(host_memory_bytes, budget_bytes=100 * 10**9):
+    return BoxFacts(8, "cuda", 80 * GIB, budget_bytes, budget_bytes, host_memory_bytes=host_memory_bytes)
+
+
+def test_what_is_offloaded_must_fit_host_memory():
+    given = fields(full=True, zero_stage=3, offload="optimizer")
+    taken = 20 * LLAMA_8B.n_parameters  # 160.6 GB over all ranks, on any number of devices
+    fits = capacity.job(LLAMA_8B, given, SIZES, hosted(2 * 10**12, 400 * 10**9))
+    assert fits.fits and not fits.warnings
+    assert fits.numbers["offload"] == {"host_bytes": pytest.approx(taken), "host_memory_bytes": 2 * 10**12}
+    small = hosted(128 * 10**9, 20 * 10**9)
+    assert not capacity.job(LLAMA_8B, given, SIZES, small).fits
+    assert capacity.job(LLAMA_8B, given, SIZES, hosted(None)).fits, "not known: nothing is refused for it"
+    assert capacity.job(LLAMA_8B, fields(full=True, zero_stage=3), SIZES, small).fits
+
+
+CONFIGS = {
+    "8b": (8_030_261_248, 4096, 32, 32, 14336, 128256),
+    "14b": (14_770_033_664, 5120, 48, 40, 13824, 152064),
+    "32b": (32_763_876_352, 5120, 64, 40, 27648, 152064),
+    "70b": (70_553_706_496, 8192, 80, 64, 28672, 128256),
+    "405b": (405_853_388_800, 16384, 126, 128, 53248, 128256),
+}
+NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+H100, RTX_4090 = ("NVIDIA H100 80GB HBM3", 79 * GIB), ("NVIDIA GeForce RTX 4090", 23.5 * GIB)
+CHATS = DatasetStats(20_000, 12_000_000, 3000)
+
+
+def layouts_of(model, devices, kind, host_bytes=2 * 10**12, data=CHATS, **given):
+    """The layouts that fit, and otherwise what would, and the warning."""
+    count, *sizes = CONFIGS[model]
+    config = dict(zip(NAMES, sizes, strict=True)) | {"num_key_value_heads": 8, "head_dim": 128}
+    shape, (name, memory) = ModelShape.from_config(config, count), kind
+    box = BoxFacts(devices, "cuda", int(memory), None, 10**13, devices, host_bytes, device_name=name)
+    made = resolve(given, data, ModelStats(count, 131072, "cuda", tensor_slices=8, hidden=shape.hidden), devices)
+    by_micro = {n: allowed_sizes(made["batch_size"], devices, n) for n in micro_batches(made)}
+    asked = [name for name in capacity.LAYOUT if name in given]
+    found, changed = capacity.fit(shape, made, by_micro, box, DEFAULT, DEFAULT.load(data, made), asked)
+    verdict = capacity.job(shape, made | capacity.leanest(made, box), by_micro[made["micro_batch"]], box)
+    return found, changed, verdict.instead
+
+
+@pytest.mark.parametrize(
+    "model, devices, kind, data, layout, at_least_gb",
+    [
+        ("70b", 8, H100, CHATS, (3, "none", True, 2), 30),
+        ("14b", 1, RTX_4090, CHATS, (3, "parameters", True, 4), 12),
+        ("32b", 4, RTX_4090, CHATS, (3, "parameters", True, 2), 10),
+        ("8b", 8, H100, DatasetStats(200, 20_000_000, 131_072), (3, "none", True, 1), 70),
+        ("405b", 8, H100, CHATS, (3, "parameters", True, 2), 40),
+        ("8b", 8, H100, CHATS, (1, "none", False, 1), 40),
+    ],
+    ids=["70b", "14b", "32b", "131072", "405b", "8b"],
+)
+def test_search_takes_the_layout_of_a_specialist(model, devices, kind, data, layout, at_least_gb):
+    length = {"max_length": 131_072} if data is not CHATS else {}
+    found, changed, _ = layouts_of(model, devices, kind, data=data, **length)
+    best = found[0]
+    assert tuple(best.fields.values()) == layout and not changed
+    assert best.sizes[-1] == devices and at_least_gb * 1e9 < best.device_bytes <= best.room_bytes
+    assert all(one.weighed_s >= best.weighed_s / capacity.NEAR for one in found if one.risk == best.risk)
+
+
+def test_search_on_the_host_takes_the_simplest_layout_that_fits():
+    box = BoxFacts(4, "cpu", 6 * 10**9, 12 * 10**9, 12 * 10**9, host_memory_bytes=24 * 10**9)
+    small = ModelShape(134_515_008, 576, 30, 3, 64, 1536, 49152, 305_280)
+    found = capacity.layouts(small, fields(small, full=True, max_length=128), {1: (1, 2)}, box)
+    assert found[0].fields == {"zero_stage": 1, "offload": "none", "activation_checkpointing": False, "micro_batch": 1}
+
+
+def test_search_without_a_layout_that_fits_names_what_would():
+    found, _, instead = layouts_of("405b", 8, H100, host_bytes=5 * 10**11)
+    assert not found and len(instead) == 2
+    assert "--form int4`) on 8 devices" in instead[0] and "the same job on 16 devices" in instead[1]
+
+
+def test_search_takes_the_nearest_layout_to_one_that_does_not_fit():
+    found, changed, _ = layouts_of("8b", 2, H100, full=True, zero_stage=1, offload="none")
+    assert found[0].fields["zero_stage"] == 1, "as much of what was asked for as fits"
+    assert "offload none" in changed and "offload optimizer" in changed
+    assert not layouts_of("8b", 8, H100, zero_stage=3, activation_checkpointing=True)[1]
+
+
+async def test_a_job_that_can_never_fit_fails_before_it_is_queued(control):
+    control.scheduler.devices = [d | {"memory_bytes": 2**20} for d in control.scheduler.devices]
+    job_id = await control.job(method={"type": "supervised", "supervised": {"hyperparameters": {"full": True}}})
+    made = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert made.status == "failed" and made.error.code == "insufficient_memory"
+    assert "Training needs" in made.error.message and "there are" in made.error.message
+
+
+def test_devices_of_another_kind_count_for_nothing(control):
+    """Other nodes run what home prepared, for its kind of devices; among those the smallest decides."""
+    gpu = control.scheduler.devices[0] | {"kind": "cuda", "memory_bytes": 80 * GIB}
+    small = gpu | {"id": "n1/0", "node": "n1", "memory_bytes": 24 * GIB}
+    other = gpu | {"id": "n2/0", "node": "n2", "kind": "cpu", "memory_bytes": GIB}
+    control.scheduler.devices = [gpu, gpu | {"id": "n0/1"}, small, other]
+    facts = box_facts(control.context)
+    assert (facts.devices, facts.device_kind, facts.device_memory_bytes) == (3, "cuda", 24 * GIB)

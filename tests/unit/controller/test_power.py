@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.devices.mode import write_mode
+from appliance.controller.devices.mode import Mode, write_mode
 from appliance.controller.devices.power import EnergyMeter, PowerKeeper, of_job
-from appliance.controller.interfaces.records import Mode
 from appliance.store.objects import jobs
 from appliance.store.records import usage
 from runtime.devices.kind import PowerLimits, PowerRefused, Reading

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from appliance.controller.admin.keys import end_expired
-from appliance.controller.interfaces.records import EngineAnswer
+from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.jobs import wanted
 from appliance.store.objects import jobs, responses
 from appliance.store.records import keys

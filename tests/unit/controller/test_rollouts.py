@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.grading.rollouts import Rollouts
-from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.objects import jobs
 from appliance.store.records import keys
 from tests.simulator.control_plane import judging_of

@@ -80,18 +80,6 @@ async def test_a_version_that_does_not_answer_at_once_is_a_canary_first(control:
     assert (await ask(control, "POST", "/models/fraud/rollback"))["to"] == v2
 
 
-async def test_no_epoch_of_a_job_that_is_not_to_answer_is_one_to_go_back_to(control: Control, events: JobEvents):
-    v1 = run(control, events, await made(control))
-    for end in (events.succeeded, lambda job_id: events.failed(job_id, "out_of_memory", "it died")):
-        job_id = await made(control, activate=False)
-        events.started(job_id, ["n0/0"], resumed=False)
-        for step in (10, 20):
-            events.ingest(job_id, published(control, job_id, step))
-        end(job_id)
-    run(control, events, await made(control))
-    assert (await ask(control, "POST", "/models/fraud/rollback"))["to"] == v1
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -124,12 +112,6 @@ async def test_a_name_is_its_owners_from_the_first_job_on(control: Control, even
     models.share(control.db, "fraud", "*")
     control.as_key("ann", owner="ann")
     assert "is taken" in await refused(control), "who may call a model may not make versions of it"
-
-
-@pytest.mark.parametrize("name", ["starter", "imported"])
-async def test_what_jobs_did_not_make_gets_no_versions_of_theirs(control: Control, name: str):
-    insert_model(control.db, "imported", kind="fine-tuned", base="starter")
-    assert "is taken" in await refused(control, publish_as=name)
 
 
 async def test_an_import_becomes_no_version_of_what_jobs_make(control: Control, events: JobEvents):

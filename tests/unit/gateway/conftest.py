@@ -237,6 +237,11 @@ class Box:
                 await asyncio.sleep(0.002)
 
 
+def waiting(box: Box, batch: bool = False) -> int:
+    """Requests of a class that wait for a place."""
+    return sum(len(queue.tickets) for (_, one), queue in box.state.holds.queues.items() if one is batch)
+
+
 Start = Callable[..., Awaitable[Box]]
 
 

@@ -12,8 +12,8 @@ from cryptography import x509
 
 from appliance.gateway.core.errors import ConfigInvalid
 from appliance.gateway.main import load_report
-from appliance.gateway.server.app import gauges
 from appliance.gateway.server.certificates import Certificate
+from appliance.gateway.server.state import gauges
 
 from .certificates import self_signed
 from .conftest import Start, request_bytes
@@ -44,7 +44,7 @@ async def test_a_new_pair_is_taken_up_and_old_connections_stay(start_box: Start,
     await box.gateway.sweep()
     assert await _serial(box.port) == 2
     assert load_report(box.state)["notes"] == []
-    (shown,) = [family for family in gauges(box.state) if family.name == "appliance_tls_expiry_seconds"]
+    (shown,) = [family for family in gauges(box.state, True) if family.name == "appliance_tls_expiry_seconds"]
     assert shown.samples[0].value == pytest.approx(time.time() + 90 * DAY_S, abs=60)
     writer.write(request_bytes("GET", "/health"))
     assert b" 200 " in await asyncio.wait_for(reader.readline(), 60)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from appliance.gateway.requests.continuation import continuation_of
+from appliance.gateway.requests.answers import continuation_of
 
 from .conftest import Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest
@@ -153,18 +153,6 @@ async def test_it_waits_for_an_engine_and_says_so(start_box: Start) -> None:
 )
 def test_continuation_of_more_than_tokens_is_not_possible(more: dict) -> None:
     assert continuation_of("chat.completions", chat(**{"stream": True, "temperature": 0, **more})) is None
-
-
-async def test_without_a_limit_the_models_context_is_the_limit(box: Box) -> None:
-    body = chat(stream=True, temperature=0)
-    box.engines["e0"].script = greedy_engine({"tokens": 2})
-    assert b"engine_failed" in (await box.ask("POST", "/v1/chat/completions", body)).body
-    box.models["m"]["max_model_len"] = 64
-    box.apply()
-    box.state.router.loads["e0"].paused_until_s = 0
-    box.engines["e0"].script = greedy_engine({"tokens": 2})
-    assert text_of((await box.ask("POST", "/v1/chat/completions", body)).body) == TEXT
-    assert box.engines["e0"].requests[-1].json["max_tokens"] == 64 - len(PROMPT) - 2
 
 
 @pytest.mark.parametrize(

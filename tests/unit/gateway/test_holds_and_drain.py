@@ -8,10 +8,9 @@ import time
 
 import pytest
 
-from appliance.gateway.core.router import Router
 from appliance.gateway.main import load_report
 
-from .conftest import KEY, Box, Start, chat, request_bytes
+from .conftest import Box, Start, chat, digest, request_bytes, waiting
 from .upstreams import Reply, UpstreamRequest, answer_chat, chat_events, gives, sends
 
 
@@ -40,7 +39,7 @@ async def test_held_until_a_replica_opens_in_order(start_box: Start) -> None:
     assert [response.status for response in responses] == [200] * 5
     assert sorted(order) == [0, 1, 2, 3, 4]
     assert responses[0].body == b"".join(chat_events("hel", "lo"))
-    assert box.state.holds.count() == 0
+    assert waiting(box) == 0
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -85,36 +84,28 @@ async def test_hold_plain_answer_never_joins_a_stream(
     assert answer.headers["content-type"].startswith("application/json" if plain else "text/event-stream")
 
 
-async def test_whoever_may_not_call_a_model_any_more_waits_for_it_no_longer(start_box: Start) -> None:
-    box = await start_box()
-    engine = await box.engine("e0")
-    key = "sk-test-inference"
-    for withdraw in ("sharing", "list", "model"):
-        box.limit(key, models=None)
-        box.serve("m")
-        wires = []
-        for place, asking in enumerate((KEY, key, key)):
-            wires.append(await box.connect())
-            stream = place == 2 and withdraw == "sharing"
-            await wires[-1].send(request_bytes("POST", "/v1/chat/completions", chat(stream=stream), key=asking))
-            await box.until(lambda place=place: box.state.holds.models()["m"] == place + 1)
-        if withdraw == "sharing":
-            box.models["m"]["owners"] = ["key_other"]
-        elif withdraw == "list":
-            box.limit(key, models=["another"])
-        else:
-            del box.models["m"]
-        box.apply()
-        for wire in wires[1:]:
-            answer = await wire.response()
-            assert (answer.status, answer.error["code"]) == (404, "model_not_found")
-        if withdraw == "model":
-            assert (await wires[0].response()).status == 404
-        else:
-            box.serve("m", "e0")
-            assert (await wires[0].response()).status == 200, "an admin, and whoever still may, waits on"
-        assert box.state.holds.count() == 0
-    assert len(engine.requests) == 2
+@pytest.mark.parametrize("withdrawn", ["sharing", "list", "model"])
+async def test_whoever_may_not_call_a_model_any_more_waits_for_it_no_longer(start_box: Start, withdrawn: str) -> None:
+    box, key = await start_box(), "sk-test-inference"
+    await box.engine("e0")
+    box.serve("m")
+    admins = await box.send("POST", "/v1/chat/completions", chat())
+    wires = [await box.send("POST", "/v1/chat/completions", chat(stream=stream), key=key) for stream in (False, True)]
+    await box.until(lambda: box.state.holds.models()["m"] == 3)
+    if withdrawn == "sharing":
+        box.models["m"]["owners"] = ["key_other"]
+    elif withdrawn == "list":
+        box.keys[digest(key)]["models"] = ["another"]
+    else:
+        del box.models["m"]
+    box.apply()
+    for wire in wires:
+        answer = await wire.response()
+        assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+    if withdrawn != "model":
+        box.serve("m", "e0")
+    assert (await admins.response()).status == (404 if withdrawn == "model" else 200)
+    assert waiting(box) == 0
 
 
 async def test_a_model_that_is_not_tried_soon_is_refused_with_its_reason(start_box: Start) -> None:
@@ -128,17 +119,7 @@ async def test_a_model_that_is_not_tried_soon_is_refused_with_its_reason(start_b
     for response in (await wire.response(), await box.ask("POST", "/v1/chat/completions", chat())):
         assert response.status == 503 and response.error["code"] == "model_not_ready"
         assert 38 <= int(response.headers["retry-after"]) <= 40 and "no memory" in response.error["message"]
-    assert box.state.holds.count() == 0
-
-
-async def test_client_that_leaves_while_held_is_forgotten(start_box: Start) -> None:
-    box = await start_box()
-    box.serve("m")
-    wire = await box.send("POST", "/v1/chat/completions", chat())
-    await box.until(lambda: box.state.holds.count() == 1)
-    wire.close()
-    await box.until(lambda: box.state.holds.count() == 0)
-    assert box.state.buffered_bytes == 0
+    assert waiting(box) == 0
 
 
 async def test_draining_replica_finishes_its_work_and_gets_no_more(start_box: Start) -> None:
@@ -170,10 +151,10 @@ async def test_shutdown_lets_streams_finish_until_its_deadline(box: Box, in_time
     await stream.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
     await stream.head()
     await held.send(request_bytes("POST", "/v1/chat/completions", chat("cold")))
-    await box.until(lambda: box.state.holds.count() == 1)
+    await box.until(lambda: waiting(box) == 1)
     if in_time:
         held.close()
-        await box.until(lambda: box.state.holds.count() == 0)
+        await box.until(lambda: waiting(box) == 0)
     stopping = asyncio.ensure_future(box.gateway.stop(10 if in_time else 0.02))
     assert await idle.eof() == b""
     if in_time:
@@ -184,14 +165,3 @@ async def test_shutdown_lets_streams_finish_until_its_deadline(box: Box, in_time
         assert (await held.response()).status == 503
     await asyncio.wait_for(stopping, 60)
     assert not box.state.connections
-
-
-async def test_attempts_that_reach_no_engine_end_with_the_holds_deadline(
-    start_box: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Router, "fail", lambda *_: None)
-    box = await start_box(holds={"hold_s": 0.05})
-    box.serve("m", "e0", "e1")
-    response = await box.ask("POST", "/v1/chat/completions", chat())
-    assert (response.status, response.error["code"]) == (503, "model_not_ready")
-    assert not box.state.router.loads["e0"].inflight and not box.state.holds.count()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 
 import pytest
 
@@ -85,13 +83,6 @@ async def test_an_offer_of_another_protocol_is_ignored(box: Box, body: bytes, by
     assert all(request.body.startswith(BODY[:-1]) for request in box.engines["e0"].requests)
 
 
-async def test_garbage_behind_a_request_ends_the_connection_after_its_answer(box: Box) -> None:
-    wire = await box.connect()
-    await wire.send(request_bytes("POST", "/v1/chat/completions", chat()) + b"GET /health HTTP/1.1\r\nHost : x\r\n\r\n")
-    assert (await wire.response()).status == 200
-    assert await wire.eof() == b""
-
-
 @pytest.mark.parametrize(
     ("data", "status"),
     [
@@ -127,17 +118,6 @@ async def test_bodies_are_bounded_announced_or_not(start_box: Start) -> None:
     assert box.state.buffered_bytes == 0
 
 
-@pytest.mark.parametrize("start", [b"0\r\nX: ", b"1;x=", b"1\r\na\r\n0\r\nX: "])
-async def test_a_trailer_without_end_is_refused(box: Box, start: bytes) -> None:
-    wire = await box.connect()
-    await wire.send(POST + b"Transfer-Encoding: chunked\r\n\r\n" + start)
-    for _ in range(20):
-        await wire.send(b"x" * 10_000)
-        await asyncio.sleep(0.001)  # a read of its own
-    response = await wire.response()
-    assert response.status == 400 and response.error["code"] == "bad_http_request"
-
-
 async def test_all_bodies_together_are_bounded(start_box: Start) -> None:
     box = await start_box(limits={"buffered_body_bytes": 4000}, engine=answer_chat)
     slow = await box.connect()
@@ -166,36 +146,6 @@ async def test_slow_loris_head_and_body_are_cut_off_and_idle_connections_closed(
     assert await silent.eof() == b""
     assert await kept.eof() == b""
     await box.until(lambda: not box.state.connections)
-
-
-async def test_refused_head_of_a_client_that_stays_is_not_refused_again(start_box: Start) -> None:
-    box = await start_box(limits={"head_timeout_s": 0.1})
-    wire = await box.connect()
-    await wire.send(b"GET /a b HTTP/1.1\r\n")
-    assert (await wire.response()).status == 400
-    await asyncio.sleep(0.3)  # several sweeps later
-    assert await wire.eof() == b"" and box.state.background.names() == []
-
-
-async def test_many_clients_connect_while_the_gateway_is_busy(box: Box) -> None:
-    """With no turn of the loop in between; one that the kernel does not keep would time out."""
-    with contextlib.ExitStack() as clients:
-        for _ in range(400):
-            clients.enter_context(socket.create_connection(("127.0.0.1", box.port), timeout=0.5))
-
-
-async def test_connections_are_bounded(start_box: Start) -> None:
-    box = await start_box(limits={"max_connections": 2}, engine=hangs)
-    wires = [await box.connect() for _ in range(2)]
-    for wire in wires:
-        await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
-    await box.until(lambda: len(box.engines["e0"].requests) == 2)
-    third = await box.connect()
-    response = await third.response()
-    assert response.status == 503 and response.error["code"] == "too_many_connections"
-    wires[0].close()
-    await box.until(lambda: len(box.state.connections) <= 1)
-    assert (await box.ask("GET", "/health")).status == 200
 
 
 async def test_pipelined_behind_a_stream_waits_and_body_parts_are_not_lost(box: Box) -> None:

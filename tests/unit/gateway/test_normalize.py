@@ -71,19 +71,6 @@ def test_tools_of_servers_are_left_out_or_refused_alone(api: str, tool: Body, na
     assert (error.code, error.param) == ("unsupported_tool", "tools[0]") and f"'{name}'" in error.message
 
 
-@pytest.mark.parametrize(
-    ("api", "tool", "choice"),
-    [
-        ("responses", {"type": "web_search"}, {"type": "web_search"}),
-        ("responses", {"type": "web_search"}, {"type": "web_search_preview"}),
-        ("messages", {"type": "bash_20250124", "name": "bash"}, {"type": "tool", "name": "bash"}),
-    ],
-)
-def test_tools_choice_of_one_left_out_is_refused(api: str, tool: Body, choice: Body) -> None:
-    error = refused(api, tools=[FUNCTION[api], tool], tool_choice=choice)
-    assert (error.code, error.param) == ("unsupported_tool", "tool_choice")
-
-
 def test_tools_functions_of_a_namespace_and_free_custom_tools_stay() -> None:
     custom = {"type": "custom", "name": "x"}
     space = {"type": "namespace", "name": "store", "tools": [{"type": "function", "name": "bell"}, custom]}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from .conftest import Box, Start, chat, digest
-from .upstreams import Reply, UpstreamRequest, answer_chat, gives, hangs
+from .upstreams import Reply, UpstreamRequest, gives, hangs
 
 KEY, LOGIN = "sk-test-read", "session_a"
 COOKIE, HALF = "c" * 43, "p" * 43
@@ -41,14 +41,6 @@ async def test_it_is_its_key_with_the_keys_scopes(read_box: Box) -> None:
     assert seen["x-appliance-key-id"] == "key_read" and seen["x-appliance-scopes"] == "read"
     assert seen["x-appliance-session"] == LOGIN
     assert not {"cookie", "x-appliance-page"} & set(seen)
-
-
-async def test_a_chat_of_the_page_is_the_keys(start_box: Start) -> None:
-    box = await start_box(engine=answer_chat)
-    begin(box, "sk-test-inference")
-    answer = await box.ask("POST", "/v1/chat/completions", chat(), key=None, headers=BY_PAGE)
-    assert answer.status == 200
-    assert [row["key"] for row in box.state.spending.take_sums()] == ["key_inference"]
 
 
 # What a browser sends of its own for other pages, with the cookie, which it sends to every port of the host.

@@ -109,20 +109,6 @@ async def test_box_asks_a_model_in_training_by_its_version_and_it_is_usage_of_th
     assert (await ask_privately(box, listener, headers, model=f"{policy}@step-3.ab")).status == 404
 
 
-async def test_request_of_a_model_in_training_is_held_through_new_tables(
-    box: Box, listener: socket.socket, policy: str
-) -> None:
-    replicas = box.models[policy]["replicas"]
-    box.models[policy]["replicas"] = []
-    box.apply()
-    asking = asyncio.create_task(ask_privately(box, listener, BATCH, model=f"{policy}@step-3.ab"))
-    await box.until(lambda: box.state.holds.count(batch=True) == 1)
-    box.apply()
-    box.models[policy]["replicas"] = replicas
-    box.apply()
-    assert (await asking).status == 200
-
-
 async def test_model_in_training_may_be_silent_for_long(start_box: Start, listener: socket.socket) -> None:
     async def slow(request: UpstreamRequest, reply: Reply) -> None:
         await asyncio.sleep(0.2)
@@ -136,18 +122,6 @@ async def test_model_in_training_may_be_silent_for_long(start_box: Start, listen
     box.apply()
     assert (await ask_privately(box, listener, BATCH, model=f"{name}@step-3.ab")).status == 200
     assert (await ask_privately(box, listener, BATCH)).status == 504
-
-
-async def test_engine_without_a_model_in_training_goes_on_with_its_base(
-    box: Box, listener: socket.socket, policy: str
-) -> None:
-    async def unknown(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.json({"error": {"message": "The model does not exist.", "code": 404}}, 404)
-
-    box.engines["e0"].script = unknown
-    answer = await ask_privately(box, listener, BATCH, model=f"{policy}@step-3.ab")
-    assert answer.status == 503 and answer.error["code"] == "model_not_ready"
-    assert box.state.router.loads["e0"].paused_until_s == 0.0
 
 
 @pytest.mark.parametrize("version", ["", "@step-3.ab"])

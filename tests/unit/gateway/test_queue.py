@@ -8,7 +8,7 @@ from typing import Any
 
 from appliance.gateway.main import load_report
 
-from .conftest import Box, Start, Wire, chat, request_bytes
+from .conftest import Box, Start, Wire, chat, request_bytes, waiting
 from .upstreams import Reply, UpstreamRequest, answer_chat, chat_events
 
 BATCH = "X-Appliance-Class: batch\r\n"
@@ -55,21 +55,21 @@ async def send(box: Box, text: str, headers: str = "", key: str = "sk-test-all",
 async def test_engine_gets_a_quarter_more_than_its_slots_and_the_rest_waits(start_box: Start) -> None:
     box, engine = await crowded(start_box, 4)
     wires = [await send(box, str(n)) for n in range(8)]
-    await box.until(lambda: len(engine.running) == 5 and box.state.holds.count() == 3)
+    await box.until(lambda: len(engine.running) == 5 and waiting(box) == 3)
     report = load_report(box.state)["models"]["m"]
     assert (report["inflight"], report["held"]) == (5, 3), "demand, as before"
     for n in range(8):
         engine.end(str(n))
     assert {(await wire.response()).status for wire in wires} == {200}
-    assert box.state.holds.count() == 0 and box.state.router.loads["e0"].inflight == 0
+    assert waiting(box) == 0 and box.state.router.loads["e0"].inflight == 0
 
 
 async def test_owner_with_one_request_waits_for_one_of_anothers_many(start_box: Start) -> None:
     box, engine = await crowded(start_box, 1)
     many = [await send(box, f"many{n}") for n in range(6)]
-    await box.until(lambda: box.state.holds.count() == 5)
+    await box.until(lambda: waiting(box) == 5)
     one = await send(box, "one", key=ANN)
-    await box.until(lambda: box.state.holds.count() == 6)
+    await box.until(lambda: waiting(box) == 6)
     engine.end(engine.running[0])
     await box.until(lambda: len(engine.running) == 2)
     engine.end(engine.running[1])
@@ -83,23 +83,10 @@ async def test_owner_with_one_request_waits_for_one_of_anothers_many(start_box: 
         wire.close()
 
 
-async def test_place_goes_to_whoever_waits_for_the_same_engine_by_another_name(start_box: Start) -> None:
-    box, engine = await crowded(start_box, 1, sweep_s=60.0)
-    box.models["ft:a"] = {**box.models["m"], "host": "m", "adapter": "ft:a@v1"}
-    box.apply()
-    base = await send(box, "base")
-    await box.until(lambda: engine.running == ["base"])
-    adapter = await send(box, "adapter", model="ft:a")
-    await box.until(lambda: box.state.holds.count() == 1)
-    engine.end("base")
-    engine.end("adapter")
-    assert [(await wire.response()).status for wire in (base, adapter)] == [200, 200]
-
-
 async def test_batch_waits_for_half_of_the_slots_and_is_no_demand(start_box: Start) -> None:
     box, engine = await crowded(start_box, 4)
     wires = [await send(box, f"line{n}", BATCH) for n in range(3)]
-    await box.until(lambda: len(engine.running) == 2 and box.state.holds.count(batch=True) == 1)
+    await box.until(lambda: len(engine.running) == 2 and waiting(box, batch=True) == 1)
     assert all(int(request.headers["x-vllm-priority"]) > 1 << 49 for request in engine.seen)
     assert "m" not in load_report(box.state)["models"], "it is no demand"
     assert load_report(box.state)["replicas"]["e0"]["inflight"] == 2, "a drain waits for them"
@@ -111,18 +98,6 @@ async def test_batch_waits_for_half_of_the_slots_and_is_no_demand(start_box: Sta
         engine.end(text)
     assert [(await wire.response()).status for wire in wires] == [200] * 4
     assert sum(load_report(box.state)["models"]["m"]["arrived_prompts"].values()) == 1
-
-
-async def test_batch_goes_behind_people_who_wait(start_box: Start) -> None:
-    box, engine = await crowded(start_box, 2)
-    people = [await send(box, str(n)) for n in range(3)]
-    await box.until(lambda: box.state.holds.count() == 1)
-    line = await send(box, "line", BATCH)
-    await box.until(lambda: box.state.holds.count(batch=True) == 1)
-    for n in range(3):
-        engine.end(str(n))
-    engine.end("line")
-    assert {(await wire.response()).status for wire in (*people, line)} == {200} and engine.running[-1] == "line"
 
 
 async def test_batch_ends_on_a_drain_so_that_it_can_be_sent_again(start_box: Start) -> None:
@@ -141,18 +116,6 @@ async def test_batch_ends_on_a_drain_so_that_it_can_be_sent_again(start_box: Sta
     assert (row["requests"], row["errors"]) == (1, 0) and row["prompt_tokens"] < 30, "of the stream, which had begun"
     engine.end("person")
     assert (await person.response()).status == 200
-
-
-async def test_batch_that_gets_a_place_as_its_engine_drains_is_not_sent(start_box: Start) -> None:
-    box, engine = await crowded(start_box, 2)
-    box.serve("m", e0="draining")
-    line = await send(box, "line", BATCH)
-    await box.until(lambda: box.state.holds.count(batch=True) == 1)
-    for state in ("open", "draining"):  # within one turn of the loop
-        box.serve("m", e0=state)
-    refused = await line.response()
-    assert (refused.status, refused.error["code"]) == (503, "batch_gives_way")
-    assert not engine.seen and not box.state.router.loads["e0"].inflight
 
 
 async def test_batch_has_an_allowance_of_its_own_and_waits_in_it(start_box: Start) -> None:

@@ -59,15 +59,6 @@ async def test_the_version_named_is_the_engines_own(box: Box) -> None:
     response = await box.ask("POST", "/v1/chat/completions", chat("mine"))
     assert response.headers["x-appliance-model-version"] == "v1"
 
-    async def deleted_meanwhile(request: UpstreamRequest, reply: Reply) -> None:
-        del box.models["mine"]
-        box.apply()
-        await script(request, reply)
-
-    box.engines["e0"].script = deleted_meanwhile
-    response = await box.ask("POST", "/v1/chat/completions", chat("mine"))
-    assert response.headers["x-appliance-model-version"] == "v1"
-
 
 async def test_expect_continue(box: Box) -> None:
     body = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
@@ -77,17 +68,3 @@ async def test_expect_continue(box: Box) -> None:
     assert (await wire.head())[0] == 100
     await wire.send(body)
     assert (await wire.response()).status == 200
-
-
-async def test_a_version_by_its_name_is_answered_by_that_version_or_not_at_all(box: Box) -> None:
-
-    async def swapped(request: UpstreamRequest, reply: Reply) -> None:
-        del box.models["m@v1"]
-        box.apply()
-        await reply.json({"ok": 1}, headers="x-appliance-model-version: v2\r\n")
-
-    box.models["m@v1"] = {**box.models["m"], "pins": "m"}
-    box.apply()
-    box.engines["e0"].script = swapped
-    response = await box.ask("POST", "/v1/chat/completions", chat("m@v1"))
-    assert (response.status, response.error["code"]) == (404, "model_version_not_served")

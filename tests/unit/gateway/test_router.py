@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from asyncio import Future
-from collections.abc import Iterator
 from unittest.mock import Mock
 
 import msgspec
@@ -110,81 +109,42 @@ def test_load_balances_and_returns_to_zero(requests: list[tuple[int, int]]) -> N
     assert all(load == ReplicaLoad() for load in router.loads.values())
 
 
-def test_new_prompts_go_past_engines_that_compute_one_to_those_that_only_generate() -> None:
-    router = _router(_model(a="open", b="open"))
-    generates = router.choose(["m"], Work("", 30_000, 1000), 0.0)
-    assert generates is not None
-    router.started(generates)  # its first token came; 29,000 are to come
-    other = next(n for n in range(99) if _home(n) != generates.replica.id)
-    computes = router.choose(["m"], Work("", 20_100, 20_000, beginning=other), 0.0)
-    assert computes is not None and computes.replica.id != generates.replica.id
-    third = router.choose(["m"], Work("", 600, 500, beginning=other), 0.0)
-    assert third is not None and third.replica.id == generates.replica.id
-    for choice in (generates, computes, third):
-        router.end(choice)
-    assert all(load.weight == 0 for load in router.loads.values())
+def ticket(model: str = "m", owner: str = "", tokens: int = 1) -> Ticket:
+    return Ticket(model, ("m", False), (model,), Work(owner, tokens), (), Mock(spec=Future))
 
 
-def _home(beginning: int) -> str:
-    """Where this beginning is at home while nothing is loaded."""
-    choice = _router(_model(a="open", b="open")).choose(["m"], Work(beginning=beginning), 0.0)
-    assert choice is not None
-    return choice.replica.id
+def placed(items: list[Ticket], slots: int) -> list[Ticket]:
+    """The tickets that get a place on an engine with so many slots, in their order."""
+    holds, router, order = Holds(len(items)), _router(_model(a="open"), max_inflight=slots), list[Ticket]()
+    for item in items:
+        item.place.set_result.side_effect = lambda _, item=item: order.append(item)  # type: ignore[attr-defined]
+        assert holds.add(item)
+    assert not items or not holds.add(ticket())
+    holds.place(router, 0.0)
+    assert sum(len(queue.tickets) for queue in holds.queues.values()) == len(items) - len(order)
+    return order
 
 
-MOST = 6
+def test_place_passes_requests_whose_names_are_full() -> None:
+    elsewhere, base = ticket("not in the table"), ticket()
+    assert placed([elsewhere, base], 2) == [base]
 
 
-def ticket(model: str = "m", host: str = "", owner: str = "", tokens: int = 1) -> Ticket:
-    return Ticket(model, (host or model, False), (model,), Work(owner, tokens), (), Mock(spec=Future))
-
-
-def test_next_passes_requests_whose_names_are_full() -> None:
-    holds = Holds(MOST)
-    adapter, base = ticket("adapter", "m"), ticket("m", "m")
-    assert holds.add(adapter) and holds.add(base)
-    queue = holds.queues["m", False]
-    assert queue.next({("adapter",)}) is base
-    assert queue.next({("adapter",), ("m",)}) is None
-    assert holds.remove(base) and queue.next({("adapter",)}) is None
-    assert holds.remove(adapter) and not holds.remove(adapter) and not holds.queues
-
-
-def test_next_of_full_names_scans_no_request() -> None:
-    class Unread(FairQueue):
-        def __iter__(self) -> Iterator[Ticket]:
-            raise AssertionError("thousands may wait, and this is asked at each end of a request")
-
-    queue = Unread()
-    queue.add(ticket())
-    assert queue.next({("m",)}) is None
-
-
-def _taken(queue: FairQueue) -> list[Ticket]:
-    taken = []
-    while (item := queue.next()) is not None:
-        queue.take(item)
-        taken.append(item)
-    return taken
-
-
-def test_discarded_items_cost_their_owner_nothing() -> None:
-    queue, items = FairQueue(), [ticket(owner=owner) for owner in "aab"]
+def test_queue_removed_request_costs_its_owner_nothing() -> None:
+    queue, items = FairQueue(), [ticket(owner=owner, tokens=9) for owner in "aab"]
     for item in items:
         queue.add(item)
-    assert queue.discard(items[0]) and not queue.discard(items[0]) and not queue.discard(ticket(owner="x"))
-    assert _taken(queue) == items[1:]
+    assert queue.remove(items[0]) and not queue.remove(items[0]) and not queue.remove(ticket(owner="x"))
+    assert [item.start for item in queue.tickets] == [0, 0] and set(queue.tickets) == set(items[1:])
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100)), max_size=100))
 def test_backlogged_owners_are_never_further_apart_than_two_items(items: list[tuple[str, int]]) -> None:
-    queue, left = FairQueue(), [ticket(owner=owner, tokens=weight) for owner, weight in items]
-    for item in left:
-        queue.add(item)
+    left = [ticket(owner=owner, tokens=weight) for owner, weight in items]
     had = dict.fromkeys("abc", 0)
-    for item in _taken(queue):
+    for item in placed(left, 100):
         had[item.work.owner] += item.work.tokens
         left.remove(item)
         waiting = {item.work.owner for item in left}
         assert max((had[one] for one in waiting), default=0) - min((had[one] for one in waiting), default=0) <= 200
-    assert not left and not len(queue)
+    assert not left

@@ -65,17 +65,3 @@ async def test_a_streamed_request_is_one_trace(start_box: Start, collector: Coll
     # Each engine is told the attempt that it is, so that its own spans can go below it.
     sent = [request.headers["traceparent"] for request in box.engines["e0"].requests]
     assert sent == [f"00-{TRACE}-{span.span_id.hex()}-01" for span in attempts]
-
-
-async def test_a_request_without_a_trace_begins_one_and_an_unsampled_one_is_not_exported(
-    start_box: Start, collector: Collector
-) -> None:
-    box = await start_box(otlp_endpoint=collector.url, engine=answer_chat)
-    await box.ask("POST", "/v1/chat/completions", chat())
-    await box.ask("POST", "/v1/chat/completions", chat(), headers=f"traceparent: 00-{TRACE}-{PARENT}-00\r\n")
-    await box.gateway.stop(0)
-    (request,) = [span for span in collector.spans if span.name == "request"]
-    assert request.trace_id.hex() != TRACE and request.parent_span_id == b""
-    first, second = [request.headers["traceparent"] for request in box.engines["e0"].requests]
-    assert first.split("-")[1] == request.trace_id.hex() and second.startswith(f"00-{TRACE}-")
-    assert second.endswith("-00")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from weights.tiers.directory import DirectoryTier
+from weights.tiers.copies import DirectoryTier
 
 HIDDEN, VOCABULARY, LAYERS = 8, 32, 2
 CONFIG: dict[str, Any] = {

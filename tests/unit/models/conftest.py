@@ -5,13 +5,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from appliance.models import trial
+from appliance.models.library import ModelLibrary
 from appliance.models.template_trial import try_here
+from tests.unit.models import checkpoints
 from tests.unit.models.found import found
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> ModelLibrary:
+    return ModelLibrary(tmp_path / "models")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return checkpoints.write(tmp_path / "source")
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """A hub on loopback: the part of the Hugging Face protocol that a download uses.
 
-Listing with checksums, HEAD with X-Repo-Commit/ETag/X-Linked-Etag, GET with Range. It can misbehave on purpose.
+Listing with checksums, HEAD with X-Repo-Commit/ETag/X-Linked-Etag, GET. It can misbehave on purpose.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ LARGE = (".safetensors",)
 
 @dataclass
 class Hub:
-    """`files` of one repository; `requests` records (method, path, Range header)."""
+    """`files` of one repository; `requests` records (method, path)."""
 
     repository: str
     files: dict[str, bytes]
     gated: bool = False
     lies: dict[str, bytes] = field(default_factory=dict)
     """File -> other bytes of the same length that are sent instead."""
-    requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    requests: list[tuple[str, str]] = field(default_factory=list)
 
     def listing(self) -> dict:
         return {
@@ -82,7 +82,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def _answer(self, *, body: bool) -> None:
             path = unquote(urlsplit(self.path).path)
-            hub.requests.append((self.command, path, self.headers.get("Range")))
+            hub.requests.append((self.command, path))
             if hub.gated:
                 return self._json(403, {"error": "gated"}, {"X-Error-Code": "GatedRepo"})
             api = f"/api/models/{hub.repository}"
@@ -98,21 +98,16 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def _file(self, name: str, *, body: bool) -> None:
             data = hub.lies.get(name, hub.files[name])
-            asked = self.headers.get("Range")
-            start = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
-            self.send_response(206 if asked else 200)
+            self.send_response(200)
             self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("Accept-Ranges", "bytes")
             self.send_header("ETag", f'"{hub.etag(name)}"')
             if name.endswith(LARGE):
                 self.send_header("X-Linked-Etag", f'"{hub.etag(name)}"')
                 self.send_header("X-Linked-Size", str(len(data)))
-            if asked:
-                self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
-            self.send_header("Content-Length", str(len(data) - start))
+            self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             if body:
-                self.wfile.write(data[start:])
+                self.wfile.write(data)
 
         def _json(self, status: int, content: dict, headers: dict[str, str] | None = None) -> None:
             raw = json.dumps(content).encode()

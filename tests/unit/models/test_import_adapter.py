@@ -13,7 +13,7 @@ from appliance.models.errors import AdapterRefused, HubDisallowed, SourceNotFoun
 from appliance.models.library import ModelLibrary
 from tests.unit.models import checkpoints
 from tests.unit.models.checkpoints import HIDDEN
-from weights.checkpoint.errors import CheckpointRefused, NotACheckpoint, PickleRefused
+from weights.checkpoint.folder import CheckpointRefused, NotACheckpoint, PickleRefused
 from weights.format.manifest import Manifest
 
 MODULE = "base_model.model.model.layers.0.mlp.up_proj"
@@ -32,11 +32,6 @@ def write(directory: Path, tensors: dict[str, np.ndarray] | None = None, **confi
     (directory / "adapter_config.json").write_text(json.dumps(CONFIG | config))
     save_file(factors() if tensors is None else tensors, directory / "adapter_model.safetensors")
     return directory
-
-
-@pytest.fixture
-def library(tmp_path: Path) -> ModelLibrary:
-    return ModelLibrary(tmp_path / "models")
 
 
 @pytest.fixture
@@ -74,7 +69,7 @@ def test_it_becomes_a_sealed_adapter_version_without_pickles_and_tokenizer(take,
         "manifest.json",
     ]
     manifest = Manifest.read(taken.path)
-    assert (manifest.kind, manifest.model, manifest.version, manifest.sealed) == ("adapter", "mine", "v1", True)
+    assert manifest.name == ("adapter", "mine", "v1")
     # What engines compare with the weights that they serve (serve.vllm.adapters).
     assert (manifest.meta["base"], manifest.meta["base_version"]) == ("source", "v1")
     assert taken.info["adapter"] == {"rank": 4, "trained_on": "org/source"}

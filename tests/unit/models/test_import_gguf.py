@@ -15,18 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from appliance.models import trial
 from appliance.models.errors import NotEnoughMemory, SourceNotFound
-from appliance.models.library import ModelLibrary
 from tests.unit.models import checkpoints
 from tests.unit.train import gguf_files
 from train.convert import gguf as convert
-from weights.checkpoint.errors import CheckpointRefused, UnsafeLink
+from weights.checkpoint.folder import CheckpointRefused, UnsafeLink
 
 TOKENS = torch.tensor([[1, 20, 33, 41, 5, 60, 7, 19]])
-
-
-@pytest.fixture
-def library(tmp_path: Path) -> ModelLibrary:
-    return ModelLibrary(tmp_path / "models")
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from appliance.boot import ray_head
-from appliance.paths import BoxPaths
 from runtime.processes.kernel import DiesAs, dies_as, group_dies_as
 
 TWO = "import subprocess, sys; c = subprocess.Popen(['sleep', '60']); print(c.pid, flush=True); c.wait()"
@@ -38,9 +36,3 @@ def test_a_process_that_is_gone_is_no_error():
     gone = subprocess.Popen(["true"])
     gone.wait()
     assert not dies_as(DiesAs.RANK, gone.pid)
-
-
-def test_rays_own_killer_is_off_and_its_workers_are_none_of_the_kernels_favourites(tmp_path: Path):
-    env = ray_head.environment(BoxPaths(tmp_path / "data", tmp_path / "shm"), 60)
-    assert env["RAY_memory_monitor_refresh_ms"] == "0"
-    assert env["RAY_worker_oom_score_adjustment"] == str(int(DiesAs.SUPERVISOR))

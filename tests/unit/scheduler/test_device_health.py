@@ -1,4 +1,4 @@
-"""When a device is cordoned, from what was read of it and who died on it."""
+"""When a device is cordoned, from its readings."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from runtime.devices.kind import Reading
 from runtime.devices.nvml import fault_of
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
-from scheduler.devices.health import Death, DeviceReadings, failing
+from scheduler.devices.health import DeviceReadings, failing
 from tests.devices_support.nvml import Machine, eight_h100, four_4090
 
-CONFIG = SchedulerConfig(device_deaths=2, death_window_s=100, hot_for_s=30)
+CONFIG = SchedulerConfig(hot_for_s=30)
 
 
-def judged(*readings: Reading, deaths: tuple[Death, ...] = (), now_s: float = 1000.0) -> dict[str, str]:
-    found = failing({"n0/0": readings} if readings else {}, deaths, now_s, CONFIG)
+def judged(*readings: Reading) -> dict[str, str]:
+    found = failing({"n0/0": readings}, CONFIG)
     return {device_id: failure.reason for device_id, failure in found.items()}
 
 
@@ -70,20 +70,7 @@ def test_slowness_of_few_cordons_them(slow, lasts_s, cordoned):
         why = ("power_brake",) if device in slow else ("power_cap",)
         return tuple(Reading(f"n0/{device}", float(at_s), throttled=why) for at_s in range(0, lasts_s + 1, 5))
 
-    assert set(failing({f"n0/{device}": history(device) for device in range(4)}, (), 1000.0, CONFIG)) == cordoned
-
-
-def test_two_deaths_within_the_window_whoever_died():
-    died = [Death("n0/1", "job a", 950, "died"), Death("n0/1", "model m", 990, "SIGBUS")]
-    assert judged(deaths=tuple(died)) == {"n0/1": "2 processes died on it within 100 s, the last: SIGBUS"}
-    assert judged(deaths=tuple(died), now_s=1060) == {}, "the first one is too long ago"
-    assert judged(deaths=(died[0], died[0])) != {}, "the same job twice on the same device"
-
-
-def test_who_dies_everywhere_is_itself_at_fault():
-    wanders = tuple(Death(f"n0/{i}", "job bad", 990 + i) for i in (0, 0, 1))
-    assert judged(deaths=wanders) == {}
-    assert set(judged(deaths=(*wanders, Death("n0/1", "job a", 995), Death("n0/1", "model m", 996)))) == {"n0/1"}
+    assert set(failing({f"n0/{device}": history(device) for device in range(4)}, CONFIG)) == cordoned
 
 
 def test_the_driver_is_read_as_far_as_it_tells(monkeypatch):
@@ -103,7 +90,7 @@ def test_the_driver_is_read_as_far_as_it_tells(monkeypatch):
     again, lost = readings.read()
     assert (again.faults, again.ecc_uncorrected, lost.lost) == ((fault_of(79),), 2, "GPU is lost")
     told = {"n0/0": (first, again), "n0/1": (second, lost)}
-    assert {name: failure.reason for name, failure in failing(told, (), 0.0, CONFIG).items()} == {
+    assert {name: failure.reason for name, failure in failing(told, CONFIG).items()} == {
         "n0/0": fault_of(79),
         "n0/1": "does not answer any more (GPU is lost)",
     }

@@ -51,7 +51,7 @@ async def test_a_mode_that_flips_back_takes_the_drain_back() -> None:
 @in_virtual_time
 async def test_requests_that_come_take_a_drain_back_under_auto() -> None:
     model = DeploymentView("m", "v1", max_replicas=1)
-    async with DrainingRig(FakeStore(Policy("auto"), (replace(JOB, min_devices=4),), (model,))) as rig:
+    async with DrainingRig(FakeStore(Policy("auto"), (replace(JOB, sizes=(4,)),), (model,))) as rig:
         rig.store.ask("m", inflight=1, now_s=rig.now_s)
         await rig.settle()
         assert rig.states() == ["open"]

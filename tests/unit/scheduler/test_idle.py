@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scheduler.autoscaler import required
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, PlanInput, Policy
 from scheduler.loop.explain import explain
+from scheduler.plan.autoscaler import required
 from scheduler.plan.plan import plan
 from tests.unit.scheduler.fakes import box_of
 

@@ -17,7 +17,7 @@ CONFIG = SchedulerConfig()
 def held_for_s(pause_s: float | None) -> float:
     """How long devices that serving no longer needs are held under `auto`, beside a job of six devices."""
     devices = tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(8))
-    job = JobView("j", 1, 8, phase="running", devices=tuple(d.id for d in devices[2:]), pause_s=pause_s)
+    job = JobView("j", tuple(range(1, 9)), phase="running", devices=tuple(d.id for d in devices[2:]), pause_s=pause_s)
     model = DeploymentView("m", "v1", max_replicas=8, target_inflight=10, demand=Demand(5, last_request_s=1000.0))
     replicas = tuple(ReplicaView(f"r{i}", "m", "v1", "open", (devices[i].id,)) for i in range(2))
     hysteresis = {"m": Hysteresis(replicas=2)}

@@ -54,7 +54,7 @@ class Rig:
         return {g.job_id: len(g.devices) for g in self.world.groups.values()}
 
 
-JOB = JobView("j1", 1, 4, (1, 2, 4))
+JOB = JobView("j1", (1, 2, 4))
 MODEL = DeploymentView("m", "v1", min_replicas=1, max_replicas=1)
 
 

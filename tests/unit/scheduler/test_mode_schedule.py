@@ -78,7 +78,7 @@ class WindowStore(FakeStore):
 
 def test_the_loop_changes_mode_when_a_window_fires() -> None:
     async def life() -> None:
-        store = WindowStore(AUTO, (JobView("j", 1, 2),), (DeploymentView("m", "v1", min_replicas=1),))
+        store = WindowStore(AUTO, (JobView("j", (1, 2)),), (DeploymentView("m", "v1", min_replicas=1),))
         store.windows = (Window("0 22 * * *", TRAIN), Window("0 6 * * *", SERVE))
         async with Rig(store, devices=2) as rig:
             await rig.settle()
@@ -94,7 +94,7 @@ def test_the_loop_changes_mode_when_a_window_fires() -> None:
 
 @in_virtual_time
 async def test_explain_says_what_would_happen_and_does_nothing() -> None:
-    store = FakeStore(SERVE, (JobView("j", 1, 2),), (DeploymentView("m", "v1", min_replicas=1),))
+    store = FakeStore(SERVE, (JobView("j", (1, 2)),), (DeploymentView("m", "v1", min_replicas=1),))
     async with Rig(store, devices=2) as rig:
         await rig.settle()
         told = rig.loop.explain(TRAIN)

@@ -50,7 +50,7 @@ def awake(allocation: Allocation) -> dict[str, int]:
 
 
 def job(name: str = "j1", **fields) -> JobView:  # noqa: ANN003
-    return JobView(name, **{"min_devices": 1, "max_devices": 8, "allowed_sizes": SIZES, **fields})
+    return JobView(name, **{"sizes": SIZES, **fields})
 
 
 def opened(name: str, device: int, **fields) -> ReplicaView:  # noqa: ANN003
@@ -98,7 +98,7 @@ def test_shrinking_waits_and_uses_the_peak_meanwhile() -> None:
 
 def test_who_is_ahead_has_a_name_for_the_same_owner_alone() -> None:
     """The sentence stands in the job's events, which its owner reads."""
-    bobs = job("z", priority=1, owner="bob", min_devices=8, max_devices=8)
+    bobs = job("z", priority=1, owner="bob", sizes=(8,))
     a = planned(jobs=(bobs, job("a", owner="alice"), job("b", owner="bob")))
     assert a.waiting == {
         "a": "Needs 1 device; 0 of training's 8 are left by jobs ahead of it.",
@@ -154,7 +154,7 @@ def test_a_job_bound_to_a_node_takes_what_that_node_has_and_engines_get_the_othe
 
 
 def test_a_job_too_large_for_its_node_says_so_and_its_devices_are_lent() -> None:
-    large = job(nodes=("n0",), min_devices=4)
+    large = job(nodes=("n0",), sizes=(4, 8))
     m = replace(M, max_replicas=8, demand=Demand(inflight=50))
     a = planned(policy=Policy("train"), devices=HOME_AND_AWAY, jobs=(large,), deployments=(m,))
     assert a.waiting["j1"] == "Needs 4 devices of one node; no node that it may run on has more than 2."
@@ -163,12 +163,10 @@ def test_a_job_too_large_for_its_node_says_so_and_its_devices_are_lent() -> None
 
 def test_a_job_that_finds_no_devices_side_by_side_moves_others_or_lets_them_by() -> None:
     both = ("n0", "n1")
-    small = job("small", nodes=both, max_devices=1, priority=1, phase="running", devices=("n0/0",))
-    fixed = job(
-        "fixed", nodes=both, min_devices=2, max_devices=2, preemptible=False, phase="running", devices=("n1/0", "n1/1")
-    )
-    large = job("large", nodes=both, min_devices=3, max_devices=3, allowed_sizes=(3,), priority=2)
-    last = job("last", nodes=both, max_devices=1, submitted_s=9.0)
+    small = job("small", nodes=both, sizes=(1,), priority=1, phase="running", devices=("n0/0",))
+    fixed = job("fixed", nodes=both, sizes=(2,), preemptible=False, phase="running", devices=("n1/0", "n1/1"))
+    large = job("large", nodes=both, sizes=(3,), priority=2)
+    last = job("last", nodes=both, sizes=(1,), submitted_s=9.0)
     a = planned(devices=box_of(3, nodes=2), jobs=(small, fixed, large, last))
     assert a.groups == {"large": ("n0/0", "n0/1", "n0/2"), "small": ("n1/2",), "fixed": ("n1/0", "n1/1")}
     a = planned(devices=box_of(3, nodes=2), jobs=(replace(small, preemptible=False), fixed, large, last))
@@ -191,14 +189,14 @@ def test_job_runs_beside_the_engine_that_samples_for_it(policy: Policy) -> None:
 def test_job_leaves_devices_to_the_engine_of_its_samples_and_to_their_judge() -> None:
     teacher = DeploymentView("t", "v1", demand=Demand(held=1))
     idle = replace(S, demand=Demand(last_request_s=999.0))
-    mine = job(max_devices=2, allowed_sizes=(), sampled_by="s", starved=True)
+    mine = job(sizes=(1, 2), sampled_by="s", starved=True)
     a = planned(policy=Policy("train"), devices=box_of(3), jobs=(mine,), deployments=(idle, teacher))
     assert sizes(a) == {"j1": 1} and awake(a) == {"s": 1, "t": 1}
 
 
 @pytest.mark.parametrize("policy", [Policy("train"), Policy("auto")])
 def test_job_and_the_engine_that_samples_for_it_take_turns_on_one_device(policy: Policy) -> None:
-    one, mine = box_of(1), job(max_devices=1, allowed_sizes=(), sampled_by="s", phase="running", devices=("n0/0",))
+    one, mine = box_of(1), job(sizes=(1,), sampled_by="s", phase="running", devices=("n0/0",))
     a = planned(policy=policy, devices=one, jobs=(replace(mine, starved=True),), deployments=(S,))
     assert sizes(a) == {} and awake(a) == {"s": 1} and a.waiting["j1"]
     # Its samples are there: the engine is idle.

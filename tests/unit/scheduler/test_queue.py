@@ -12,7 +12,7 @@ from tests.unit.scheduler.fakes import box_of
 
 
 def job(name: str, submitted_s: float, owner: str = "", **fields) -> JobView:  # noqa: ANN003
-    return JobView(name, 1, 8, submitted_s=submitted_s, owner=owner, **fields)
+    return JobView(name, tuple(range(1, 9)), submitted_s=submitted_s, owner=owner, **fields)
 
 
 def names(jobs: list[JobView], now_s: float = 100.0) -> list[str]:
@@ -42,10 +42,10 @@ def test_a_deadline_presses_when_the_work_left_hardly_fits_before_it() -> None:
 
 def test_positions_say_in_slurms_words_why_a_job_waits() -> None:
     jobs = [
-        JobView("running", 1, 2, devices=("n0/0",), phase="running", submitted_s=1.0),
+        JobView("running", (1, 2), devices=("n0/0",), phase="running", submitted_s=1.0),
         JobView("paused", phase="paused", submitted_s=2.0, priority=9),
         JobView("backoff", not_before_s=20.0, submitted_s=2.0, priority=7),
-        JobView("next", 4, 4, submitted_s=3.0, priority=6),
+        JobView("next", (4,), submitted_s=3.0, priority=6),
         JobView("after", submitted_s=4.0),
         JobView("leaving", devices=("n0/1",), phase="running", busy="leaving", submitted_s=9.0, priority=-1),
     ]

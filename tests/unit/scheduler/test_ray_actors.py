@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryErr
 from runtime.errors import ChildDied, ChildTimeout, SupervisorDied, WarmParentError
 from scheduler.core.errors import EffectFailed
 from scheduler.ray import actors
-from scheduler.ray.actors import Supervisor, ask, blame_of
+from scheduler.ray.actors import Supervisor, blame_of, errors_as_failures
 from serve.core.errors import (
     EngineFailed,
     EngineOutOfMemory,
@@ -140,7 +140,7 @@ async def test_one_that_has_not_begun_yet_is_waited_for(killed) -> None:
 async def test_whose_fault_an_error_is(error, blame) -> None:
     assert blame_of(error) == blame
     for raised in (error, RayTaskError("work", "traceback", error).as_instanceof_cause()):
-        with pytest.raises(EffectFailed) as failed:
-            await ask(Method(raising(raised)).remote())
+        with pytest.raises(EffectFailed) as failed, errors_as_failures():
+            await Method(raising(raised)).remote()
         assert failed.value.blame == blame, raised
         assert failed.value.of_settings == isinstance(error, EngineRefused)

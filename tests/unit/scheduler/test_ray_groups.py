@@ -112,7 +112,6 @@ class Box:
         monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0.0)
         monkeypatch.setattr(groups, "FRESH_EVERY_S", 0.0)
         monkeypatch.setattr(groups, "actor_names", self.names)
-        monkeypatch.setattr(groups, "find_actor", lambda name: self.alive.get(name))
         self.groups = Groups(nodes, jobs, lambda: self.told.append("changed"))
 
     async def nothing(self, *_: Any) -> None: ...
@@ -171,24 +170,6 @@ async def test_a_supervisor_that_is_stopped_hides_no_other_and_its_job_stays_as_
     box.hosts[1].do_not_answer()
     async with asyncio.timeout(60):
         assert [group.job_id for group in await box.groups.observe_groups()] == ["j"]
-
-
-@pytest.mark.parametrize(
-    "raised, counted",
-    [
-        (("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB."), []),
-        (("AcceleratorError", "CUDA error: unspecified launch failure"), ["n0/1"]),
-    ],
-)
-async def test_only_an_error_of_a_device_counts_against_it(box, raised, counted):
-    died: list[str] = []
-    box.groups._on_death = lambda devices, holder, reason: died.extend(devices)
-    await box.groups.start_group(*START)
-    box.hosts[1].raised = raised
-    box.hosts[1].died.set()
-    await asyncio.wait_for(box.groups._groups["j"].watcher, 60)
-    ended = (await box.groups.observe_groups())[0].ended
-    assert box.told and (ended.outcome, ended.blame) == ("failed", "own") and died == counted
 
 
 async def test_one_that_nobody_knows_yet_is_waited_for(box, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.core.errors import EffectFailed
-from scheduler.ray.remote_jobs import ResultTransfer
+from scheduler.ray.groups import ResultTransfer
 from weights.format.names import Name
 
 THERE = Path("/dev/shm/there")

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler import autoscaler
-from scheduler.autoscaler import Bounds, StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, Standby
+from scheduler.plan import autoscaler
+from scheduler.plan.autoscaler import Bounds, StandbyLearner
 
 CONFIG = SchedulerConfig()
 LOOK_S = 0.25

@@ -58,7 +58,7 @@ async def test_a_long_start_gives_way_when_its_devices_are_wanted_and_a_short_on
 
 @in_virtual_time
 async def test_a_long_start_that_gives_way_again_and_again_comes_to_its_end() -> None:
-    job = replace(JOB, min_devices=4, allowed_sizes=(4,))
+    job = replace(JOB, sizes=(4,))
     async with SlowlyStartingRig(FakeStore(Policy("auto"), (job,), (replace(MODEL, min_replicas=0),))) as rig:
         rig.effects.seconds["start_group"] = 200.0
         stopped, served = [], 0

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.scheduling.job_runs import JobRuns
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
@@ -16,9 +17,8 @@ from tests.unit.scheduling.fakes import NO_ROUTING
 from tests.unit.scheduling.test_tier_flow import damage
 from tests.unit.weights.conftest import check, write
 from train.trainer.event_log import EventLog, read_events
-from weights.checkpoint.errors import OpeningRefused
 from weights.format.layout import Layout, TensorSpec
-from weights.format.names import Name
+from weights.format.names import Name, policy_name
 from weights.memory.lease import StoredVersion
 
 
@@ -87,7 +87,6 @@ async def test_what_ranks_are_about_to_read_does_not_give_way_to_memory(runs, fl
     ) as draft:
         draft.commit(meta={"step": 353})
     await flow.run_once("disk")
-    assert store.evictable_bytes() > 0, "the disk has it, so memory may be taken"
     path = runs.newest_snapshot("ftjob-1")
     assert store.evict(10**9) == 0 and StoredVersion.read(path).manifest.meta["step"] == 353
     runs.taken("ftjob-1")
@@ -213,15 +212,55 @@ def test_a_job_on_an_adapter_trains_its_base_with_the_adapter_merged_in(
         runs.spec("ftjob-1", "cpu")
 
 
-async def test_ranks_are_not_started_on_what_may_not_be_opened(runs, flow, store, add_model, add_job, monkeypatch):
-    add_model()
-    add_job(phase="queued")
-    write(store, "v1")
-    await runs.prepare("ftjob-1")
+LAYOUT = Layout.plan([TensorSpec("a", "F32", (2,))], stem="adapter_model")
+OURS, USERS = policy_name("ftjob-1"), "ft:starter:acme::1"
 
-    def refuse(directory, model):
-        raise OpeningRefused(model, "config.json", "has 'auto_map'")
 
-    monkeypatch.setattr("appliance.controller.scheduling.job_runs.may_open", refuse)
-    with pytest.raises(LookupError, match="config.json: has 'auto_map'.*appliance model rm starter"):
-        await runs.prepare("ftjob-1")
+@pytest.fixture
+def trained(runs, add_job):
+    add_job(phase="running", resolved={"publish": "end", "options": {"staleness": 1}})
+    return runs
+
+
+def write_policy(store, model, version):
+    with store.reserve(LAYOUT, kind="adapter", model=model, version=version) as draft:
+        draft.commit(meta={})
+
+
+def left(store):
+    return [stored.version for stored in store.list("adapter", OURS)]
+
+
+async def test_policies_of_a_running_job_keep_the_newest_written(trained, store):
+    write_policy(store, USERS, "step-1")
+    # A world that resumed from an earlier snapshot counts its steps from there.
+    written = [f"step-{step}.old" for step in (8, 9)] + [f"step-{step}.new" for step in (2, 3, 4)]
+    unloaded = []
+
+    async def unload(names):
+        unloaded.extend(names)
+
+    for version in written:
+        write_policy(store, OURS, version)
+    await trained._tidy_policies(unload)
+    assert left(store) == written[2:] and len(store.list("adapter", USERS)) == 1
+    assert unloaded == [f"{OURS}@{version}" for version in written[:2]]
+
+
+async def test_policies_of_an_ended_job_go_once_nobody_uses_them(trained, store, db):
+    write_policy(store, OURS, "step-2.new")
+    jobs.set_phase(db, "ftjob-1", "failed")
+
+    async def busy(names):
+        raise OperationFailed("its requests run", code="adapter_in_use")
+
+    async def unload(names):
+        pass
+
+    await trained._tidy_policies(busy)
+    assert left(store)
+    with store.lease(store.find("adapter", OURS, "step-2.new")):
+        await trained._tidy_policies(unload)
+    assert left(store)
+    await trained._tidy_policies(unload)
+    assert not left(store)

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from appliance.controller import retention
 from appliance.controller.context.scheduler import Scheduler
 from appliance.controller.devices import cordons
-from appliance.controller.devices.mode import write_mode
+from appliance.controller.devices.mode import Mode, write_mode
 from appliance.controller.interfaces.errors import SwapFailed
-from appliance.controller.interfaces.records import Mode
+from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import deployments
 from appliance.store.records.journal import SqliteJournal
@@ -36,7 +37,7 @@ def scheduler_of(db):
         "db": db,
         "bus": SimpleNamespace(inflight=lambda _: 0),
         "nodes": SimpleNamespace(),
-        "weights": SimpleNamespace(usage=lambda: SimpleNamespace(budget_bytes=1, used_bytes=0), room_bytes=lambda: 1),
+        "weights": SimpleNamespace(budget_bytes=1, usage=lambda: SimpleNamespace(used_bytes=0), room_bytes=lambda: 1),
         "memory": SimpleNamespace(nodes=dict, status=lambda: host, notes=lambda: ["memory is short: 1 GB available"]),
     }
     return lambda **parts: Scheduler(**nothing | parts, serving_floor=0, config=SchedulerConfig())
@@ -79,37 +80,44 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
     await running
 
 
-async def test_a_swap_is_told_of_its_own_model_only(db, add_model, scheduler_of):
-    """While one model is swapped, hand-overs of others go on in the same journal."""
+async def test_convergence_of_a_model_that_fails_says_why(db, add_model, scheduler_of):
     add_model()
-
-    def swap(seq: int, model: str, detail: dict) -> StepRecord:
-        return StepRecord(seq, "swap", "swap_replica", f"r-{model}", "done", 1.0, 2.0, {"model": model, **detail})
-
-    done = {"pause_s": 0.1, "seconds": 1.0, "bytes": 10, "how": "shared memory"}
     journal = SqliteJournal(db)
-
-    def begin(number: int, *steps: StepRecord) -> None:
-        journal.begin(number, "swaps", 1.0, "", "")
-        for step in steps:
-            journal.step(number, step)
-
-    begin(1, swap(0, "starter", done))
+    step = StepRecord(0, "swap", "swap_replica", "r", "done", 1.0, 2.0, {"model": "starter", "error": "no memory"})
 
     async def settle(generation: int) -> None:
-        if journal.last_id() == 1:
-            others = swap(1, "other", {**done, "pause_s": 9.0}), swap(2, "other", {"error": "e"})
-            begin(2, swap(0, "starter", done), *others)
+        if replica["version"] == "older":
+            journal.begin(1, "swaps", 1.0, "", "")
+            journal.step(1, step)
 
     replica = {"id": "r1", "model": "starter", "state": "open", "version": models.find(db, "starter").active_version}
     loop = SimpleNamespace(
         reset_failures=lambda model: None, nudge=lambda: 1, wait_settled=settle, status=lambda: {"replicas": [replica]}
     )
     port = scheduler_of(loop=loop, journal=journal)
-    told = await port.converge_model("starter")
-    assert (told["replicas"], told["pause_s"], told["bytes"]) == (1, 0.1, 10)
+    await port.converge_model("starter")
 
     replica["version"] = "older"
-    begin(3, swap(0, "other", {"error": "e"}))
-    with pytest.raises(SwapFailed, match="r1 serve another version"):
+    with pytest.raises(SwapFailed, match="no memory"):
         await port.converge_model("starter")
+
+
+STEP = StepRecord(0, "free r1", "drain_replica", "r1", started_s=11.0)
+
+
+def test_journal_after_a_restart_knows_what_was_begun(tmp_path):
+    with Database(tmp_path / "a.db") as db:
+        journal = SqliteJournal(db)
+        assert journal.last_id() == 0
+        journal.begin(3, "mode train", 10.0, "ann", "mode train")
+        journal.step(3, STEP)
+    with Database(tmp_path / "a.db") as db:
+        journal = SqliteJournal(db)
+        assert journal.last_id() == 3 and journal.unfinished() == [3]
+        journal.step(3, replace(STEP, state="failed", ended_s=12.0, detail={"error": "e"}))
+        assert journal.steps_since(2) == [replace(STEP, state="failed", ended_s=12.0, detail={"error": "e"})]
+        journal.end(3, "undone", 12.0, "the engine died")
+        row = HANDOVERS.get(db, 3)
+        assert journal.unfinished() == [] and (row.state, row.error) == ("undone", "the engine died")
+        retention.delete_records(db, 1e9)
+        assert journal.last_id() == 3, "numbers are never used again"

@@ -18,7 +18,7 @@ from weights.format.config import KeepRules
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import Name
 from weights.memory.lease import take_lease
-from weights.tiers.directory import verify
+from weights.tiers.copies import verify
 
 V1 = Name("version", "starter", "v1")
 
@@ -36,12 +36,12 @@ def publish(db, store, add_model):
     return lambda *versions: list(made(*versions))
 
 
-def snapshot(store, step, job="ftjob-1", checksums=False):
+def snapshot(store, step, job="ftjob-1"):
     with store.reserve(
         Layout.plan([TensorSpec("master.w", "F32", (400,))]), kind="snapshot", model=job, version=f"step-{step}"
     ) as draft:
         draft.view("master.w")[:] = bytes([step]) * 1600
-        return draft.commit(meta={"step": step}, checksums=checksums)
+        return draft.commit(meta={"step": step})
 
 
 def versions(tier):
@@ -49,7 +49,7 @@ def versions(tier):
 
 
 def put_off(tiers, tier):
-    return next(status for status in tiers.status()() if status["name"] == tier)
+    return next(status for status in tiers.status() if status["name"] == tier)
 
 
 async def passes(flow, *tiers):

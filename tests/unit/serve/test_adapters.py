@@ -19,7 +19,7 @@ from serve.core.errors import WrongState
 from serve.vllm.adapters import EngineAdapters
 from weights.format.names import encode_name
 from weights.memory.locks import DirectoryLock
-from weights.tiers.directory import seal_dir
+from weights.tiers.copies import seal_dir
 
 RESIDENT = 2
 

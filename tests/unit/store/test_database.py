@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import sqlite3
 import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,9 +17,17 @@ from typing import Literal
 import pytest
 
 from appliance.store.database import TABLES, Database
-from appliance.store.errors import DatabaseUnusable, DuplicateRow, OtherSchema, RowNotFound, UnknownCursor
+from appliance.store.errors import (
+    DatabaseUnusable,
+    DuplicateRow,
+    IllegalTransition,
+    OtherSchema,
+    RowNotFound,
+    UnknownCursor,
+)
 from appliance.store.objects import files, jobs
-from appliance.store.rows import FileRow, JobRow
+from appliance.store.records import box, keys
+from appliance.store.rows import FileRow, JobMetricRow, JobRow
 from appliance.store.table import Table
 
 
@@ -122,18 +135,171 @@ def test_a_cursor_is_a_position_whatever_the_filter_but_must_exist(db: Database)
         files.page(db, viewer=None, purpose=None, after="file-9", limit=10, descending=True)
 
 
-def test_a_deleted_last_row_does_not_give_its_place_to_a_new_one(db: Database):
-    for number in (1, 2):
-        files.insert(db, file(number))
-    files.delete(db, "file-2")
-    files.insert(db, file(3))
-    seqs = [row["seq"] for row in db.execute("SELECT seq FROM files ORDER BY seq")]
-    assert seqs == [1, 3]
-
-
 def test_expired_files_are_invisible_before_they_are_swept(db: Database):
     files.insert(db, file(1, expires_s=100.0))
     assert files.find(db, "file-1", viewer=None, now_s=99.0) is not None
     assert files.find(db, "file-1", viewer=None, now_s=100.0) is None
     assert files.page(db, viewer=None, purpose=None, after=None, limit=9, descending=True).data == []
     assert [row.id for row in files.expired(db, now_s=100.0)] == ["file-1"]
+
+
+def insert_job(db: Database, job_id: str = "ftjob-1", **fields) -> JobRow:
+    return jobs.insert(db, JobRow(job_id, "m", "supervised", "f", 1, "ft:m:o:s:12345678", 1.0, **fields))
+
+
+def test_a_key_is_256_bits_and_kept_only_as_its_hash(db: Database, tmp_path: Path):
+    row, key = keys.create(db, "laptop", ["inference"])
+    assert key.startswith("sk-appl-") and len(key) == len("sk-appl-") + 43
+    assert row.sha256 == hashlib.sha256(key.encode()).hexdigest()
+    assert key.startswith(row.prefix) and len(row.prefix) <= 12
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    assert key[12:].encode() not in (tmp_path / "appliance.db").read_bytes()
+
+
+def test_two_keys_differ_and_a_live_name_is_taken_until_revoked(db: Database):
+    first, key = keys.create(db, "ci", ["inference"])
+    with pytest.raises(DuplicateRow, match="ci"):
+        keys.create(db, "ci", ["inference"])
+    keys.revoke(db, "ci")
+    second, other = keys.create(db, "ci", ["inference"])
+    assert key != other and first.id != second.id
+    assert keys.find(db, "ci") == second
+    assert [row.id for row in keys.list_live(db)] == [second.id]
+    assert len(keys.list_all(db)) == 2
+
+
+def test_revoking_twice_keeps_the_first_time_and_an_unknown_name_is_an_error(db: Database):
+    row, _ = keys.create(db, "ci", ["inference"])
+    first = keys.revoke(db, row.id).revoked_s
+    assert first is not None and keys.revoke(db, row.id).revoked_s == first
+    with pytest.raises(RowNotFound):
+        keys.revoke(db, "nobody")
+
+
+def test_phases_bring_their_times_and_a_finished_job_stays(db: Database):
+    insert_job(db)
+    jobs.set_phase(db, "ftjob-1", "queued")
+    jobs.set_phase(db, "ftjob-1", "running", devices=["n0/0", "n0/1"])
+    started = jobs.get(db, "ftjob-1")
+    assert started.started_s is not None and started.devices == ["n0/0", "n0/1"]
+    jobs.update(db, "ftjob-1", eta_s=9.0)
+    jobs.set_phase(db, "ftjob-1", "suspended", reason="traffic")
+    suspended = jobs.get(db, "ftjob-1")
+    assert (suspended.devices, suspended.eta_s, suspended.reason) == ([], None, "traffic")
+    jobs.set_phase(db, "ftjob-1", "running", devices=["n0/0"])
+    assert jobs.get(db, "ftjob-1").started_s == started.started_s
+    jobs.set_phase(db, "ftjob-1", "succeeded")
+    assert jobs.get(db, "ftjob-1").finished_s is not None
+    for phase in ("running", "failed", "cancelled"):
+        with pytest.raises(IllegalTransition, match="succeeded"):
+            jobs.set_phase(db, "ftjob-1", phase)  # type: ignore[arg-type]
+
+
+def test_a_cancelled_wish_cannot_be_taken_back(db: Database):
+    insert_job(db, phase="running")
+    assert jobs.set_wanted(db, "ftjob-1", "pause").wanted == "pause"
+    assert jobs.set_wanted(db, "ftjob-1", "run").wanted == "run"
+    jobs.set_wanted(db, "ftjob-1", "cancel")
+    assert jobs.set_wanted(db, "ftjob-1", "cancel").wanted == "cancel"
+    with pytest.raises(IllegalTransition):
+        jobs.set_wanted(db, "ftjob-1", "run")
+
+
+def test_a_step_run_again_replaces_its_metrics_but_not_its_validation(db: Database):
+    insert_job(db)
+    jobs.upsert_metric(db, JobMetricRow("ftjob-1", 5, 1.0, loss=2.0, tokens_per_s=10.0))
+    jobs.upsert_metric(db, JobMetricRow("ftjob-1", 5, 2.0, valid_loss=1.5))
+    jobs.upsert_metric(db, JobMetricRow("ftjob-1", 5, 3.0, loss=1.9))
+    (row,) = jobs.list_metrics(db, "ftjob-1")
+    assert (row.loss, row.valid_loss, row.tokens_per_s, row.created_s) == (1.9, 1.5, 10.0, 3.0)
+    jobs.upsert_metric(db, JobMetricRow("ftjob-1", 6, 4.0, loss=1.8))
+    assert [row.step for row in jobs.list_metrics(db, "ftjob-1", after_step=5)] == [6]
+    assert [row.step for row in jobs.last_metrics(db, "ftjob-1", 1)] == [6]
+
+
+WAIT_S = 60.0
+
+
+def on_a_thread(work, *args):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work, *args).result(WAIT_S)
+
+
+def test_writers_of_many_threads_lose_nothing(db: Database):
+    with ThreadPoolExecutor(8) as pool:
+        numbers = list(pool.map(lambda _: box.increment(db, "starts"), range(200)))
+    assert sorted(numbers) == list(range(1, 201))
+
+
+@pytest.mark.parametrize("fail", [RuntimeError, KeyboardInterrupt])
+def test_error_in_a_transaction_releases_the_write_lock(db: Database, fail: type[BaseException]):
+    with pytest.raises(fail), db.transaction():
+        jobs.insert(db, job(1))
+        raise fail
+    on_a_thread(jobs.insert, db, job(2))
+    assert [row.id for row in jobs.list_unfinished(db)] == ["ftjob-2"]
+
+
+def test_emptied_log_and_file_have_no_deleted_text(tmp_path: Path):
+    with Database(tmp_path / "a.db") as db:
+        box.put(db, "note", "a secret")
+        db.execute("DELETE FROM box")
+        assert db.empty_log()
+        assert not any(b"a secret" in path.read_bytes() for path in tmp_path.iterdir())
+
+
+def test_full_disk_refuses_writes_and_takes_them_once_there_is_room(db: Database):
+    size = db.value("PRAGMA page_count")
+    db.execute(f"PRAGMA max_page_count = {size}")
+    with pytest.raises(sqlite3.OperationalError, match="full"), db.transaction():
+        for number in range(1000):
+            jobs.insert(db, job(number))
+    assert jobs.list_unfinished(db) == []
+    db.execute(f"PRAGMA max_page_count = {size + 1000}")
+    on_a_thread(jobs.insert, db, job(1))
+    assert len(jobs.list_unfinished(db)) == 1
+
+
+def test_closed_database_refuses_all_threads(tmp_path: Path):
+    db = Database(tmp_path / "a.db")
+    db.close()
+    with pytest.raises(sqlite3.ProgrammingError):
+        box.get(db, "mode")
+    with pytest.raises(sqlite3.ProgrammingError):
+        on_a_thread(box.get, db, "mode")
+
+
+WRITER = """
+import sys
+from itertools import count
+from pathlib import Path
+from appliance.store.database import Database
+from appliance.store.records import box
+
+db = Database(Path(sys.argv[1]))
+for number in count():
+    with db.transaction():
+        for part in range(3):
+            box.put(db, f"{number}/{part}", number)
+    print(number, flush=True)
+"""
+
+
+def test_kill_while_writing_keeps_acknowledged_transactions_whole(tmp_path: Path):
+    path = tmp_path / "appliance.db"
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while int(process.stdout.readline()) < 50:
+            pass
+        process.kill()
+        acknowledged = 51 + len(process.stdout.read().split())
+    with Database(path) as db:
+        assert db.value("PRAGMA integrity_check") == "ok"
+        stored = db.column("SELECT count(*) FROM box GROUP BY value")
+        assert set(stored) == {3} and acknowledged <= len(stored) <= acknowledged + 1
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Iterator[Database]:
+    with Database(tmp_path / "appliance.db") as opened:
+        yield opened

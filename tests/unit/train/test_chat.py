@@ -32,31 +32,9 @@ FORGETFUL = (
 )
 # As the distilled R1's: the generation prompt opens a thought, which the template never writes.
 OPENS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
-# As Phi 3's: the conversation ends with another token than a turn.
-TWO_ENDS = BEGIN + "{{ m['content'] }}" + END + "{% if not add_generation_prompt %}<|pad|>{% endif %}"
-# As GLM's: a turn ends where the next one begins.
-NO_END = (
-    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
-# As gpt-oss's: the last turn ends with another token than earlier ones.
-RETURNS = (
-    BEGIN + "{{ m['content'] }}{% if loop.last and m['role'] == 'assistant' %}<|return|>{% else %}<|im_end|>{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 STRICT = "{% if messages[-1]['role'] != 'assistant' %}{{ raise_exception('incomplete') }}{% endif %}" + CHATML
-PARTS = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for part in m['content'] %}"
-    "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}" + END
-)
 NO_PROMPT = BEGIN + "{{ m['content'] }}<|im_end|>\n{% endfor %}"
 GOOD, BYE = "hello, fox<|im_end|>", "good bye<|im_end|>"
-
-
-def encoder_of(template, *tokens):
-    words = tokenizer(template)
-    words.add_tokens(list(tokens), special_tokens=True)
-    return ChatEncoder(words)
 
 
 def rows_of(encoder, example):
@@ -80,23 +58,18 @@ def trained(encoder, example):
 
 
 @pytest.mark.parametrize(
-    ("template", "tokens", "expected", "n_rows"),
+    ("template", "expected", "n_rows"),
     [
-        (CHATML, [], [GOOD, BYE], 1),
-        (MARKED, [], [GOOD, BYE], 1),
-        (STRICT, [], [GOOD, BYE], 1),
-        (PARTS, [], [GOOD, BYE], 1),
-        (OPENS, [], [GOOD, BYE], 2),
-        (NO_PROMPT, [], [GOOD, BYE], 2),
-        (TWO_ENDS, [], [GOOD, BYE], 1),
-        (FORGETFUL, [], [GOOD, "<think>\n\n</think>\n" + BYE], 1),
-        (RETURNS, ["<|return|>"], ["hello, fox<|return|>", "good bye<|return|>"], 2),
-        (NO_END, ["<|user|>", "<|assistant|>"], ["hello, fox<|user|>", "good bye<|user|>"], 1),
-        (NO_END, [], ["hello, fox<|user|><|im_end|>", "good bye<|user|><|im_end|>"], 2),
+        (CHATML, [GOOD, BYE], 1),
+        (MARKED, [GOOD, BYE], 1),
+        (STRICT, [GOOD, BYE], 1),
+        (OPENS, [GOOD, BYE], 2),
+        (NO_PROMPT, [GOOD, BYE], 2),
+        (FORGETFUL, [GOOD, "<think>\n\n</think>\n" + BYE], 1),
     ],
 )
-def test_encode_trains_answers_and_their_ends_under_each_kind_of_template(template, tokens, expected, n_rows):
-    encoder = encoder_of(template, *tokens)
+def test_encode_trains_answers_and_their_ends_under_each_kind_of_template(template, expected, n_rows):
+    encoder = ChatEncoder(tokenizer(template))
     found = rows_of(encoder, TALK)
     assert sorted(text for _, runs in found for text in runs) == sorted(expected)
     assert len(found) == n_rows

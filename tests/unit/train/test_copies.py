@@ -6,8 +6,7 @@ import torch
 from tests.unit.train.test_staging import Late
 from train.state import copies
 from weights.format.layout import Layout, TensorSpec
-from weights.format.slices import Strided, narrow, part
-from weights.format.torch_views import as_tensor
+from weights.format.torch_views import Strided, as_tensor, narrow, part
 from weights.memory.store import WeightStore
 
 

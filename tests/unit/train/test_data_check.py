@@ -88,31 +88,15 @@ def test_converts_every_shape_to_chat(tmp_path, shape, record, messages, array):
     assert (tmp_path / "out.jsonl").stat().st_mode & 0o777 == 0o600
 
 
-def test_tools_survive_and_are_checked(tmp_path):
+@pytest.mark.parametrize(
+    ("parallel", "reason"), [(True, ""), (False, "messages[1] has 2 tool calls, and 'parallel"), ("no", "is a string")]
+)
+def test_check_of_parallel_calls_heeds_what_the_row_allows(tmp_path, parallel, reason):
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    record = {
-        "messages": [
-            {"role": "user", "content": "add"},
-            {"role": "assistant", "tool_calls": [call], "weight": 0},
-            {"role": "tool", "tool_call_id": "c1", "content": "2"},
-            {"role": "assistant", "content": "2", "weight": 1},
-        ],
-        "tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}],
-    }
-    report = check_training_file(write(tmp_path / "f", *[record] * 10), chat_path=tmp_path / "out")
-    assert report.ok
-    got = json.loads((tmp_path / "out").read_text().splitlines()[0])
-    assert got["messages"][1]["tool_calls"] == [call] and got["tools"] == record["tools"]
-    assert [m.get("weight") for m in got["messages"]] == [None, 0, None, 1]
-
-    record["messages"][3:] = [{"role": "assistant", "tool_calls": [call, call]}]
-    for parallel, reason in ((True, ""), (False, "messages[3] has 2 tool calls, and 'parallel"), ("no", "is a string")):
-        report = check_training_file(write(tmp_path / "f", record | {"parallel_tool_calls": parallel}))
-        assert reason in (report.errors[0][1] if report.errors else "") and report.ok == (not reason)
-
-    call["function"]["arguments"] = "{a: 1}"
+    answer = {"role": "assistant", "tool_calls": [call, call]}
+    record = {"messages": [GOOD["messages"][0], answer], "parallel_tool_calls": parallel}
     report = check_training_file(write(tmp_path / "f", record))
-    assert "arguments of 'add': is not valid JSON" in report.errors[0][1]
+    assert reason in (report.errors[0][1] if report.errors else "") and report.ok == (not reason)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +122,10 @@ def test_tools_survive_and_are_checked(tmp_path):
         (b'{"data": [{"prompt": "a", "completion": "b"}]}', "jq -c '.data[]'"),
     ],
 )
-def test_hostile_files_are_refused_with_a_reason(tmp_path, content, reason):
+def test_hostile_files_are_refused_with_a_reason(tmp_path, monkeypatch, content, reason):
     (tmp_path / "f").write_bytes(content)
-    report = check_training_file(tmp_path / "f", max_example_bytes=1000 if b"aaa" in content else 1_000_000)
+    monkeypatch.setattr("train.data.records.MAX_EXAMPLE_BYTES", 1000 if b"aaa" in content else 1_000_000)
+    report = check_training_file(tmp_path / "f")
     assert not report.ok and any(reason in why for _, why in report.errors), report.errors
 
 

@@ -17,7 +17,7 @@ from train.methods.packed_objective import to_batch_of_samples as to_batch
 from train.model.model import load_model
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, NothingGraded
-from train.rollouts.judges import Taught
+from train.rollouts.rollouts import Taught
 
 DISTILLATION = method_of("distillation")
 DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512, device_kind="cpu")

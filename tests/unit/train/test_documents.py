@@ -13,7 +13,7 @@ from tests.train_support.tiny import make_model_dir
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
-from train.data.formats import TEXT, shape_of
+from train.data.formats import TEXT
 from train.data.token_set import _pieces, open_token_set
 from train.data_checks.check import Check
 from train.data_checks.process import CHECKS
@@ -62,12 +62,6 @@ def test_conversation_for_a_model_without_template_is_refused_by_line(base, tmp_
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     with pytest.raises(InvalidTrainingData, match="line 1.*chat template"):
         opened(base, tmp_path, [chat])
-
-
-def test_shape_with_a_conversation_and_a_text_is_the_conversation():
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert shape_of({"messages": chat, "text": "a b"}) == "chat"
-    assert shape_of({"text": "a b", "id": 3}) == TEXT
 
 
 def test_check_of_documents_counts_and_converts_them(tmp_path):

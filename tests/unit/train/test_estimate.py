@@ -41,15 +41,6 @@ def test_zero_shares_out_what_its_paper_says():
     assert alone.device_bytes > shared.device_bytes > two.device_bytes > three.device_bytes
 
 
-def test_buckets_of_a_reduction_hold_the_largest_parameter():
-    full = fields(full=True, zero_stage=1) | {"device_kind": "cuda"}
-    embedding = 128256 * 4096
-    assert estimate.rank_memory(LLAMA_8B, full, 8).buffers_bytes == 2 * 4 * embedding, "one is filled, one reduced"
-    assert estimate.rank_memory(LLAMA_8B, full | {"device_kind": "cpu"}, 8).buffers_bytes == 4 * embedding
-    adapter = fields(full=False, lora_rank=16)
-    assert estimate.rank_memory(LLAMA_8B, adapter, 8).buffers_bytes == 8 * 41_943_040, "all of it in one bucket"
-
-
 def test_the_largest_parameter_is_found_as_transformers_builds_it():
     for kind, more in ((LlamaConfig, {}), (MixtralConfig, {"num_local_experts": 16})):
         made = kind(**{**COMMON, **more, "vocab_size": 64})
@@ -57,13 +48,6 @@ def test_the_largest_parameter_is_found_as_transformers_builds_it():
             model = AutoModelForCausalLM.from_config(made)
         count, largest = model.num_parameters(), max(p.numel() for p in model.parameters())
         assert ModelShape.from_config(made.to_dict(), count).largest == pytest.approx(largest, rel=0.15)
-
-
-def test_sequence_parallelism_cuts_activations_alone():
-    long = {"full": False, "max_length": 8192, "micro_batch": 8, "batch_size": 8, "activation_checkpointing": True}
-    whole, shared = (estimate.rank_memory(LLAMA_8B, fields(**long) | {"sequence_parallel": n}, 8) for n in (1, 4))
-    assert shared.activations_bytes < 0.3 * whole.activations_bytes
-    assert (shared.weights_bytes, shared.optimizer_bytes) == (whole.weights_bytes, whole.optimizer_bytes)
 
 
 def test_tensor_parallelism_cuts_all_but_embeddings_and_head():

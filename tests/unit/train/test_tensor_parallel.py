@@ -12,8 +12,7 @@ from train.model.tensor_parallel import Grid, partition_config
 from train.plan import estimate
 from train.plan.errors import UnsupportedModel
 from train.state.fragments import Fragment
-from weights.format.slices import narrow
-from weights.format.torch_views import runs_view
+from weights.format.torch_views import narrow, runs_view
 
 SIZES = {
     "vocab_size": 384,

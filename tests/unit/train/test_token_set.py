@@ -10,6 +10,7 @@ from tests.train_support.tiny import make_model_dir, write_chat_file
 from tests.train_support.world import METHODS
 from train.data.chat import ChatEncoder
 from train.data.packing import plan_packs
+from train.data.same_tokens import differ
 from train.data.token_set import open_token_set
 from train.data_checks.process import TOKENS, checked
 from train.methods.methods import method_of
@@ -97,3 +98,26 @@ def test_a_line_that_is_refused_is_named_by_its_place_in_the_file(tmp_path):
     data.write_text(data.read_text() + json.dumps(bad) + "\n")
     with pytest.raises(InvalidTrainingData, match="line 4.*within messages"):
         opened(data, base, tmp_path, encoder=lambda: ChatEncoder(load_tokenizer(str(base))))
+
+
+def put(path, vocabulary, added=(), **more):
+    path.write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": list(added), **more}))
+    return path
+
+
+def test_they_are_the_same_token_by_token_and_not_byte_by_byte(tmp_path):
+    ours = put(tmp_path / "a", {"x": 0, "y": 1}, [{"id": 2, "content": "<end>"}])
+    assert differ(ours, ours) == ""
+    assert differ(ours, put(tmp_path / "b", {"y": 1, "x": 0, "<end>": 2}, version="other")) == ""
+    assert differ(ours, put(tmp_path / "c", [["x", -1.0], ["y", -2.0], ["<end>", 0.0]])) == ""
+    found = differ(ours, put(tmp_path / "d", {"x": 0, "z": 1}))
+    assert found.endswith("their tokenizers differ: 1 is 'y' to the student and 'z' to it")
+    assert differ(put(tmp_path / "e", {"x": 0, "y": 1}), ours)
+
+
+def test_what_is_not_a_tokenizer_is_said_to_be_none(tmp_path):
+    ours = put(tmp_path / "a", {"x": 0})
+    for number, text in enumerate(("[]", '{"model": []}', "{", '{"model": {"vocab": [[]]}}')):
+        (tmp_path / str(number)).write_text(text)
+        assert "not of a form that can be compared" in differ(ours, tmp_path / str(number))
+    assert differ(ours, tmp_path / "gone") == "their tokenizers could not be read: No such file or directory"

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from weights.format.layout import Layout, TensorSpec
+from weights.memory.lease import StoredVersion
 from weights.memory.segment import forget_mappings
 from weights.memory.store import WeightStore
+from weights.tiers.copies import seal_dir
 
 SPECS = (
     TensorSpec("model.embed_tokens.weight", "BF16", (320, 64)),
@@ -30,11 +32,16 @@ def fill(draft, version: str) -> None:
         draft.view(placed.spec.name)[:] = content(placed.spec.name, version, placed.nbytes)
 
 
-def write(store: WeightStore, version: str = "1", *, model: str = "starter", kind: str = "version", **commit):
-    """A committed version with known content."""
+def write(
+    store: WeightStore, version: str = "1", *, model: str = "starter", kind: str = "version", sealed=True, pinned=True
+) -> StoredVersion:
+    """A committed version with known content. sealed: with checksums, as a version that came from a tier."""
     draft = store.reserve(Layout.plan(SPECS), kind=kind, model=model, version=version, aux_files=AUX)
     fill(draft, version)
-    return draft.commit(**{"meta": {"step": 3}, **commit})
+    stored = draft.commit(meta={"step": 3}, pinned=pinned)
+    if sealed:
+        seal_dir(stored.path, kind=kind, model=model, version=version, meta={"step": 3})
+    return StoredVersion.read(stored.path)
 
 
 def check(store: WeightStore, stored) -> None:

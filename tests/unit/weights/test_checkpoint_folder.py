@@ -1,16 +1,13 @@
-"""Whether a model's folder may be opened, whenever it came onto the box."""
+"""Files that an import refuses, and the tokens it finds."""
 
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 
-from weights.checkpoint.errors import CheckpointRefused, OpeningRefused
-from weights.checkpoint.folder import check_folder, may_open
-from weights.format.errors import VersionNotFound
+from weights.checkpoint.folder import CheckpointRefused, check_folder, tokens_of
 
 PLAIN = {
     "config.json": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
@@ -43,17 +40,12 @@ def folder(tmp_path: Path) -> Path:
         ("pytorch_model.bin", {}, "a pickle"),
     ],
 )
-def test_what_an_import_refuses_is_refused_wherever_the_folder_is_opened(folder, file, body, says):
-    may_open(folder, "mine")
+def test_check_folder_refuses_by_file(folder, file, body, says):
+    check_folder(folder)
     (folder / file).write_text(json.dumps(body))
-    with pytest.raises(OpeningRefused, match=says) as refused:
-        may_open(folder, "mine")
-    told = str(refused.value)
-    assert refused.value.file == file and told.startswith(f"{file}: ")
-    assert "appliance model rm mine" in told and "none was deleted" in told
-    with pytest.raises(CheckpointRefused, match=says) as at_import:
+    with pytest.raises(CheckpointRefused, match=says) as refused:
         check_folder(folder)
-    assert "model rm" not in str(at_import.value), "who imports has nothing on the box yet"
+    assert refused.value.file == file and str(refused.value).startswith(f"{file}: ")
 
 
 @pytest.mark.parametrize("kind", ["a link", "a folder"])
@@ -63,33 +55,30 @@ def test_nothing_stands_in_it_but_plain_files(folder, tmp_path, kind):
         (folder / "vocab.txt").symlink_to(tmp_path / "first-key")
     else:
         (folder / "1_Pooling").mkdir()
-    with pytest.raises(OpeningRefused, match="not a regular file"):
-        may_open(folder, "mine")
+    with pytest.raises(CheckpointRefused, match="not a regular file"):
+        check_folder(folder)
 
 
-def test_an_adapter_has_no_config_of_a_model(tmp_path):
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
-    may_open(tmp_path, "mine")
-    (tmp_path / "adapter_model.bin").write_bytes(b"\x80\x04")
-    with pytest.raises(OpeningRefused, match="a pickle"):
-        may_open(tmp_path, "mine")
+BEGINS = "<｜tool▁calls▁begin｜>"
+WANTED = ("[TOOL_CALLS]", BEGINS)
 
 
-def test_a_folder_that_left_shared_memory_is_gone_and_not_at_fault(tmp_path):
-    with pytest.raises(VersionNotFound, match="is gone"):
-        may_open(tmp_path / "v1", "mine")
+@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize(
+    ("name", "body", "found"),
+    [
+        ("tokenizer.json", {"added_tokens": [{"id": 3, "content": BEGINS}]}, {BEGINS}),
+        ("tokenizer.json", {"model": {"vocab": [[BEGINS, -1.5]]}}, {BEGINS}),
+        ("vocab.json", {BEGINS: 5}, {BEGINS}),
+        ("tokenizer_config.json", {"chat_template": "{{ '[TOOL_CALLS]' }}", "vocab": {"[TOOL_CALLS]s": 1}}, set()),
+        ("tekken.json", {}, {"[TOOL_CALLS]"}),
+    ],
+)
+def test_tokens_of_finds_a_token_wherever_files_have_it(tmp_path, name, body, found, ascii_only):
+    (tmp_path / name).write_text(json.dumps(body, ensure_ascii=ascii_only))
+    assert tokens_of(tmp_path, WANTED) == found
 
 
-def test_large_vocabularies_cost_an_engines_start_no_more_than_50_ms(folder):
-    with open(folder / "tokenizer.json", "wb") as file:
-        file.truncate(200 << 20)
-    (folder / "vocab.json").write_text(json.dumps({str(n): n for n in range(260_000)}))
-    added = {str(n): {"content": f"<extra_{n}>", "special": True} for n in range(4_000)}
-    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
-    took = []
-    for _ in range(3):
-        began_s = time.process_time()
-        may_open(folder, "mine")
-        took.append(time.process_time() - began_s)
-    assert min(took) < 0.05
+def test_tokens_of_reads_pieces(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x10" + BEGINS.encode() + b"\x00")
+    assert tokens_of(tmp_path, WANTED) == {BEGINS}

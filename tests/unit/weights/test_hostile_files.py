@@ -10,11 +10,12 @@ import struct
 import pytest
 
 from tests.unit.weights.conftest import write
-from weights.format.errors import IntegrityError, InvalidName
-from weights.format.layout import Layout, TensorSpec
+from weights.checkpoint.folder import NotACheckpoint
+from weights.format.errors import IntegrityError
+from weights.format.layout import Layout
 from weights.format.manifest import Manifest
 from weights.format.names import decode_name, encode_name
-from weights.tiers.directory import seal_dir, verify
+from weights.tiers.copies import seal_dir
 
 
 def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
@@ -30,18 +31,12 @@ def json_file(body: object, data: bytes = b"\0" * 8) -> bytes:
 
 
 HOSTILE = {
-    "empty": b"",
     "length beyond the file": raw_file(b"{}", length=1000),
     "pickle": pickle.dumps({"w": [0.0] * 100}),
-    "an array": raw_file(b"[]"),
     "100k deep": raw_file(b'{"a":' + b"[" * 100_000),
     "two million lists": raw_file(b'{"a":[' + b"[]," * 2_100_000 + b"[]]}"),
     "5000-digit integer": raw_file(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}'),
-    "negative shape": json_file({"a": entry(shape=[-2])}),
     "shape that wraps to 8 bytes": json_file({"a": entry(shape=[2**61, 2**3, 2])}),
-    "foreign dtype": json_file({"a": entry(dtype="float32")}),
-    "offsets swapped": json_file({"a": entry(offsets=[8, 0])}),
-    "offsets disagree with the shape": json_file({"a": entry(shape=[1])}),
     "overlap": json_file({"a": entry(), "b": entry(offsets=[4, 12])}, b"\0" * 12),
     "hole": json_file({"a": entry(), "b": entry(offsets=[12, 20])}, b"\0" * 20),
     "trailing bytes": json_file({"a": entry()}, b"\0" * 9),
@@ -79,34 +74,6 @@ def test_symlinks_devices_and_pipes_are_refused(tmp_path):
         seal_dir(real, kind="version", model="m", version="1")
 
 
-@pytest.mark.parametrize("tensor", ["model.embed_tokens.weight", "counter"])
-def test_a_flipped_bit_is_found_and_named(store, tensor):
-    stored = write(store)
-    verify(stored.path)
-    placed = Layout.read(stored.path).find(tensor)
-    with open(stored.path / placed.file, "r+b") as file:
-        file.seek(placed.end - 1)
-        byte = file.read(1)[0]
-        file.seek(placed.end - 1)
-        file.write(bytes([byte ^ 1]))
-    with pytest.raises(IntegrityError) as caught:
-        verify(stored.path)
-    assert caught.value.file == placed.file
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [lambda raw: raw[:-1], lambda raw: raw + b"\0", lambda raw: raw.replace(b'"F16"', b'"I16"')],
-    ids=["cut", "grown", "another header"],
-)
-def test_lease_of_a_damaged_file_is_refused_and_swept_by_name(store, damage):
-    stored = write(store)
-    path = stored.path / "model.safetensors"
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(IntegrityError):
-        store.lease(stored)
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -129,14 +96,6 @@ def test_damaged_manifests(store, damage):
     assert stored.path.exists()
 
 
-@pytest.mark.parametrize("name", ["", "a\0b", "x" * 300])
-def test_unusable_names(store, name):
-    with pytest.raises(InvalidName):
-        encode_name(name)
-    with pytest.raises(InvalidName):
-        store.find("version", name, "1")
-
-
 @pytest.mark.parametrize("name", ["ft:starter:acme/x:1", "..", ".hidden", "%2E", "modèle 1"])
 def test_names_become_one_safe_segment(store, name):
     encoded = encode_name(name)
@@ -147,9 +106,7 @@ def test_names_become_one_safe_segment(store, name):
     assert store.find("version", name, name) == stored
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "x.safetensors", "../x", ".x"])
-def test_unsafe_auxiliary_names(store, name):
-    layout = Layout.plan([TensorSpec("a", "F32", (1,))])
-    with pytest.raises(InvalidName):
-        store.reserve(layout, kind="version", model="m", version="1", aux_files={name: b""})
-    assert store.usage().used_bytes == 0
+@pytest.mark.parametrize("error", [IntegrityError("bad", path="/p", file="f"), NotACheckpoint("config.json", "is bad")])
+def test_errors_survive_pickling(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)

@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ import pytest
 from tests.unit.weights.conftest import SPECS, check, content, fill, write
 from weights.format.errors import StoreError, StoreFull
 from weights.format.layout import Layout, TensorSpec
-from weights.memory.segment import Pool
 from weights.memory.store import WeightStore
 
 LAYOUT = Layout.plan(SPECS)
@@ -31,8 +31,8 @@ CHANGES = {
 }
 
 
-def in_child(work) -> int:
-    """Runs `work` in a forked child; the wait status."""
+def start_child(work) -> int:
+    """Runs `work` in a forked child; its process id."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -41,7 +41,12 @@ def in_child(work) -> int:
             code = 0
         finally:
             os._exit(code)
-    return os.waitpid(pid, 0)[1]
+    return pid
+
+
+def in_child(work) -> int:
+    """The wait status of a child that runs `work`."""
+    return os.waitpid(start_child(work), 0)[1]
 
 
 def test_sweep_removes_only_what_a_killed_writer_left(store, root):
@@ -64,20 +69,6 @@ def test_sweep_removes_only_what_a_killed_writer_left(store, root):
     assert not path.exists()
     assert store.usage() == before
     check(store, stored)
-
-
-def test_sweep_beside_a_commit_leaves_the_committed_version(store, monkeypatch):
-    drafts = [store.reserve(LAYOUT, kind="version", model="starter", version=version) for version in "12"]
-    take_unheld = Pool.take_unheld
-
-    def committing(pool, path, *, keep):
-        monkeypatch.undo()
-        take_unheld(pool, path, keep=keep)
-        next(draft for draft in drafts if draft.path != path).commit(meta={})
-
-    monkeypatch.setattr(Pool, "take_unheld", committing)
-    store.sweep()
-    assert len(store.list("version")) == 1
 
 
 def test_handles_are_closed_in_a_forked_child(store):
@@ -125,7 +116,7 @@ def test_killed_at_every_change_it_makes(root, change):
             for version in ("a", "b", "c", "d"):
                 with store.reserve(layout, kind="version", model="m", version=version) as draft:
                     fill(draft, version)
-                    stored = draft.commit(meta={}, checksums=version == "a", pinned=False)
+                    stored = draft.commit(meta={}, pinned=False)
                 if version == "c":
                     store.remove(stored)
             if round_number == 0:
@@ -170,21 +161,11 @@ def test_two_processes_never_overrun_the_budget(root):
                     if used_bytes > budget_bytes + 64_000:  # manifests are not reserved
                         over.touch()
                     draft.view("w")[:16] = content("w", str(number), 16)
-                    draft.commit(meta={}, checksums=False, pinned=False)
+                    draft.commit(meta={}, pinned=False)
             except StoreFull:
                 continue
 
-    pids = []
-    for who in ("a", "b"):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                churn(who)
-                code = 0
-            finally:
-                os._exit(code)
-        pids.append(pid)
+    pids = [start_child(partial(churn, who)) for who in ("a", "b")]
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
     assert not over.exists()
     assert os.listdir(root / "staging") == []

@@ -45,9 +45,6 @@ def test_tools_stand_in_the_system_message():
     assert json.dumps(TOOL) in text and text.count("<|im_start|>") == 3
     own = rendered(with_tools(CHATML), [{"role": "system", "content": "Be brief."}, ASKED], tools=[TOOL])
     assert own.startswith("<|im_start|>system\nBe brief.\n\nYou may call") and own.count("<|im_start|>") == 2
-
-
-def test_a_template_without_system_messages_shows_them_to_the_user():
     text = rendered(with_tools(NO_SYSTEM), [ASKED], tools=[TOOL])
     assert text.startswith("user: You may call") and text.endswith("</tool_call>\n\nWeather in Paris?\n")
 
@@ -64,10 +61,3 @@ def test_calls_and_their_results_are_written(arguments):
 def test_templates_that_know_tools_are_left_alone():
     known = CHATML + "{{ tools }}"
     assert with_tools(known) == known and with_tools(None) is None and with_tools("") == ""
-
-
-def test_calls_are_captured_and_not_added_up():
-    calls = [{"function": {"name": "f", "arguments": "{}"}}] * 2048
-    text = rendered(with_tools(CHATML), [ASKED, {"role": "assistant", "content": "So:", "tool_calls": calls}])
-    one = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    assert "So:\n" + "\n".join([one] * 2048) + "<|im_end|>" in text

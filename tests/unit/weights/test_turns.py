@@ -3,7 +3,7 @@
 import pytest
 
 from appliance.models.template_trial import try_here
-from weights.checkpoint.turns import Turns, turns_of, warnings_of
+from weights.checkpoint.turns import new_end, warnings_of
 from weights.format.tool_template import with_tools
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -19,9 +19,6 @@ GLM = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-GLM_CALLS = GLM.replace(
-    "m.content }}", "m.content }}{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name }}</call>{% endfor %}"
-).replace("'<|' + m.role", "'<|' + (m.role if m.role != 'tool' else 'start')")
 # The last answer ends otherwise than one in the middle, and thoughts end as that does.
 HARMONY = (
     "{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -38,69 +35,52 @@ COHERE = (
     "{% for m in messages %}{{ '<|turn|>' + m.role + '<|start|>' + m.content + '<|response_end|><|turn_end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>assistant<|start|>' }}{% endif %}"
 )
-CALLS = (
-    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ '<call>' + (c.function | tojson) + '</call>' }}{% endfor %}"
-    "{{ '<|call_end|>' if m.tool_calls else '<|im_end|>\n' }}{% endfor %}" + PROMPT
-)
 TOKENS = (
     *("</s>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|end|>", "<|return|>", "<|start|>"),
-    *("<|response_end|>", "<|turn_end|>", "<|turn|>", "<call>", "</call>", "<|call_end|>"),
+    *("<|response_end|>", "<|turn_end|>", "<|turn|>"),
 )
 
 
-def of(template: str, *known: str, added=TOKENS) -> Turns:
-    verdict = try_here(str(with_tools(template)), SPECIAL)
-    return turns_of(verdict["rendered"], added, known or ("</s>",))
+def rendered(template: str) -> dict[str, str | None]:
+    return try_here(str(with_tools(template)), SPECIAL)["rendered"]
 
 
 @pytest.mark.parametrize(
-    ("template", "known", "ends", "new"),
+    ("template", "known", "new"),
     [
-        (CHATML, ["</s>"], ("<|im_end|>",), ("<|im_end|>",)),
-        (CHATML, ["<|im_end|>"], ("<|im_end|>",), ()),
-        (GLM_CALLS, ["</s>"], ("<|user|>", "<|start|>"), ("<|user|>", "<|start|>")),
-        (LLAMA2, ["</s>"], ("</s>",), ()),
-        (GLM, ["</s>"], ("<|user|>",), ("<|user|>",)),
-        (HARMONY, ["<|return|>"], ("<|return|>",), ()),
-        (HARMONY, ["</s>"], ("<|return|>",), ("<|return|>",)),
-        (PHI, ["</s>"], ("<|end|>", "</s>"), ("<|end|>",)),
-        (COHERE, ["<|turn_end|>"], ("<|turn_end|>",), ()),
-        (CALLS, ["<|im_end|>"], ("<|im_end|>", "<|call_end|>"), ("<|call_end|>",)),
-        (CALLS.replace("<|call_end|>", ""), ["<|im_end|>"], ("<|im_end|>",), ()),
+        (CHATML, {"</s>"}, "<|im_end|>"),
+        (CHATML, {"<|im_end|>"}, ""),
+        (LLAMA2, {"</s>"}, ""),
+        (GLM, {"</s>"}, "<|user|>"),
+        (HARMONY, {"<|return|>"}, ""),
+        (HARMONY, {"</s>"}, "<|return|>"),
+        (PHI, {"</s>"}, "<|end|>"),
+        (COHERE, {"<|turn_end|>"}, ""),
     ],
 )
-def test_told_finds_the_ends_of_turns(template, known, ends, new):
-    turns = of(template, *known)
-    assert (turns.ends, turns.new) == (ends, new)
-    assert not turns.header and not turns.unstopped
-
-
-def test_told_reports_an_end_that_is_no_token():
-    turns = of(CHATML, added=("</s>",))
-    assert turns.ends == () and turns.unstopped == "<|im_end|>" and len(warnings_of(turns)) == 1
+def test_new_end_is_the_token_after_an_answer(template, known, new):
+    assert new_end(rendered(template), TOKENS, known) == new
 
 
 @pytest.mark.parametrize(
-    ("template", "uses"),
+    ("template", "warnings"),
     [
-        (CHATML, {}),
-        (LLAMA2, {"system": "refused"}),
-        (CHATML.replace("for m in messages", "for m in messages if m.role != 'system'"), {"system": "ignored"}),
-        ("{# tool #}" + CHATML, {"tools": "ignored", "calls": "ignored"}),
+        (CHATML, []),
+        (LLAMA2, ["refuses system messages"]),
         (
-            "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + CHATML,
-            {"tools": "refused", "calls": "refused"},
+            CHATML.replace("for m in messages", "for m in messages if m.role != 'system'"),
+            ["leaves system messages out", "leaves tools out"],
         ),
+        ("{# tool #}" + CHATML, ["leaves tools out"]),
+        ("{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + CHATML, ["refuses tools"]),
+        (CHATML.removesuffix(PROMPT), ["ignores add_generation_prompt"]),
     ],
 )
-def test_told_reports_what_the_template_refuses_or_leaves_out(template, uses):
-    turns = of(template)
-    found = {part: use for part, use in turns.uses.items() if use != "used" and part in (uses or turns.uses)}
-    assert found == uses and bool(warnings_of(turns)) == bool(uses)
+def test_warnings_name_what_the_template_does_not_write(template, warnings):
+    found = warnings_of(rendered(template), TOKENS)
+    assert len(found) == len(warnings) and all(text in one for text, one in zip(warnings, found, strict=True))
 
 
-def test_told_reports_a_prompt_without_the_beginning_of_the_turn():
-    turns = of(CHATML.removesuffix(PROMPT))
-    assert turns.header == "<|im_start|>assistant" and len(warnings_of(turns)) == 1
+def test_an_end_that_is_no_token_is_warned_of():
+    assert new_end(rendered(CHATML), ["</s>"], {"</s>"}) == ""
+    assert len(warnings_of(rendered(CHATML), ["</s>"])) == 1

@@ -11,7 +11,7 @@ import pytest
 
 from train.graders import hosts as hosts_module
 from train.graders import worker
-from train.graders.graders import ModelAnswer, parse
+from train.graders.graders import Grader, ModelAnswer, parse
 from train.graders.grading import Graded
 from train.graders.hosts import MAX_BUSY, Bounds, ForkBroke, GraderHosts
 from train.graders.templates import Sample
@@ -36,6 +36,10 @@ def python(body: str):
     return parse({"type": "python", "name": "p", "source": f"def grade(sample, item):\n    {body}"})
 
 
+async def graded(hosts: GraderHosts, grader: Grader, samples: list[tuple[Sample, Any]]) -> list[Graded]:
+    return await hosts.grade("ann", grader, samples, [{}] * len(samples))
+
+
 async def test_the_answers_of_models_are_graded(hosts: GraderHosts) -> None:
     judge, samples = parse(JUDGE), [(Sample("x"), "one"), (Sample("x"), "two")]
     answers = [{"j": ModelAnswer('{"reason": "", "result": 0.25}', "m", 5, 2)}, {"j": ModelAnswer(error="gone")}]
@@ -45,22 +49,22 @@ async def test_the_answers_of_models_are_graded(hosts: GraderHosts) -> None:
 
 
 async def test_after_a_worker_that_died_another_grades(hosts: GraderHosts) -> None:
-    found = await hosts.grade("ann", CHECK, [(Sample("a"), "a"), (Sample("a"), "b"), (Sample("你"), "你")])
+    found = await graded(hosts, CHECK, [(Sample("a"), "a"), (Sample("a"), "b"), (Sample("你"), "你")])
     assert [one.reward for one in found] == [1, 0, 1]
     assert hosts._process is not None
     hosts._process.kill()
     await hosts._process.wait()
-    assert (await hosts.grade("ann", CHECK, [(Sample("a"), "a")]))[0].reward == 1
+    assert (await graded(hosts, CHECK, [(Sample("a"), "a")]))[0].reward == 1
 
 
 @needs_confinement
 async def test_a_request_given_up_ends_its_processes(hosts: GraderHosts) -> None:
-    slow = asyncio.create_task(hosts.grade("ann", python("while True: pass"), [(Sample(""), None)]))
+    slow = asyncio.create_task(graded(hosts, python("while True: pass"), [(Sample(""), None)]))
     child = psutil.Process(await _child_of(hosts))
     slow.cancel()
     with pytest.raises(asyncio.CancelledError):
         await slow
-    assert (await hosts.grade("ann", python("return 3"), [(Sample(""), None)]))[0].reward == 3
+    assert (await graded(hosts, python("return 3"), [(Sample(""), None)]))[0].reward == 3
     await asyncio.to_thread(child.wait, 10)
 
 
@@ -84,8 +88,8 @@ async def test_grade_code_without_a_result_is_its_own_error(
     hosts: GraderHosts, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hosts_module, "TIME_S", 1)
-    (graded,) = await hosts.grade("ann", python(body), [(Sample(""), None)])
-    assert graded.errors.python_grader_runtime_error and graded.reward == 0
+    (found,) = await graded(hosts, python(body), [(Sample(""), None)])
+    assert found.errors.python_grader_runtime_error and found.reward == 0
 
 
 @needs_confinement
@@ -102,7 +106,7 @@ async def test_grade_samples_that_end_their_process_have_no_reward(
     hosts: GraderHosts, items: list[str], rewards: list[int], n_not_run: int
 ) -> None:
     code = python("return 1 if not item else __import__('os')._exit(0)")
-    found = await hosts.grade("ann", code, [(Sample(""), item) for item in items])
+    found = await graded(hosts, code, [(Sample(""), item) for item in items])
     assert [one.reward for one in found] == rewards
     assert sum(one.errors.other_error for one in found) == n_not_run
 
@@ -111,7 +115,7 @@ async def test_grade_samples_that_end_their_process_have_no_reward(
 async def test_code_is_told_nothing_of_where_the_box_is(hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APPLIANCE_DATA_DIR", "/srv/box")
     body = "import os\n    return os.readlink('/proc/self/cwd') == '/' and 'APPLIANCE_DATA_DIR' not in os.environ"
-    assert (await hosts.grade("ann", python(body), [(Sample(""), None)]))[0].reward == 1
+    assert (await graded(hosts, python(body), [(Sample(""), None)]))[0].reward == 1
 
 
 async def test_a_schema_that_takes_for_ever_is_ended(hosts: GraderHosts) -> None:
@@ -138,7 +142,7 @@ async def test_an_owner_that_grades_for_minutes_keeps_no_other_waiting(
     monkeypatch.setattr(hosts, "_together", results)
 
     async def slow(owner: str) -> None:
-        await hosts.grade(owner, CHECK, [(Sample(""), owner)])
+        await hosts.grade(owner, CHECK, [(Sample(""), owner)], [{}])
 
     tasks = [asyncio.create_task(slow("greedy")) for _ in range(2 * MAX_BUSY)]
     tasks += [asyncio.create_task(slow(f"owner {number}")) for number in range(MAX_BUSY - 1)]

@@ -103,24 +103,8 @@ ESCAPES = {
     "a file of the box's code": f"open({str(Path(worker.__file__).parents[2] / 'pyproject.toml')!r}).read()",
     "own a descriptor's signals": "import fcntl, os; fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, item['pid'])",
 }
-CALLS = {
-    "ptrace": "ptrace(16, item['pid'], 0, 0)",
-    "mount": "mount(b'none', b'/tmp', b'tmpfs', 0, 0)",
-    "unshare": "unshare(0x10000000)",
-    "setns": "setns(0, 0)",
-    "bpf": "syscall(321, 0, 0, 0)",
-    "io_uring": "syscall(425, 1, 0)",
-    "perf_event_open": "syscall(298, 0, 0, -1, -1, 0)",
-    "shmget": "shmget(1, 100, 0o1777)",
-    "process_vm_readv": "process_vm_readv(item['pid'], 0, 0, 0, 0, 0)",
-}
 EACH_IN_TURN = """
-import ctypes
-libc = ctypes.CDLL(None, use_errno=True)
-
 def grade(sample, item):
-    if call := item.get("call"):
-        return ctypes.get_errno() if eval("libc." + call) == -1 else -1
     exec(item["code"])
     return -1
 """
@@ -134,12 +118,6 @@ def test_grade_does_nothing_but_compute(tmp_path: Path) -> None:
         assert graded.errors.python_grader_runtime_error, name
         assert re.search("Error|gaierror", graded.messages[0]), name
     assert [path.name for path in tmp_path.iterdir()] == ["secret"] and (tmp_path / "secret").read_text() == SECRET
-
-
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="calls by the numbers of x86_64")
-def test_grade_calls_past_python_are_refused() -> None:
-    found = run(EACH_IN_TURN, *({"call": call, "pid": os.getpid()} for call in CALLS.values()))
-    assert {name: one.reward for name, one in zip(CALLS, found, strict=True)} == dict.fromkeys(CALLS, 1)  # EPERM
 
 
 def test_grade_may_start_few_threads() -> None:
@@ -180,13 +158,10 @@ def test_grade_without_confinement_runs_no_code_and_grades_the_rest(monkeypatch:
         raise OSError("no such call")
 
     check = {"type": "string_check", "name": "c", "input": "a", "reference": "a", "operation": "eq"}
-    for name, replacement in (("missing", lambda: "the kernel offers no Landlock"), ("confine", fails)):
-        with monkeypatch.context() as patch:
-            patch.setattr(worker, name, replacement)
-            assert grade("return 1").errors.python_grader_server_error
-            sample = {"sample": {"output_text": ""}, "item": None, "answers": {}}
-            (written,) = ask({"kind": "grade", "grader": check}, sample)
-            assert json.loads(written)["reward"] == 1
+    monkeypatch.setattr(worker, "confine", fails)
+    assert grade("return 1").errors.python_grader_server_error
+    (written,) = ask({"kind": "grade", "grader": check}, {"sample": {"output_text": ""}, "item": None, "answers": {}})
+    assert json.loads(written)["reward"] == 1
 
 
 GRADE = "def grade(sample, item):\n    return 1.0\n"
@@ -233,3 +208,31 @@ def test_grade_documented_packages_compute() -> None:
     source = "def grade(sample, item):\n    names = {}\n    exec(item, names)\n    return bool(names['x'])\n"
     found = run(source, *uses.values(), cpu_s=60)
     assert [name for name, one in zip(uses, found, strict=True) if one.reward != 1] == []
+
+
+@pytest.mark.parametrize("keyword", ["$ref", "$dynamicRef"])
+def test_refused_items_reference_outside_the_schema_is_not_opened(tmp_path: Path, keyword: str) -> None:
+    (tmp_path / "secret.json").write_text(json.dumps({"const": "secret"}))
+    for reference in (f"file://{tmp_path}/secret.json", "secret.json", "https://json-schema.org/nosuch"):
+        ((of_schema, why),) = worker.refused_items({"$id": "http://a/b", keyword: reference}, [{"a": 1}])
+        assert of_schema and "leads nowhere" in why and "'secret'" not in why
+
+
+def test_refused_items_takes_a_reference_within_the_schema() -> None:
+    schema = {"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
+    found = list(worker.refused_items(schema, [{"a": 1}, {"a": "x"}]))
+    assert found == [(False, ""), (False, "item.a: 'x' is not of type 'integer'")]
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"$ref": "#"}, "refers to itself without end"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}, "refers to itself without end"),
+        ({"pattern": "(("}, "is not a 'regex'"),
+        ({"type": "object", "properties": {"a": {"required": True}}}, "at properties.a.required"),
+    ],
+)
+def test_refused_items_faulty_schema_is_named(schema: dict[str, Any], why: str) -> None:
+    ((of_schema, reason),) = worker.refused_items(schema, ["a"])
+    assert of_schema and why in reason

@@ -139,8 +139,7 @@ def slots(
     now_s: float,
     config: SchedulerConfig,
 ) -> list[Slot]:
-    """Every requested replica, most urgent first: the first of each asked model before the second of any. Versions that
-    are asked by names of their own are further ones of their model, and share its turn: it had as many turns as names.
+    """Every requested replica, most urgent first: the first of each asked model before the second of any.
 
     Among first replicas: pinned; models whose turn it is; models that waited longer than a turn (longest first); models
     whose turn is over; models that began to wait; models that want only their minimum. Among later ones: pinned, then
@@ -153,8 +152,6 @@ def slots(
             opened[replica.model] = opened.get(replica.model, 0) + 1
             open_since[replica.model] = min(replica.since_s, open_since.get(replica.model, replica.since_s))
 
-    families = {d.family for d in deployments if d.model in open_since}
-
     def first_rank(d: DeploymentView) -> tuple[int, float, str]:
         asked = d.demand.requests > 0
         waiting_s = hysteresis[d.model].waiting_since_s
@@ -165,9 +162,7 @@ def slots(
         if d.model in open_since:
             return (1 if now_s - open_since[d.model] < config.turn_s else 3), open_since[d.model], d.model
         if waiting_s is not None and now_s - waiting_s >= config.turn_s:
-            # Its model has had its turn where another version of it is open. Negative, so before the open one; the
-            # version that has waited longest comes first.
-            return (3, waiting_s - now_s, d.model) if d.family in families else (2, waiting_s, d.model)
+            return 2, waiting_s, d.model
         return 4, now_s if waiting_s is None else waiting_s, d.model
 
     def later_rank(d: DeploymentView) -> tuple[bool, str]:
@@ -176,7 +171,7 @@ def slots(
         return not d.pinned, d.model
 
     most = {d.model: d.max_replicas if usable(d, now_s) else opened.get(d.model, 0) for d in deployments}
-    able = _models_first(sorted((d for d in deployments if most[d.model]), key=first_rank), now_s - config.turn_s)
+    able = sorted((d for d in deployments if most[d.model]), key=first_rank)
     out: list[Slot] = []
     for nth in range(max(most.values(), default=0)):
         if nth == 1:
@@ -188,18 +183,6 @@ def slots(
         out += [Slot(d.model, nth, nth < hysteresis[d.model].replicas) for d in round_]
     out.sort(key=lambda slot: not slot.wanted)  # a needed third replica comes before a second that only fills
     return out
-
-
-def _models_first(ranked: Sequence[DeploymentView], since_s: float) -> list[DeploymentView]:
-    """The first of each model's versions, then their others; all of them before models that nobody has asked since."""
-    first = {deployment.family: deployment for deployment in reversed(ranked)}
-
-    def asked(d: DeploymentView) -> bool:
-        # A moment's pause is no end: each short request to a model beside two asked versions cost two hand-overs.
-        return d.pinned or d.demand.requests > 0 or (d.demand.last_request_s or 0.0) > since_s
-
-    # A request for a model's second version waited for ever behind another model's minimum that nobody asked for.
-    return sorted(ranked, key=lambda d: (not asked(d), first[d.family] is not d))
 
 
 class Shadow:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from weights.format.legacy_functions import LegacyRefused, as_tools, with_tool_call
+from serve.core.legacy_functions import LegacyRefused, as_tools, with_tool_call
 
 F = {"name": "f", "parameters": {"type": "object"}}
 

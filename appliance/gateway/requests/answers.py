@@ -1,0 +1,329 @@
+"""Follows the answer of one request: what is kept of it to be stored, and how a dead engine's stream goes on. Pure:
+events of an engine in, events of the client out.
+
+Engines store nothing and know no earlier response, so their responses have neither `store` nor `previous_response_id`:
+both are set here, in a plain body and in the events that carry the whole object.
+
+Greedy decoding is a function of the tokens so far, so an engine that gets prompt and emitted tokens continues with the
+tokens that the dead one would have generated. The gateway requests token ids from the engine and removes them before
+the bytes go to the client, whose stream stays the same. Sampled streams cannot be continued (the sampler's state died
+with the engine), nor can those whose next token depends on more than the tokens: grammars, tools, stop strings half
+matched, counts of emitted tokens. Nor can a chat before the first text of its answer: the rest is asked for as a
+completion, whose text would bring a thought, and the mark of its end, as the answer."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import orjson
+
+from appliance.gateway.core import errors
+
+CHAT, COMPLETIONS = "chat.completions", "completions"
+RESUME_PATH = b"/v1/completions"
+
+# -- what they cost
+
+# Inside a JSON string a quote is always escaped, so these match the engine's own fields and never a client's text.
+# Answers of /v1/responses have more of the request than its texts (the schemas of its tools): requests/answers.py.
+USAGE: Final = b'"usage"'
+_USAGE: Final = re.compile(rb'"usage": ?\{')
+# All counts in one pass: four searches took 1.8 times as long.
+_COUNTS: Final = re.compile(
+    rb'"(prompt|input|completion|output|cached|cache_read_input|cache_creation_input)_tokens": ?([0-9]{1,12})'
+)
+_NAMES: Final = {b"input": b"prompt", b"output": b"completion"}
+
+
+class Tokens:
+    """Usage of one request. The newest number counts: Anthropic's streams report the prompt first and the completion
+    last. cached: tokens of the prompt that a cache of prefixes had."""
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+
+    def read(self, body: bytes) -> None:
+        """Take the usage from a piece of an answer, if it holds one."""
+        starts = list(_USAGE.finditer(body))
+        if not starts:
+            return
+        counts: dict[bytes, int] = {}
+        for name, digits in _COUNTS.findall(body, starts[-1].end()):
+            counts.setdefault(_NAMES.get(name, name), int(digits))  # the first of each is the engine's own
+        self.cached = counts.get(b"cached", self.cached)
+        if b"prompt" in counts:
+            # Anthropic's `input_tokens` are those that no cache had.
+            self.prompt = sum(counts.get(name, 0) for name in (b"prompt", b"cache_read_input", b"cache_creation_input"))
+        self.completion = counts.get(b"completion", self.completion)
+
+
+# -- stored answers
+
+_FINAL: Final = frozenset({b"completed", b"incomplete", b"failed"})
+# Events `response.…` with the whole object.
+_WHOLE: Final = _FINAL | {b"created", b"queued", b"in_progress"}
+# What of a chat request is kept beside its messages: as OpenAI's stored objects have it.
+OPTIONS: Final = tuple(
+    "tools tool_choice parallel_tool_calls response_format temperature top_p presence_penalty frequency_penalty "
+    "seed".split()
+)
+_ASKED: Final = ("messages", "metadata", *OPTIONS, "user", "service_tier")
+_ENVELOPE: Final = ("id", "created", "model", "system_fingerprint", "service_tier", "usage", "choices")
+# Texts of a delta that come in pieces; others are whole.
+_IN_PIECES: Final = frozenset({"content", "reasoning", "reasoning_content", "refusal", "arguments"})
+
+
+class Transcript:
+    """One response.
+
+    input: its own `input` as JSON. previous_id: the response it continues, empty without one. stores: whether a copy
+    goes to the controller, `store` in the object. final: the object that the client got, empty until then. usage: the
+    part of it that has the usage; events before the last repeat the request, whose tools' schemas may say anything.
+    held: bytes of events that it has gathered.
+    """
+
+    final: bytes = b""
+    usage: bytes = b""
+    held: int = 0
+
+    def __init__(self, input: bytes, previous_id: str = "", *, stores: bool = True, background: bool = False) -> None:
+        self.input, self.previous_id = input, previous_id
+        self.stores, self.background = stores, background
+
+    def whole(self, body: bytes) -> bytes:
+        """A plain answer, as the client gets it."""
+        answer = object_in(body, "response")
+        if answer is None:
+            self.stores = False
+            return body
+        self._end(answer)
+        return self.final
+
+    def event(self, event: bytes) -> bytes:
+        """An event, as the client gets it."""
+        head, _, text = event.partition(b"\ndata: ")
+        kind = head.removeprefix(b"event: response.")
+        data = object_in(text) if kind in _WHOLE else None
+        if data is None or not isinstance(data.get("response"), dict):
+            return event
+        if kind == b"completed" and data["response"].get("status") == "incomplete":  # engines end all streams alike
+            kind, data["type"] = b"incomplete", "response.incomplete"
+        if kind in _FINAL:
+            self._end(data["response"])
+        else:
+            self._describe(data["response"])
+        return b"event: response.%b\ndata: %b" % (kind, orjson.dumps(data))
+
+    def copy(self, key_id: str) -> bytes:
+        """What the controller gets: {"key", "previous", "input", "response"}."""
+        parts = {"key": key_id, "previous": self.previous_id or None}
+        bodies = {"input": orjson.Fragment(self.input), "response": orjson.Fragment(self.final)}
+        return orjson.dumps(parts | bodies)
+
+    def _end(self, answer: dict[str, Any]) -> None:
+        self._describe(answer)
+        self.final, self.usage = orjson.dumps(answer), orjson.dumps({"usage": answer.get("usage")})
+
+    def _describe(self, answer: dict[str, Any]) -> None:
+        answer["previous_response_id"] = self.previous_id or None
+        answer["store"] = self.stores
+        answer.setdefault("error", None)
+
+
+class CompletionTranscript(Transcript):
+    """One chat completion, of a stream put together from its events. input: what of the request is kept, an object."""
+
+    def __init__(self, input: bytes) -> None:
+        super().__init__(input)
+        self._answer: dict[str, Any] = {"choices": []}
+
+    def whole(self, body: bytes) -> bytes:
+        self.stores = object_in(body, "chat.completion") is not None
+        self.final = body
+        return body
+
+    def event(self, event: bytes) -> bytes:
+        chunk = object_in(event[6:], "chat.completion.chunk") if self.stores and event.startswith(b"data: {") else None
+        if event == b"data: [DONE]":
+            for choice in self._answer["choices"]:
+                choice["message"] = {"role": "assistant", "content": None, **choice.pop("delta", {})}
+                for call in choice["message"].get("tool_calls") or ():
+                    del call["index"]
+            self.final = orjson.dumps(self._answer | {"object": "chat.completion"})
+        elif chunk is not None:
+            self.held += len(event) - event.find(b'"choices":')
+            _merge(self._answer, {name: chunk[name] for name in _ENVELOPE if chunk.get(name) is not None})
+        elif event.startswith(b'data: {"error"'):
+            self.stores = False
+        return event
+
+
+def _merge(whole: dict[str, Any], piece: dict[str, Any]) -> None:
+    """Adds a piece of a streamed object to what has come of it. Choices and calls have places, others grow."""
+    for name, value in piece.items():
+        known = whole.setdefault(name, None)
+        if value is None or (value == "" and known is not None):
+            continue
+        if name in ("choices", "tool_calls"):
+            whole[name] = items = known or []
+            for item in value:
+                items += [{} for _ in range(item.get("index", 0) + 1 - len(items))]
+                _merge(items[item.get("index", 0)], item)
+        elif isinstance(known, str) and name in _IN_PIECES:
+            whole[name] = known + value
+        elif isinstance(known, list):
+            known.extend(value)
+        elif isinstance(known, dict):
+            _merge(known, value)
+        else:
+            whole[name] = value
+
+
+def object_in(body: bytes, kind: str = "") -> dict[str, Any] | None:
+    """The JSON object in a body, None where there is none. kind: that its `object` must have."""
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) and (not kind or found.get("object") == kind) else None
+
+
+def token_count(body: bytes) -> bytes:
+    """An engine's answer to a request that only counts its input: it has all ids."""
+    counted = object_in(body) or {}
+    ids = counted.get("token_ids")
+    if not isinstance(ids, list):
+        return body
+    return orjson.dumps({"object": "response.input_tokens", "input_tokens": len(ids)})
+
+
+def of_response(data: dict[str, Any], *, stores: bool = True) -> Transcript:
+    """The transcript of a checked body of /v1/responses. Raises HttpError 400. stores: False where
+    nothing is answered that could be."""
+    stores, background = stores and data.get("store") is not False, data.get("background") is True
+    if background and not stores:
+        text = "`background` is true and `store` is false: the answer can only be retrieved, so it has to be stored."
+        raise errors.bad_request(text, param="background", code="invalid_value")
+    previous = data.get("previous_response_id") or ""
+    return Transcript(orjson.dumps(data["input"]), previous, stores=stores, background=background)
+
+
+def of_completion(data: dict[str, Any]) -> CompletionTranscript:
+    """The transcript of a checked chat request that says `store`."""
+    return CompletionTranscript(orjson.dumps({name: data[name] for name in _ASKED if data.get(name) is not None}))
+
+
+def joined(data: dict[str, Any], earlier: bytes) -> dict[str, Any]:
+    """A checked body with the whole conversation as input. earlier: a JSON array of the items before it."""
+    own = data["input"]
+    if isinstance(own, str):
+        own = [{"type": "message", "role": "user", "content": own}]
+    return {**data, "input": orjson.loads(earlier) + own, "previous_response_id": None}
+
+
+# -- streams that go on
+
+# Fields that a continuable request may have. The continuation repeats the first set; the second changes no token.
+_SAMPLING = frozenset({"model", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "stop_token_ids"})
+_NEUTRAL = frozenset(
+    (
+        "messages prompt stream stream_options max_tokens max_completion_tokens n user metadata store service_tier "
+        "safety_identifier prompt_cache_key chat_template_kwargs cache_salt"
+    ).split()
+)
+# Inside a JSON string a quote is always escaped, so this matches the engine's own fields and never a client's text.
+# They never come first in their object, so removing the comma before such a field removes it completely.
+_TOKEN_IDS = re.compile(rb',"(?:prompt_token_ids|token_ids)":\[[0-9, ]*\]')
+
+
+def continuation_of(route: str, data: dict[str, Any]) -> Continuation | None:
+    """The continuation of a checked request body, None for one that cannot be continued."""
+    given = {name: value for name, value in data.items() if value is not None}
+    if given.get("temperature") != 0 or not given.get("stream") or route not in (CHAT, COMPLETIONS):
+        return None
+    prompt = given.get("prompt")
+    several = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
+    if given.keys() - _SAMPLING - _NEUTRAL or given.get("n", 1) != 1 or several:
+        return None
+    if given.get("stream_options", {}).get("continuous_usage_stats"):
+        return None
+    default = 16 if route == COMPLETIONS else None  # the API's own
+    limit = given.get("max_completion_tokens", given.get("max_tokens", default))
+    return Continuation(route, {name: given[name] for name in _SAMPLING & given.keys()}, limit)
+
+
+class Continuation:
+    """One greedy stream. `event` gets every event of its body; after the engine's death `resume_body`, then `event`
+    again."""
+
+    def __init__(self, route: str, sampling: dict[str, Any], max_tokens: int | None) -> None:
+        self._route = route
+        self._sampling = sampling
+        self._max_tokens = max_tokens
+        self._prompt: list[int] = []
+        self._tokens: list[int] = []
+        self._unseen = 0  # the last of these, whose text the client has not got: the first bytes of a character
+        self._envelope: dict[str, Any] = {}
+        self._resumed = self._finished = False
+        self._answers = route != CHAT  # the text that the client saw last is of the answer, not of a thought
+
+    def resume_body(self, max_model_len: int | None) -> bytes | None:
+        """The request for the rest, for RESUME_PATH; None where it cannot be asked for, or only an ending is missing.
+
+        max_model_len: the model's context in tokens, which bounds a chat without a token limit.
+        """
+        # An engine that starts in the middle of a character could not send its first bytes.
+        del self._tokens[len(self._tokens) - self._unseen :]
+        self._unseen = 0
+        room = (max_model_len or 0) - len(self._prompt) if self._max_tokens is None else self._max_tokens
+        if self._finished or not self._answers or not self._prompt or len(self._tokens) >= room:
+            return None
+        self._resumed = True
+        return orjson.dumps(
+            {
+                **self._sampling,
+                "prompt": self._prompt + self._tokens,
+                "max_tokens": room - len(self._tokens),
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "return_token_ids": True,
+            }
+        )
+
+    def event(self, event: bytes) -> bytes:
+        """An event as the client gets it, empty for none; of the continuing request with the form and id of the
+        original stream."""
+        if not event.startswith(b"data: {"):
+            return event
+        data = orjson.loads(event[6:])
+        choice = next(iter(data.get("choices") or ()), None)
+        if choice is not None:
+            self._note(choice)
+        if not self._resumed:
+            self._prompt = self._prompt or data.get("prompt_token_ids") or (choice or {}).get("prompt_token_ids") or []
+            self._envelope = self._envelope or {name: data.get(name) for name in ("id", "object", "created", "model")}
+        if not self._resumed or "error" in data:
+            return _TOKEN_IDS.sub(b"", event)
+        if choice is not None:
+            text = {"delta": {"content": choice["text"]}} if self._route == CHAT else {"text": choice["text"]}
+            shown = {"index": 0, **text, "logprobs": None, "finish_reason": choice.get("finish_reason")}
+            return b"data: %b" % orjson.dumps({**self._envelope, "choices": [shown]})
+        if not data.get("usage"):
+            return b""
+        prompt, emitted = len(self._prompt), len(self._tokens)
+        # In an engine's order of fields. Nobody knows what the dead one had in its cache.
+        counts = {"prompt_tokens": prompt, "total_tokens": prompt + emitted, "completion_tokens": emitted}
+        usage = {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
+        return b"data: %b" % orjson.dumps({**self._envelope, "choices": [], "usage": usage})
+
+    def _note(self, choice: dict[str, Any]) -> None:
+        ids, delta = choice.get("token_ids") or [], choice.get("delta") or {}
+        thought = delta.get("reasoning") or delta.get("reasoning_content")
+        text = choice.get("text") or delta.get("content")
+        if thought or text:
+            self._answers = not thought
+        self._tokens += ids
+        self._finished = self._finished or bool(choice.get("finish_reason"))
+        self._unseen = 0 if thought or text or self._finished else self._unseen + len(ids)
