@@ -86,7 +86,7 @@ class Resource(Generic[Row]):
         if key is not None and not (key.isprintable() and 0 < len(key) <= _MAX_KEY_CHARACTERS):
             rule = f"expected 1 to {_MAX_KEY_CHARACTERS} printable characters"
             raise BadRequest(f"Invalid Idempotency-Key: {shown(key, 60)}; {rule}.", code="invalid_idempotency_key")
-        of = [caller.key_id or "", request.scope["path"]]  # the box itself has no key id
+        of: tuple[str, str] = caller.key_id or "", request.scope["path"]  # the box itself has no key id
         same, select = "key_id = ? AND route = ? AND idempotency_key = ?", "SELECT * FROM idempotency WHERE"
         known: IdempotencyRow | None = None
         with db.transaction():
