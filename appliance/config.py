@@ -276,7 +276,14 @@ def load_config(
     if path is None:
         data_dir = above.get(("box", "data_dir"))
         path = Path(data_dir.value if data_dir else DEFAULT_DATA_DIR).expanduser() / FILE_NAME
-    file = _flat(_toml(path), str(path)) if not beside or path.exists() else {}
+    file: dict[Key, _Setting] = {}
+    try:
+        if not beside or path.exists():
+            file = _flat(tomllib.loads(path.read_text()), str(path))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
     if beside and ("box", "data_dir") in file:
         raise ConfigError(
             f"{path}: box.data_dir: this file was found in the data directory and cannot name another; use "
@@ -392,15 +399,6 @@ def _known_keys(location: tuple[str, ...]) -> set[str]:
         # Each section of a table of sections has the keys of its kind, whatever its name.
         kind = kind.model_fields[part].annotation if hasattr(kind, "model_fields") else get_args(kind)[-1]
     return set(getattr(kind, "model_fields", None) or getattr(kind, "__dataclass_fields__", ()))
-
-
-def _toml(path: Path) -> Table:
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
 def _environment(environ: Mapping[str, str]) -> dict[Key, _Setting]:

@@ -77,11 +77,6 @@ class BoxPaths:
         if not self.ray_token.exists():
             replace_file(self.ray_token, secrets.token_hex(32).encode(), durable=True)  # each later run reads it
 
-    def renew_gateway_token(self) -> None:
-        """Before the controller and the gateways of this run begin."""
-        self.gateway_token.unlink(missing_ok=True)
-        write_secret(self.gateway_token, secrets.token_hex(32))
-
 
 def write_secret(path: Path, text: str) -> None:
     """A new file of mode 0600, on disk when this returns. Raises FileExistsError: nobody's file is written into."""

@@ -11,10 +11,12 @@ training, not hand-over.
 from __future__ import annotations
 
 import json
+import sqlite3
 import statistics
 import tempfile
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ class Handed:
             f"--full --zero-stage 1 --epochs 50 --batch-size {DEVICES} --max-length 32 --min-devices {DEVICES} "
             "--set precision=fp32 --set packing=false --set snapshot_every_s=0"
         )
-        self._events = box.data_dir / "jobs" / box.submit(MODEL, folder / "rows.jsonl", options) / "events.jsonl"
+        self._job_id = box.submit(MODEL, folder / "rows.jsonl", options)
         box.set_mode(policy="train")
         wait_for(lambda: self.step() >= 3, "three training steps", timeout_s=300)
 
@@ -58,9 +60,10 @@ class Handed:
             return time.perf_counter() - began_s
 
     def step(self) -> int:
-        """The last step that the job has finished, from its own log: a request would cost the box time."""
-        lines = self._events.read_text().splitlines() if self._events.exists() else []
-        return max((json.loads(line)["step"] for line in lines if '"metrics"' in line), default=0)
+        """The last step that the job has finished, from the database: a request would cost the box time."""
+        with closing(sqlite3.connect(self.box.data_dir / "appliance.db")) as db:
+            newest = db.execute("SELECT max(step) FROM job_metrics WHERE job_id = ?", [self._job_id]).fetchone()[0]
+        return newest or 0
 
     def steps_since(self, began_s: float) -> list[dict[str, Any]]:
         """Steps of hand-overs, by their start."""

@@ -15,10 +15,9 @@ from dataclasses import replace
 
 from benchmarks._claims import at_most, record
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.inventory import Device
-from scheduler.core.workload import Allocation, Demand, DeploymentView, JobView, PlanInput, Policy, ReplicaView
+from scheduler.core.workload import Allocation, Demand, DeploymentView, Device, JobView, PlanInput, Policy, ReplicaView
 from scheduler.handover.effects import Box, GroupView
-from scheduler.handover.moves import moves
+from scheduler.handover.handover import moves
 from scheduler.plan.plan import plan
 
 SIZES = ((8, 10), (64, 80), (1024, 1250))

@@ -45,7 +45,7 @@ def ours(
     from train.control.progress import ControlSignals, Progress
     from train.plan.spec import TrainSpec
     from train.trainer.engine import init_world, meeting_url
-    from train.trainer.prepare import prepare
+    from train.trainer.worker import prepare
 
     init_world("cpu", meeting_url(folder / f"meeting-{os.getpid()}"))
     spec = TrainSpec(
@@ -73,7 +73,6 @@ def ours(
     run, times = prepare(spec, note, ControlSignals(), Progress()), []
     for _ in range(steps):
         began = now()
-        run.feed.ready(run.step)
         run.train_step()
         times.append(since(began))
     return times, tokens

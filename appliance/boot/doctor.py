@@ -34,7 +34,7 @@ from appliance.memory.memory_policy import gb
 from appliance.paths import SHM_MOUNT, BoxPaths
 from runtime.devices.kind import DevicesRefused, Reading
 from runtime.devices.kinds import HOST, host_features, kind_of
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from scheduler.devices.discovery import check_build, discover_devices, foreign_use
 from scheduler.devices.host_reading import read_memory
 
@@ -42,7 +42,6 @@ State = Literal["ok", "warn", "fail", "skip"]
 
 DAY_S = 86_400.0
 OPEN_FILES = 65_536  # each engine, rank and client connection takes some
-SYNCS, SYNC_S = 20, 0.010  # each change that the box acknowledges waits for one
 DISK_SHARE = 0.05
 MARGIN_C = 5  # below the temperature at which a device slows down
 BACKUP_LATE_S = 26 * 3600.0  # as the alert BackupOld
@@ -167,28 +166,6 @@ def _disk(folder: Path) -> Iterator[Finding]:
     is_local = not kind.startswith(REMOTE_FILE_SYSTEMS) if kind else None
     remedy = "put the data directory on a local disk; copy it away with `appliance backup make PLACE`"
     yield _judged("file system", is_local, kind, "one of this machine", remedy, "fail")
-    slow_s = _slow_sync_s(folder)
-    found = "" if slow_s is None else f"{slow_s * 1e3:.1f} ms, the slowest but one of {SYNCS}"
-    remedy = "every change waits for it: a local SSD, or find who else writes to this disk"
-    is_quick = None if slow_s is None else slow_s < SYNC_S
-    yield _judged("disk sync", is_quick, found, f"under {SYNC_S * 1e3:.0f} ms", remedy)
-
-
-def _slow_sync_s(folder: Path) -> float | None:
-    """Seconds that a small write takes to be on the disk; None where this user may not write, or there is no room."""
-    path, took = folder / f".doctor-{os.getpid()}", []
-    try:
-        with open(path, "xb", buffering=0) as file:
-            for _ in range(SYNCS):
-                began_s = time.perf_counter()
-                file.write(bytes(4096))
-                os.fdatasync(file.fileno())
-                took.append(time.perf_counter() - began_s)
-    except OSError:
-        return None
-    finally:
-        path.unlink(missing_ok=True)
-    return sorted(took)[-2]
 
 
 def _hard_limit(name: int) -> int | None:

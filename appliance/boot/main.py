@@ -13,6 +13,7 @@ import asyncio
 import json
 import logging
 import os
+import secrets
 import shutil
 import signal
 import sqlite3
@@ -28,7 +29,7 @@ import httpx
 
 import appliance
 from appliance.boot import ray_head
-from appliance.boot.supervised_process import LOOK_EVERY_S, Probe, Supervised, clear_leftovers, locked, own_files_only
+from appliance.boot.supervised_process import LOOK_EVERY_S, Probe, Supervised, clear_leftovers, locked
 from appliance.cli.command import Session
 from appliance.cli.commands.box import show_ready
 from appliance.cli.locate import BoxFile
@@ -45,7 +46,7 @@ from runtime.logs import configure_logging, tail
 from runtime.network import check_free
 from runtime.processes.ended import how_it_ended
 from runtime.replace_file import replace_file
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from scheduler.devices.discovery import check_build, discover_devices, foreign_use
 
 log = logging.getLogger("appliance.boot.main")
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     config = load_resolved(options.config)
     paths = BoxPaths.of(Path(config.box.data_dir))
-    own_files_only()
+    os.umask(0o077)  # whatever is made here is the owner's alone; some libraries make files open to all
     configure_logging("main")
     state = BoxState(paths.state_file)
     try:
@@ -227,7 +228,8 @@ class Box:
             raise BoxError(str(error)) from error
         for words in foreign_use(self._devices):
             self._say(words)
-        self._paths.renew_gateway_token()
+        self._paths.gateway_token.unlink(missing_ok=True)
+        write_secret(self._paths.gateway_token, secrets.token_hex(32))
         try:
             has_first_key = make_first_key(self._paths)
         except (OSError, StoreError, sqlite3.Error) as error:

@@ -17,10 +17,9 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from appliance.boot import ray_head
-from appliance.boot.supervised_process import clear_leftovers, locked, own_files_only
+from appliance.boot.supervised_process import clear_leftovers, locked
 from appliance.config import BoxConfig, load_resolved
 from appliance.invitation import Invitation, InvitationError
 from appliance.paths import BoxPaths, UnsafeFolder
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     config = load_resolved(options.config)
     paths = BoxPaths.of(Path(config.box.data_dir))
-    own_files_only()
+    os.umask(0o077)  # whatever is made here is the owner's alone; some libraries make files open to all
     configure_logging("node")
     try:
         invitation = Invitation.read(options.invitation)
@@ -92,7 +91,11 @@ async def _run(config: BoxConfig, paths: BoxPaths, invitation: Invitation) -> in
             return 1
         print("leaving: the box moves what runs here elsewhere first; Ctrl-C again ends it at once", flush=True)
         leaving, hurrying = asyncio.create_task(emptied(node_config, head)), asyncio.create_task(hurry.wait())
-        await _left(leaving, {hurrying, ended}, config.scheduler.drain_timeout_s)
+        limit_s = config.scheduler.drain_timeout_s
+        await asyncio.wait({leaving, hurrying, ended}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if not leaving.done():
+            log.warning("what still runs here is ended with this node")
+            leaving.cancel()
         return 0
     finally:
         if ray is not None and ray.returncode is None:
@@ -101,13 +104,6 @@ async def _run(config: BoxConfig, paths: BoxPaths, invitation: Invitation) -> in
         clear_leftovers(paths)  # also of a Ray that did not come up
         ray_head.remove_files(paths)
         shutil.rmtree(paths.away_jobs, ignore_errors=True)
-
-
-async def _left(leaving: asyncio.Task[Any], sooner: set[asyncio.Task[Any]], limit_s: float) -> None:
-    await asyncio.wait({leaving, *sooner}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-    if not leaving.done():
-        log.warning("what still runs here is ended with this node")
-        leaving.cancel()
 
 
 if __name__ == "__main__":

@@ -170,9 +170,3 @@ def clear_leftovers(paths: BoxPaths) -> list[int]:
     remove_segments_below(paths.replica_sockets)
     shutil.rmtree(paths.worlds, ignore_errors=True)
     return found
-
-
-def own_files_only() -> None:
-    """Makes whatever this process and those below it create the owner's alone, logs and locks too; some libraries make
-    their files open to all."""
-    os.umask(0o077)

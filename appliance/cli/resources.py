@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -80,7 +79,15 @@ class Row:
                 raise
 
         if ids:
-            self._run_each(session, partial(fetch, path), ids)
+            refused: CliError | None = None
+            for one in ids:  # one that is refused does not stop the others
+                try:
+                    session.show(fetch(path, one), self.drawn)
+                except (NotFound, Conflict) as error:
+                    output.say(f"error: {error}")
+                    refused = refused or error
+            if refused:
+                raise Ended(refused.exit_code)
         elif self.watch and args.watch:
             first, patience = [answer()], Patience()  # what is wrong from the beginning ends the command
 
@@ -90,19 +97,6 @@ class Row:
             output.watch(refreshed, self.drawn, as_json=session.as_json)
         else:
             session.show(answer(), self.drawn)
-
-    def _run_each(self, session: Session, send: Callable[[str], Any], ids: list[str]) -> None:
-        """Send a request per id; one that is refused does not stop the others. Raises Ended with the first refusal's
-        code."""
-        refused: CliError | None = None
-        for id in ids:
-            try:
-                session.show(send(id), self.drawn)
-            except (NotFound, Conflict) as error:
-                output.say(f"error: {error}")
-                refused = refused or error
-        if refused:
-            raise Ended(refused.exit_code)
 
 
 # How answers look where the order and the names of their fields do not say it
@@ -163,11 +157,6 @@ def draw_mode(now: Answer) -> Any:
 def draw_handover(one: Answer) -> Any:
     """A hand-over, and a table of its steps."""
     return output.stack(output.view({**one, "steps": None}), output.listing(_STEPS, one["steps"], empty="no steps"))
-
-
-def _queue(answer: Answer) -> Any:
-    table = output.listing(_QUEUE, answer["data"], empty="no job waits or runs")
-    return output.stack(table, output.listing("", answer["owners"]) if answer["data"] else None)
 
 
 MODEL = opt("id MODEL")
@@ -273,7 +262,7 @@ ROWS = (
         (MODEL,), timeout_s=600),
     Row("model rollback", "POST /admin/v1/models/{id}/rollback",
         "Serve an older version, swapped in under running requests; a model that has a canary loses that instead.",
-        "{model}: {from} -> {to}; swap: {swap}",
+        "{model}: {from} -> {to}",
         (MODEL, opt("--version VERSION", "The version to serve. Default: the one before.")), timeout_s=600),
     Row("model pin", "POST /admin/v1/models/{id}/pin",
         "Keep a version in every tier, whatever the retention rules say.", "{model} {version}, pinned: {pinned}",
@@ -287,7 +276,11 @@ ROWS = (
         lambda job: output.view(job | {"hyperparameters": None}),  # its method has them too
         (JOB,), watch=True),
     Row("job queue", "GET /admin/v1/queue",
-        "List jobs in the order in which they get devices, each with why it waits, as Slurm does.", _queue,
+        "List jobs in the order in which they get devices, each with why it waits, as Slurm does.",
+        lambda answer: output.stack(
+            output.listing(_QUEUE, answer["data"], empty="no job waits or runs"),
+            output.listing("", answer["owners"]) if answer["data"] else None,
+        ),
         watch=True),
     *(
         Row(

@@ -23,8 +23,8 @@ from appliance.controller.http import error_handlers
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import ADMIN, READ
 from appliance.controller.jobs.validation import JobValidation
-from appliance.controller.models.canaries import Canaries
-from appliance.controller.openai import job_routes, model_routes, plan_route
+from appliance.controller.models.activation import Canaries
+from appliance.controller.openai import job_routes, model_routes
 from appliance.controller.responses import stored as responses
 from appliance.controller.responses.stored import StoredResponses
 
@@ -68,8 +68,9 @@ def create_app(context: ControllerContext) -> FastAPI:
     error_handlers.install(app)
 
     admin = make_router("/admin/v1", ADMIN, reads=(READ,))
-    for module in (box, keys, mode, plan_route, queue):
+    for module in (box, keys, mode, queue):
         module.routes(context, admin)
+    job_routes.plan_routes(context, admin)
     admin_models.routes(context, admin, canaries)
     for router in (
         logins.routes(context, admin),

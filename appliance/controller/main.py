@@ -45,8 +45,7 @@ from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.context.scheduler import Scheduler
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.cordons import DeviceWatch
-from appliance.controller.devices.power import LOOK_EVERY_S as POWER_EVERY_S
-from appliance.controller.devices.power import EnergyMeter, PowerKeeper
+from appliance.controller.devices.mode import POWER_EVERY_S, EnergyMeter, PowerKeeper
 from appliance.controller.engines.engine_sizes import EngineSizes, SettingsCheck
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.engines.versions import AdapterSource, VersionProvider
@@ -63,7 +62,7 @@ from appliance.models.library import ModelLibrary
 from appliance.node_config import node_config_of, weight_budget_bytes
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
-from appliance.store.records.journal import SqliteJournal
+from appliance.store.records.box import SqliteJournal
 from appliance.tiers.flow import TierFlow
 from appliance.tiers.tiers import Tiers
 from runtime.background_tasks import BackgroundTasks
@@ -73,10 +72,10 @@ from runtime.network import private_socket
 from runtime.processes import garbage
 from runtime.processes.kernel import DiesAs, die_with_parent, dies_as
 from scheduler.core.errors import EffectFailed
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from scheduler.devices.discovery import discover_devices
 from scheduler.handover.effects import Box
-from scheduler.loop.inbox import Inbox
+from scheduler.loop.cluster_state import Inbox
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.ray.effects import RayEffects
 from scheduler.ray.nodes import NAMESPACE, Nodes

@@ -65,7 +65,7 @@ class Gateway:
         self.controller = Controller(self.state)
         self._servers: list[asyncio.Server] = []
         self._bus: asyncio.StreamWriter | None = None
-        self._sent_s = 0.0
+        self._sent, self._sent_s = b"", 0.0  # the last report
         self._usage: list[dict[str, Any]] = []  # rows that the controller has not counted yet
         self._usage_sent = False  # on this connection
 
@@ -204,7 +204,7 @@ class Gateway:
         while True:
             try:
                 reader, self._bus = await asyncio.open_unix_connection(state.config.bus_socket, limit=LINE_BYTES)
-                self._usage_sent, state.controller_away = False, False
+                self._usage_sent, self._sent, state.controller_away = False, b"", False
                 await self._read(reader)
             except (OSError, ValueError, msgspec.MsgspecError) as error:
                 if not state.controller_away:
@@ -224,8 +224,7 @@ class Gateway:
                 async with asyncio.timeout(self.config.report_s):
                     line = await reader.readline()
             except TimeoutError:
-                if self.state.report_due or time.monotonic() - self._sent_s >= HEARTBEAT_S:
-                    self._report()
+                self._report()
                 continue
             if not line:
                 return
@@ -239,15 +238,17 @@ class Gateway:
                 log.error("bus: a message is refused, the last table stays in force: %s", error)
 
     def _report(self) -> None:
-        """Send a report if the controller is connected and keeps up; the next report replaces a skipped one."""
+        """Send a report that says something new, if the controller is connected and keeps up."""
         writer, state = self._bus, self.state
         if writer is None or writer.is_closing():
             return
-        state.report_due, self._sent_s = False, time.monotonic()
         if writer.transport.get_write_buffer_size() > LINE_BYTES // 64:
             writer.transport.abort()  # the controller does not read
             return
-        writer.write(orjson.dumps(load_report(state), option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS))
+        report = orjson.dumps(load_report(state), option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
+        if report != self._sent or time.monotonic() - self._sent_s >= HEARTBEAT_S:
+            self._sent, self._sent_s = report, time.monotonic()
+            writer.write(report)
         if not self._usage:
             self._usage, self._usage_sent = state.spending.take_sums(), False
         if self._usage and not self._usage_sent:
@@ -266,7 +267,7 @@ def load_report(state: State) -> dict[str, Any]:
     inflight, waiting, prompts = Counter[str](), Counter[str](), Counter[str]()
     for exchange in state.exchanges:
         checked, choice, model = exchange.checked, exchange.choice, exchange.routed_model
-        if not exchange.infers or checked is None or exchange.use.batch:
+        if checked is None or exchange.use.batch:
             continue
         inflight[model] += 1
         prompts[model] += checked.prompt_tokens

@@ -6,6 +6,7 @@ limits, and is nudged. Everything runs on the controller's loop.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -19,10 +20,9 @@ from appliance.store.database import Database
 from appliance.store.records import audit
 from appliance.store.rows import AuditRow, JobRow
 from scheduler.core.errors import EffectFailed
-from scheduler.core.inventory import node_of
-from scheduler.core.workload import AWAKE
+from scheduler.core.workload import AWAKE, node_of
 from scheduler.devices.discovery import HOME_NODE
-from scheduler.devices.host_reading import MemoryReading, ask_store, read_memory
+from scheduler.devices.host_reading import MemoryReading, read_memory
 from train.methods.methods import method_of
 from weights.memory.store import WeightStore
 
@@ -39,7 +39,7 @@ STARTING_FOR_S = 15.0
 BARREN_FOR_S = 10.0
 
 Stored = Callable[..., Awaitable[Any]]
-"""Asks for a node's shared memory: `scheduler.devices.host_reading.ask_store` of its store."""
+"""Calls a method of a node's store of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +314,10 @@ class BoxMemory:
                 log.warning("what memory needs on %s could not be done: %s", name, error, extra={"node": name})
 
     def _host(self, name: str, reading: MemoryReading) -> HostMemory:
-        stored = partial(ask_store, self._store) if name == HOME_NODE else partial(self._nodes.of_store, name)
+        def at_home(method: str, *arguments: Any) -> Awaitable[Any]:
+            return asyncio.to_thread(getattr(self._store, method), *arguments)
+
+        stored = at_home if name == HOME_NODE else partial(self._nodes.of_store, name)
         return HostMemory(self._db, stored, self._reserve, self._means, reading, self._clock, name)
 
     def status(self) -> dict[str, Any]:

@@ -178,7 +178,12 @@ def examine(directory: Path, layout: Layout) -> Facts:
     task = _task(arch)
     text, family = text_part(config), config.get("model_type")
     warnings: list[str] = []
-    _require_tokenizer(directory)
+    if not any(all((directory / name).is_file() for name in names) for names in VOCABULARIES):
+        raise MissingTokenizer(
+            "tokenizer.json",
+            "not there, nor tokenizer.model, nor vocab.json with merges.txt; copy the tokenizer files of the base "
+            "model into the directory",
+        )
     template, _ = chat_templates(directory)
     if template is None and task == "generate":
         warnings.append(
@@ -250,15 +255,6 @@ def _task(arch: str) -> Task:
     raise UnsupportedModel(
         "config.json", f"architecture {arch} neither generates (…ForCausalLM) nor embeds (…Model) text"
     )
-
-
-def _require_tokenizer(directory: Path) -> None:
-    if not any(all((directory / name).is_file() for name in names) for names in VOCABULARIES):
-        raise MissingTokenizer(
-            "tokenizer.json",
-            "not there, nor tokenizer.model, nor vocab.json with merges.txt; copy the tokenizer files of the base "
-            "model into the directory",
-        )
 
 
 def chat_templates(directory: Path) -> tuple[str | None, tuple[str, ...]]:

@@ -152,7 +152,11 @@ class ModelLibrary:
     @contextlib.contextmanager
     def _fetched(self, source: str, name: str | None, revision: str | None, report: Report) -> Iterator[_Fetched]:
         """The files of a source on this machine. A download stays where the block fails, to be continued."""
-        self._sweep()
+        staging = self._root / ".staging"
+        for entry in staging.iterdir() if staging.is_dir() else ():  # of a dead process; downloads can be continued
+            owner = re.search(r"(\d+)-[0-9a-f]{32}", entry.name)
+            if owner is None or not Path(f"/proc/{owner[1]}").exists():
+                shutil.rmtree(entry, ignore_errors=True)
         if not _is_path(source, revision):
             report(0, None, "", f"asking the hub for the files of {source}")
             chosen_name, listing = self._listed(source, name, revision)
@@ -276,14 +280,6 @@ class ModelLibrary:
             yield staging
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-
-    def _sweep(self) -> None:
-        """Removes what dead processes left in `.staging`. Downloads stay: they are there to be continued."""
-        staging = self._root / ".staging"
-        for entry in staging.iterdir() if staging.is_dir() else ():
-            owner = re.search(r"(\d+)-[0-9a-f]{32}", entry.name)
-            if owner is None or not Path(f"/proc/{owner[1]}").exists():
-                shutil.rmtree(entry, ignore_errors=True)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -169,32 +169,26 @@ def put_tensors_right(directory: Path, found: Mapping[str, Any], arch: str) -> l
         rename_tensors(directory, names)
         old, new = next(iter(names.items()))
         notes.append(f"tensors were renamed to the names by which engines load them ({len(names)}): {old} to {new}")
-    own_head = [pair for pair in found.get("tied", ()) if pair[0] == f"{found['head']}.weight"]
-    for head, embedding in own_head:
-        if not _same_bytes(directory, head, embedding):
-            notes.append(_untie(directory, head, embedding, arch))
-    return notes
-
-
-def _same_bytes(directory: Path, one: str, other: str) -> bool:
-    layout = Layout.read(directory)
-    a, b = layout.find(one), layout.find(other)
-    is_alike = (a.spec.dtype, a.spec.shape) == (b.spec.dtype, b.spec.shape)
-    return is_alike and np.array_equal(_mapped(directory, a, "u1"), _mapped(directory, b, "u1"))
-
-
-def _untie(directory: Path, head: str, embedding: str, arch: str) -> str:
-    if arch.startswith(_ALWAYS_TIED):
-        raise NotACheckpoint(
-            head,
-            f"differs from {embedding}, and engines take the embedding for the head of {arch}: save the model again "
-            "with the two tied",
+    for head, embedding in found.get("tied", ()):
+        if head != f"{found['head']}.weight":
+            continue
+        layout = Layout.read(directory)
+        one, other = layout.find(head), layout.find(embedding)
+        is_alike = (one.spec.dtype, one.spec.shape) == (other.spec.dtype, other.spec.shape)
+        if is_alike and np.array_equal(_mapped(directory, one, "u1"), _mapped(directory, other, "u1")):
+            continue
+        if arch.startswith(_ALWAYS_TIED):
+            raise NotACheckpoint(
+                head,
+                f"differs from {embedding}, and engines take the embedding for the head of {arch}: save the model "
+                "again with the two tied",
+            )
+        _change_config(directory, lambda part: part.update(tie_word_embeddings=False))
+        notes.append(
+            f"{head} differs from {embedding}, though config.json ties the two: the head of the file is used "
+            "(tie_word_embeddings is false in the stored config.json)"
         )
-    _change_config(directory, lambda part: part.update(tie_word_embeddings=False))
-    return (
-        f"{head} differs from {embedding}, though config.json ties the two: the head of the file is used "
-        "(tie_word_embeddings is false in the stored config.json)"
-    )
+    return notes
 
 
 def _change_config(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -221,9 +215,6 @@ def put_tokenizer_right(directory: Path, found: Mapping[str, Any], rendered: Map
             f"transformers reads this tokenizer by {found['class']}, which makes other tokens of {found['differs']!r} "
             "than tokenizer.json: answers may be worse than elsewhere"
         )
-    if found["changed"]:
-        text, back = found["changed"]
-        notes.append(f"its tokenizer does not give a text back as it was: {text!r} comes back as {back!r}")
     return notes + (_without_a_row(directory, found, rendered) if found["beyond"] else [])
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.gpu.checks import Check
 from runtime.devices.kind import Found
 from runtime.devices.kinds import kind_of
-from runtime.processes.numa import bind
+from runtime.processes.kernel import bind_near
 from runtime.processes.warm_parents import WARM_ENV
 
 RESULTS = Path(__file__).parent / "results"
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def child(part: str, rank: int, of: int, meet: str, numa: int | None) -> list[Check]:
     """Measure a part in this process, which sees one GPU."""
-    bind([numa])  # as engines and ranks are: half of the copies else cross from socket to socket
+    bind_near([numa])  # as engines and ranks are: half of the copies else cross from socket to socket
     if part.startswith(("fork-", "copies")):
         from benchmarks.gpu import loading
 

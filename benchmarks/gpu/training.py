@@ -52,11 +52,11 @@ def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/
         out = best_s(partial(kind.synchronize, device), lambda: copies.write(draft, [("snapshot", whole, state)]))
         back = best_s(partial(kind.synchronize, device), lambda: copies.read(draft, [("snapshot", whole, into)]))
         draft.abort()
-    remedy = "raise THREADS of train.state.staging, look at numa_bind"
+    remedy = "raise THREADS of train.state.copies, look at numa_bind"
     return [
         Check("snapshot out over limit", max(link_out, host_s) / out, "x", least=0.6, remedy=remedy),
         Check("snapshot in over limit", max(link_in, host_s) / back, "x", least=0.6, remedy=remedy),
-        Check("snapshot is right", torch.equal(state, into), least=1, remedy="train.state.staging; do not train"),
+        Check("snapshot is right", torch.equal(state, into), least=1, remedy="train.state.copies; do not train"),
     ]
 
 
@@ -186,6 +186,7 @@ def ranks(
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from train.methods.methods import DEFAULT
+    from train.methods.packed_objective import PackedObjective
     from train.model import attention as packed
     from train.plan.spec import TrainSpec
     from train.trainer.engine import build_engine, init_world, meeting_url
@@ -210,7 +211,7 @@ def ranks(
         "smoke", "/b", "/t", "/r", "/shm", "ft:x",
         batch_size=of, learning_rate=1e-3, zero_stage=2, device_kind=device_kind,
     )  # fmt: skip
-    engine = build_engine(DEFAULT.objective(model, {}), spec)
+    engine = build_engine(PackedObjective(model, DEFAULT, {}), spec)
     batch, losses = _batch(rank, of, tokens, 2048, engine.device), []
     for _ in range(steps):
         loss = engine(batch)

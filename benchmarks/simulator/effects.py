@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from benchmarks.simulator.cluster import Cluster
 from scheduler.core.failures import Failure
-from scheduler.core.inventory import Device
 from scheduler.core.workload import (
     Build,
     Demand,
     DeploymentView,
+    Device,
     JobView,
     Policy,
     ReplicaState,

@@ -17,8 +17,7 @@ from benchmarks.simulator.journal import MemoryJournal
 from benchmarks.simulator.trace import Requests
 from runtime.devices.kinds import KINDS
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.inventory import Device
-from scheduler.core.workload import DeploymentView, Policy
+from scheduler.core.workload import DeploymentView, Device, Policy
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.plan.autoscaler import Bounds, StandbyLearner
 

@@ -60,7 +60,7 @@ class Child:
         """Fork `entry` ("module:function") from the warm parent listening on `warm_socket`.
 
         `args` must be plain JSON; `env` is set before the entry's module is used; `numa_nodes` are those of the
-        process's devices, and it runs on their processors (see numa.py). Raises WarmParentError if the parent is
+        process's devices, near which it runs (kernel.bind_near). Raises WarmParentError if the parent is
         unreachable or does not fork within `timeout_s` seconds.
         """
         log_begin = Path(log_path).stat().st_size if Path(log_path).exists() else 0

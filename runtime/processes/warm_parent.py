@@ -39,8 +39,7 @@ from runtime.devices.kinds import KINDS
 from runtime.errors import ChannelClosed
 from runtime.logs import adopt_libraries, configure_logging
 from runtime.network import private_socket
-from runtime.processes import numa
-from runtime.processes.kernel import die_with_parent
+from runtime.processes.kernel import bind_near, die_with_parent
 from runtime.processes.lifeline import Lifeline, encode
 
 log = logging.getLogger(__name__)
@@ -126,7 +125,7 @@ def _run_child(channel: Connection, message: dict[str, Any]) -> int:
     _redirect_output(message["log_path"])
     configure_logging(message["name"])  # until the entry configures it
     # Bind before the first thread starts: threads and forked processes inherit it.
-    cpus = numa.bind(message["numa_nodes"])
+    cpus = bind_near(message["numa_nodes"])
     if cpus is not None:
         log.info("bound to processors %s, near NUMA node %s", sorted(cpus), sorted(set(message["numa_nodes"])))
     # An open lifeline in a grandchild would hide this process's death from its supervisor.

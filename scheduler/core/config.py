@@ -34,8 +34,6 @@ class SchedulerConfig(BaseModel):
     """A running job does not grow again before this long after its last (re)start. Shrinking is never delayed."""
     turn_s: Seconds = 30.0
     """When more models have requests than the devices can serve, how long a model keeps its turn."""
-    await_sleep_s: Seconds = 10.0
-    """How long a model that wants a replica waits for one of its own that is going to sleep, before starting again."""
     max_resident_asleep: int = Field(8, ge=0)
     """Sleeping replicas kept as processes; the least recently used beyond this many are stopped."""
     max_asleep_per_device: int = Field(2, ge=0)

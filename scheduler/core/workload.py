@@ -1,5 +1,5 @@
-"""The planner's input (jobs, deployments, replicas, policy: frozen views that the store and the loop fill in), and its
-output.
+"""Devices and who may hold them; the planner's input (jobs, deployments, replicas, policy: frozen views that the store
+and the loop fill in), and its output.
 
 Times are seconds since the epoch by the box's clock (`_s`), device counts are whole devices.
 """
@@ -11,8 +11,58 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, get_args
 
+from runtime.devices.kinds import HOST
 from scheduler.core.errors import Blame
-from scheduler.core.inventory import Device
+
+Health = Literal["ok", "draining"]
+CORDONED = "cordoned"
+"""Why a device drains whose cordon the loop has read; who cordoned it is in the store."""
+NodeChange = Literal["joined", "left", "lost"]
+"""What happened to a node with its devices. left: in order, when nobody held them any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One whole accelerator (or one logical CPU device).
+
+    `id` is "<node>/<index>", `kind` a row of runtime.devices.kinds. `numa_node` is None if unknown. `linked`
+    names devices of the same node with a direct link. `health`: "ok"; "draining" (its holder must leave, because of a
+    cordon or because its node leaves). `uuid` and `unfit`: as in runtime.devices.kind.Found, when the node began.
+    """
+
+    id: str
+    node: str
+    index: int
+    kind: str = HOST.name
+    name: str = ""
+    memory_bytes: int = 0
+    numa_node: int | None = None
+    linked: frozenset[str] = frozenset()
+    health: Health = "ok"
+    health_reason: str = ""
+    uuid: str = ""
+    unfit: str = ""
+
+    @property
+    def usable(self) -> bool:
+        return self.health == "ok"
+
+
+def node_of(device_id: str) -> str:
+    """The node's name in a device's id, "n1" of "n1/0"."""
+    return device_id.partition("/")[0]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Holder:
+    """What may hold devices: a replica or a job's group of ranks."""
+
+    kind: Literal["replica", "job"]
+    id: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.id}"
+
 
 JobPhase = Literal["wanted", "running", "suspended", "paused"]
 ReplicaState = Literal["starting", "ready", "open", "draining", "asleep", "dead"]

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from runtime.devices import kinds
 from runtime.devices.kind import DeviceKind, DevicesRefused, Found
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 
 HOME_NODE = "n0"
 

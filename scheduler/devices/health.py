@@ -23,7 +23,7 @@ from itertools import takewhile
 from runtime.devices.kind import Reading
 from runtime.devices.kinds import kind_of
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 
 log = logging.getLogger(__name__)
 

@@ -1,15 +1,10 @@
-"""Reads how much memory the host has left for the box: the machine, or a control group above us if it has less; and
-asks its store of weights."""
+"""Reads how much memory the host has left for the box: the machine, or a control group above us if it has less."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from weights.memory.store import WeightStore
 
 _UNLIMITED = 2**60
 _CGROUPS = Path("sys/fs/cgroup")
@@ -37,11 +32,6 @@ def read_memory(root: Path = Path("/")) -> MemoryReading:
         if limit < total and free < available:
             total, available, where = limit, max(0, free), f"control group {name}"
     return MemoryReading(total, available, _stalled(root), where, swap_used)
-
-
-async def ask_store(store: WeightStore, method: str, *arguments: Any) -> Any:
-    """What a store answers, off the event loop: `idle_bytes`, or `evict` of so many bytes."""
-    return await asyncio.to_thread(getattr(store, method), *arguments)
 
 
 def _fields(path: Path) -> Iterator[tuple[str, int]]:

@@ -25,8 +25,7 @@ from typing import Any, Literal, Protocol
 
 from scheduler.core.errors import Blame
 from scheduler.core.failures import Failure
-from scheduler.core.inventory import Device, Holder
-from scheduler.core.workload import Build, ReplicaView, Workload
+from scheduler.core.workload import Build, Device, Holder, ReplicaView, Workload
 
 Detail = Mapping[str, Any] | None
 Outcome = Literal["succeeded", "failed", "cancelled"]
@@ -179,9 +178,6 @@ class Journal(Protocol):
 
     def unfinished(self) -> list[int]:
         """Hand-overs without an end, oldest first: after a start, those that a crash interrupted."""
-
-    def steps_since(self, handover_id: int) -> list[StepRecord]:
-        """The steps of hand-overs with a higher number, oldest first."""
 
 
 class StateStore(Protocol):

@@ -1,22 +1,69 @@
-"""Keeps the scheduler's knowledge of the box: the last observation, and failures.
+"""Keeps the scheduler's knowledge of the box: requests, the last observation, failures, and how the planner sees them.
 
 The state of a holder that a hand-over is moving comes from its moves: no observation changes it until they have ended.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
-from scheduler.core.failures import Failures
-from scheduler.core.inventory import Holder
-from scheduler.core.workload import ReplicaView
+from scheduler.core.failures import Cause, Failures
+from scheduler.core.workload import Holder, JobView, Policy, ReplicaView, Workload
 from scheduler.handover.effects import Box, Effects, GroupEnded, GroupView, StateStore
+from scheduler.handover.handover import Move, Runner, RunningStep
 
 log = logging.getLogger(__name__)
+
+
+class Inbox:
+    """Requests and hints for the loop between its rounds. Built before the loop, for parts that only report to it; all
+    of it runs on the loop's asyncio loop. generation: number of the newest nudge."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self.changed = asyncio.Event()
+        self._requests: list[tuple[int, str, str]] = []  # generation, by, request
+        self._resolved: list[Cause] = []
+
+    def nudge(self, by: str = "", request: str = "") -> int:
+        """Report a change in the store or in the demand: plan soon. Returns the generation for `wait_settled`.
+
+        by: the person who requested it, "" for the box itself. request: "" if nothing was requested."""
+        self.generation += 1
+        if request:
+            self._requests.append((self.generation, by or "box", request))
+        self.changed.set()
+        return self.generation
+
+    def retry(self, cause: Cause) -> None:
+        """Retry jobs and models at once that are in backoff because of this cause, which is gone."""
+        self._resolved.append(cause)
+        self.nudge()
+
+    def take_resolved(self) -> list[Cause]:
+        resolved, self._resolved = self._resolved, []
+        return resolved
+
+    def newest_request(self, settled: int) -> tuple[str, str] | None:
+        """The last request after this generation and who made it first; earlier ones are forgotten."""
+        self._requests = [request for request in self._requests if request[0] > settled]
+        return self._requests[-1][1:] if self._requests else None
+
+
+@dataclass(slots=True)
+class Transition:
+    """A holder that a hand-over is moving: `moves` still to end, `target` the devices it will hold (if any). `over`: it
+    ended by itself before it was suspended."""
+
+    moves: int = 0
+    target: tuple[str, ...] = ()
+    take: Move | None = None
+    over: bool = False
 
 
 class ClusterState:
@@ -125,3 +172,80 @@ class ClusterState:
             self.failures.jobs.pop(job_id, None)
             return
         log.warning("%s; next try in %.1f s", error, failure.not_before_s - now_s, extra={"job_id": job_id})
+
+
+# --- as the planner sees it: every moving holder at its target. Pure functions.
+
+
+def job_view(
+    job: JobView, box: Box, all_moving: Mapping[Holder, Transition], failures: Failures, pauses_s: Mapping[str, float]
+) -> JobView:
+    group = box.groups.get(job.id)
+    moving = all_moving.get(Holder("job", job.id))
+    failure = failures.jobs.get(job.id)
+    alive = group is not None and group.ended is None
+    phase = job.phase
+    if phase != "paused":
+        phase = "running" if alive else "suspended" if phase == "running" else phase
+    devices = group.devices if group is not None and alive else ()
+    busy = None
+    if moving is not None:
+        busy = "coming" if moving.target else "leaving"
+        devices = moving.target or devices
+    return replace(
+        job,
+        phase=phase,
+        devices=devices,
+        since_s=group.since_s if group else 0.0,
+        not_before_s=failure.not_before_s if failure else 0.0,
+        failed=failure.reason if failure else "",
+        busy=busy,
+        pause_s=pauses_s.get(job.id),
+    )
+
+
+def replica_views(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) -> list[ReplicaView]:
+    views = dict(box.replicas)
+    for holder, moving in all_moving.items():
+        if holder.kind != "replica":
+            continue
+        replica = views.get(holder.id)
+        plan = moving.take.plan if moving.take is not None else None
+        if moving.target and plan is not None and replica is None:
+            replica = replace(plan, state="starting", since_s=now_s)
+        if replica is not None:
+            views[holder.id] = replace(replica, busy="coming" if moving.target else "leaving")
+    return list(views.values())
+
+
+def is_doubtful_drain(runner: Runner, step: RunningStep, policy: Policy, workload: Workload) -> bool:
+    """Whether the reason for the drain of an open replica may be gone: the mode changed, or its model has more requests
+    than when the hand-over was decided. Only such external changes count, so a plan cannot oscillate on its own."""
+    replica = runner.before.replicas.get(step.move.holder.id)
+    if replica is None or replica.state != "open":
+        return False
+    before, now = (
+        next((d.demand.requests for d in known.deployments if d.model == replica.model), 0)
+        for known in (runner.workload, workload)
+    )
+    return runner.policy != policy or now > before
+
+
+def as_if_not_begun(
+    box: Box, moving: Mapping[Holder, Transition], steps: Iterable[tuple[Runner, RunningStep]]
+) -> tuple[Box, dict[Holder, Transition]]:
+    """Box and movements as if these drains, and the takes that wait for them, had not begun, and as if the ranks that
+    start were running."""
+    replicas, others = dict(box.replicas), dict(moving)
+    for runner, step in steps:
+        holder = step.move.holder
+        others.pop(holder, None)
+        if step.verb != "drain_replica":
+            continue
+        if holder.id in replicas:
+            replicas[holder.id] = runner.before.replicas[holder.id]
+        for take in runner.waiting_for(holder):
+            transition = others.pop(take.holder, None)
+            if transition is not None and transition.moves > 1:  # it also leaves devices, and continues with that
+                others[take.holder] = Transition(transition.moves - 1)
+    return replace(box, replicas=replicas), others

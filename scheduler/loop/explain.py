@@ -9,8 +9,7 @@ from typing import Any
 from scheduler.core.failures import Failure
 from scheduler.core.workload import FULL, Allocation, DeploymentView, JobView, PlanInput, Policy, ReplicaView
 from scheduler.handover.effects import Box
-from scheduler.handover.handover import STEPS, RunningStep
-from scheduler.handover.moves import Move
+from scheduler.handover.handover import STEPS, Move, RunningStep
 from scheduler.loop.mode_schedule import InForce
 from scheduler.plan.queue import positions
 

@@ -23,16 +23,11 @@ from typing import Any
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed, Stopped
 from scheduler.core.failures import Failure, first_line, goes_back_to
-from scheduler.core.inventory import Holder, node_of
-from scheduler.core.workload import Allocation, Build, PlanInput, Policy, Workload
-from scheduler.handover import moves as moves_
+from scheduler.core.workload import CORDONED, Allocation, Build, Holder, PlanInput, Policy, Workload, node_of
+from scheduler.handover import handover
 from scheduler.handover.effects import Box, Detail, Effects, Journal, StateStore
-from scheduler.handover.handover import MoveState, Runner
-from scheduler.handover.moves import Move
-from scheduler.loop import explain, mode_schedule, view
-from scheduler.loop.cluster_state import ClusterState
-from scheduler.loop.inbox import Inbox
-from scheduler.loop.view import Transition
+from scheduler.handover.handover import Move, MoveState, Runner
+from scheduler.loop import cluster_state, explain, mode_schedule
 from scheduler.plan.plan import plan
 
 log = logging.getLogger(__name__)
@@ -45,7 +40,7 @@ USUAL_PAUSE_S = 2.25
 that is done again, leases, the wait for engines) shows in no step."""
 
 
-class SchedulerLoop(ClusterState):
+class SchedulerLoop(cluster_state.ClusterState):
     """Owns the observed state and the planner's hysteresis; all of it runs on one asyncio loop, without locks.
 
     `run` ends only by `stop`, cancellation, or an error that is a bug (then restart the process: the real state lives
@@ -58,7 +53,7 @@ class SchedulerLoop(ClusterState):
         store: StateStore,
         journal: Journal,
         *,
-        inbox: Inbox | None = None,
+        inbox: cluster_state.Inbox | None = None,
         clock: Callable[[], float] = time.time,
         config: SchedulerConfig | None = None,
         book_engine: Callable[[str, str], bool] = lambda model, node: True,
@@ -68,12 +63,12 @@ class SchedulerLoop(ClusterState):
         before each start and wake, and asks again in the next round for a refused model. too_large: why no host ever
         has the memory for an engine of this model, which is a failure of the model; "" where one may have."""
         super().__init__(effects, clock, config or SchedulerConfig(), store)
-        self._journal, self._inbox = journal, inbox or Inbox()
+        self._journal, self._inbox = journal, inbox or cluster_state.Inbox()
         self._book_engine, self._too_large = book_engine, too_large
         self._reasons: dict[str, tuple[str, bool]] = {}
         self._troubles: dict[str, Failure] = {}
         self._wake, self.nudge, self.retry = self._inbox.changed, self._inbox.nudge, self._inbox.retry
-        self._transitions: dict[Holder, Transition] = {}
+        self._transitions: dict[Holder, cluster_state.Transition] = {}
         self._suspended_s: dict[str, float] = {}  # by job: what its last suspend took
         self._pauses_s: dict[str, float] = {}  # by job: what its last change of size cost on each of its devices
         self._gave_way: Counter[str] = Counter()  # by job: starts that gave way
@@ -216,7 +211,7 @@ class SchedulerLoop(ClusterState):
         if not moves:
             return moves is None
         for move in moves:
-            moving = self._transitions.setdefault(move.holder, Transition())
+            moving = self._transitions.setdefault(move.holder, cluster_state.Transition())
             moving.moves += 1
             if move.side == "take":
                 moving.target, moving.take = move.devices, move
@@ -244,7 +239,9 @@ class SchedulerLoop(ClusterState):
             self.failures.retry(cause)
         self._take_policy_in_force(now_s)
         self.clear_failures_of_stable_replicas()
-        self._record_served_builds()
+        for d in self._workload.deployments:  # for the next start of the controller
+            if d.served not in (None, d.build) and self._serves(d.model, d.build):
+                self._store.model_served(d.model, d.build)
         self._cancel_steps(now_s)
         self.failures.keep(self._workload)
         self._report_troubles()
@@ -252,7 +249,8 @@ class SchedulerLoop(ClusterState):
             for job_id in known.keys() - {job.id for job in self._workload.jobs}:
                 del known[job_id]
         plan_input = self._plan_input()
-        if self._devices_appeared(plan_input):
+        before, self._usable = self._usable, frozenset(d.id for d in plan_input.devices if d.usable)
+        if before and not self._usable <= before:
             self.failures.retry("device")
             plan_input = self._plan_input()
         began_s = time.perf_counter()
@@ -301,12 +299,6 @@ class SchedulerLoop(ClusterState):
             self._start_failed(model, build, EffectFailed(why, "input", of_settings=True))
         return bool(reasons)
 
-    def _record_served_builds(self) -> None:
-        """Record what the open engines were started with, for the next start of the controller."""
-        for d in self._workload.deployments:
-            if d.served not in (None, d.build) and self._serves(d.model, d.build):
-                self._store.model_served(d.model, d.build)
-
     def _serves(self, model: str, build: Build) -> bool:
         """Whether an open engine of the model was started with this."""
         return any(("open", model, build) == (r.state, r.model, r.build) for r in self.box.replicas.values())
@@ -328,7 +320,7 @@ class SchedulerLoop(ClusterState):
 
     def _moves(self, plan_input: PlanInput, allocation: Allocation) -> tuple[Move, ...]:
         known = {j.id for j in plan_input.jobs}
-        return moves_.moves(
+        return handover.moves(
             self.box,
             allocation,
             busy=self._transitions.keys(),
@@ -337,11 +329,6 @@ class SchedulerLoop(ClusterState):
                 j for j in self.box.groups if self.failures.moves[f"free job {j}"] >= self._config.suspend_attempts
             },
         )
-
-    def _devices_appeared(self, plan_input: PlanInput) -> bool:
-        """Whether usable devices appeared since the previous round."""
-        before, self._usable = self._usable, frozenset(d.id for d in plan_input.devices if d.usable)
-        return bool(before) and not self._usable <= before
 
     def _take_policy_in_force(self, now_s: float) -> None:
         """Update the current policy; re-evaluate it when the store's settings change or a window fires."""
@@ -368,11 +355,11 @@ class SchedulerLoop(ClusterState):
                 patience_s = LONG_START_S * 2 ** min(self._gave_way[step.move.holder.id], 2)
                 if now_s - step.since_s >= min(patience_s, self._config.start_group_timeout_s):
                     doubtful.append((runner, step))
-            elif step.verb == "drain_replica" and view.is_doubtful_drain(runner, step, policy, self._workload):
+            elif step.verb == "drain_replica" and cluster_state.is_doubtful_drain(runner, step, policy, self._workload):
                 doubtful.append((runner, step))
         if not doubtful:
             return
-        box, moving = view.as_if_not_begun(self.box, self._transitions, doubtful)
+        box, moving = cluster_state.as_if_not_begun(self.box, self._transitions, doubtful)
         wanted = plan(self._plan_input(box=box, moving=moving), now_s, self._config)
         stays = {(replica.id, replica.devices) for replica in wanted.open_replicas}
         for runner, step in doubtful:
@@ -471,7 +458,7 @@ class SchedulerLoop(ClusterState):
         policy: Policy | None = None,
         *,
         box: Box | None = None,
-        moving: dict[Holder, Transition] | None = None,
+        moving: dict[Holder, cluster_state.Transition] | None = None,
     ) -> PlanInput:
         """The planner's input: the current state, with every moving holder shown at its target."""
         box, moving = box or self.box, self._transitions if moving is None else moving
@@ -480,10 +467,20 @@ class SchedulerLoop(ClusterState):
         workload = self._workload
         return PlanInput(
             policy=policy or self._in_force.policy,
-            devices=tuple(view.device(d, workload.cordoned) for d in box.devices.values()),
-            jobs=tuple(view.job(j, box, moving, self.failures, self._pauses_s) for j in workload.jobs),
-            deployments=tuple(view.deployment(d, self.failures) for d in workload.deployments),
-            replicas=tuple(view.replicas(box, moving, self._clock())),
+            devices=tuple(
+                replace(d, health="draining", health_reason=CORDONED)
+                if d.health == "ok" and not workload.cordoned.isdisjoint((d.id, d.uuid))
+                else d
+                for d in box.devices.values()
+            ),
+            jobs=tuple(cluster_state.job_view(j, box, moving, self.failures, self._pauses_s) for j in workload.jobs),
+            deployments=tuple(
+                replace(d, failed=failure.reason, not_before_s=failure.not_before_s)
+                if (failure := self.trouble(d.model, d.version)) is not None
+                else d
+                for d in workload.deployments
+            ),
+            replicas=tuple(cluster_state.replica_views(box, moving, self._clock())),
             busy_devices=frozenset(busy),
             hysteresis=self._allocation.hysteresis,
             handover_id=self._journal.last_id() + 1,

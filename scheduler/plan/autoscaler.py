@@ -145,44 +145,32 @@ def slots(
     whose turn is over; models that began to wait; models that want only their minimum. Among later ones: pinned, then
     by name. Replicas that no demand needs come last.
     """
-    open_since: dict[str, float] = {}
-    opened: dict[str, int] = {}
+    since_s: dict[str, list[float]] = {}  # by model, of its open replicas
     for replica in replicas:
-        if replica.state == "open" or (replica.busy == "coming"):
-            opened[replica.model] = opened.get(replica.model, 0) + 1
-            open_since[replica.model] = min(replica.since_s, open_since.get(replica.model, replica.since_s))
+        if replica.state == "open" or replica.busy == "coming":
+            since_s.setdefault(replica.model, []).append(replica.since_s)
 
     def first_rank(d: DeploymentView) -> tuple[int, float, str]:
-        asked = d.demand.requests > 0
-        waiting_s = hysteresis[d.model].waiting_since_s
+        opened_s = min(since_s.get(d.model, ()), default=None)
+        waiting_s = hysteresis[d.model].waiting_since_s or now_s
         if d.pinned:
             return 0, 0.0, d.model
-        if not asked:
-            return (5, 0.0, d.model) if d.model in open_since else (6, 0.0, d.model)
-        if d.model in open_since:
-            return (1 if now_s - open_since[d.model] < config.turn_s else 3), open_since[d.model], d.model
-        if waiting_s is not None and now_s - waiting_s >= config.turn_s:
-            return 2, waiting_s, d.model
-        return 4, now_s if waiting_s is None else waiting_s, d.model
+        if not d.demand.requests:
+            return 6 if opened_s is None else 5, 0.0, d.model
+        if opened_s is not None:
+            return 1 if now_s - opened_s < config.turn_s else 3, opened_s, d.model
+        return 2 if now_s - waiting_s >= config.turn_s else 4, waiting_s, d.model
 
-    def later_rank(d: DeploymentView) -> tuple[bool, str]:
-        # Use neither turns nor requests here: a model that has a replica does not wait, and an order that changes with
-        # time moved the second replicas of three models back and forth forever.
-        return not d.pinned, d.model
-
-    most = {d.model: d.max_replicas if usable(d, now_s) else opened.get(d.model, 0) for d in deployments}
-    able = sorted((d for d in deployments if most[d.model]), key=first_rank)
-    out: list[Slot] = []
-    for nth in range(max(most.values(), default=0)):
-        if nth == 1:
-            able.sort(key=later_rank)
+    ranked: list[tuple[bool, int, tuple[int, float, str], Slot]] = []
+    for d in deployments:
+        most = d.max_replicas if usable(d, now_s) else len(since_s.get(d.model, ()))
         # A model without demand gets no replica; one with demand may fill devices that belong to serving anyway.
-        round_ = [d for d in able if nth < most[d.model] and hysteresis[d.model].replicas > 0]
-        if not round_:
-            break
-        out += [Slot(d.model, nth, nth < hysteresis[d.model].replicas) for d in round_]
-    out.sort(key=lambda slot: not slot.wanted)  # a needed third replica comes before a second that only fills
-    return out
+        for nth in range(most if (needed := hysteresis[d.model].replicas) else 0):
+            # Later ones use neither turns nor requests: a model that has a replica does not wait, and an order that
+            # changes with time moved the second replicas of three models back and forth forever.
+            rank = (int(not d.pinned), 0.0, d.model) if nth else first_rank(d)
+            ranked.append((nth >= needed, nth, rank, Slot(d.model, nth, nth < needed)))
+    return [slot for *_, slot in sorted(ranked)]
 
 
 class Shadow:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from scheduler.core.inventory import Device, node_of
+from scheduler.core.workload import Device, node_of
 
 
 class FreeDevices:

@@ -14,7 +14,6 @@ from math import inf
 
 from runtime.devices.kinds import kind_of
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.inventory import node_of
 from scheduler.core.workload import (
     Allocation,
     DeploymentView,
@@ -23,6 +22,7 @@ from scheduler.core.workload import (
     PlanInput,
     ReplicaState,
     ReplicaView,
+    node_of,
 )
 from scheduler.plan import autoscaler, queue
 from scheduler.plan.free_devices import FreeDevices
@@ -360,21 +360,13 @@ class Round:
         own = self.by_model.get(deployment.model, [])
         asleep = [r for r in own if r.state == "asleep" and r.busy is None and self.fits(r)]
         asleep.sort(key=lambda r: (not self.unheld.has(r.devices), -r.since_s, r.id))
-        # A replica that is going to sleep can be woken in a moment; a new process would take longer than that wait.
-        falling = 0
-        for replica in own:
-            recent = replica.busy == "leaving" and self.now_s - replica.since_s < self.config.await_sleep_s
-            if falling < count and recent and self.free.has(replica.devices):
-                falling += 1
-                self.take(replica.devices)
-                self.reviews.append(replica.since_s + self.config.await_sleep_s)
-        for nth in range(count):
+        if not autoscaler.usable(deployment, self.now_s):
+            return True
+        for _ in range(count):
             home = next((r for r in asleep if r.id not in self.out and self.free.has(r.devices)), None)
-            if home is not None and autoscaler.usable(deployment, self.now_s):
+            if home is not None:
                 self.open(home)
                 continue
-            if not autoscaler.usable(deployment, self.now_s) or count - nth <= falling:
-                return True
             devices = self.free.choose(deployment.tensor_parallel, only=self.unheld)
             if devices is None:
                 return False

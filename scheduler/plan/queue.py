@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scheduler.core.inventory import node_of
-from scheduler.core.workload import JobView
+from scheduler.core.workload import JobView, node_of
 
 
 @dataclass(frozen=True, slots=True)

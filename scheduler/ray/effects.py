@@ -1,8 +1,6 @@
-"""Implements the verbs of `scheduler.handover.effects` with Ray. Which file does which:
-
-    replicas                      replicas              one actor per engine
-    groups                        groups                one actor per device, holding its rank
-    the nodes they run on         nodes                 the nodes; node is the actor on each of them
+"""Implements the verbs of `scheduler.handover.effects` with Ray. Here those on replicas: one named detached actor per
+engine, routed by the gateways. Those on jobs are in groups.py (one actor per device, holding its rank), the nodes they
+run on in nodes.py (node.py is the actor on each of them).
 
 Ray places processes, and is never in the data path. Actors are named and outlive the controller, so a restarted one
 finds them again in `observe`; who has a process on a device holds it. Only this package of `scheduler` imports Ray,
@@ -12,25 +10,106 @@ finds them again in `observe`; who has a process on a device holds it. Only this
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from dataclasses import dataclass
+from functools import partialmethod
+from pathlib import Path
+from typing import Any, Protocol
 
-from scheduler.core.errors import EffectFailed
-from scheduler.handover.effects import Box
+from ray.exceptions import RayError
+
+from runtime.errors import SupervisorDied
+from scheduler.core.errors import Blame, EffectFailed
+from scheduler.core.workload import ReplicaView
+from scheduler.handover.effects import Box, Detail
+from scheduler.ray.actors import (
+    LOOK_S,
+    REPLICA,
+    UNNAMED_TIMEOUT_S,
+    Silent,
+    Supervisor,
+    actor_names,
+    errors_as_failures,
+    find_actor,
+    first_line,
+)
 from scheduler.ray.groups import Groups, Jobs
+from scheduler.ray.node import NodeConfig, stored_bytes
 from scheduler.ray.nodes import Nodes
-from scheduler.ray.replicas import Replicas, Routing, Versions
 from serve.core.config import EngineConfig
+from serve.core.sizing import NotServable
+from serve.core.spec import ReplicaSpec
+from serve.engine.replica import Replica
 
 log = logging.getLogger(__name__)
 
+STOP_SLACK_S = 15.0  # extra time for a supervisor to end an engine that did not stop in time
 
-class RayEffects(Replicas, Groups):
+
+class Routing(Protocol):
+    """Which replicas the gateways send requests to; implemented by the controller's bus."""
+
+    async def open(self, replica_id: str, model: str, version: str, address: str) -> None:
+        """Returns when every gateway has the replica in its table. address: see Replica.status."""
+
+    async def drain(self, replica_id: str) -> None:
+        """Send no new requests; returns when every gateway reports none in flight."""
+
+    async def withhold_adapters(self, replica_id: str) -> None:
+        """Send no new requests for LoRA adapters; returns when every gateway has confirmed it."""
+
+    def offer_adapters(self, replica_id: str) -> None:
+        """Send requests for adapters again."""
+
+    def version(self, replica_id: str) -> str:
+        """The version that gateways have for an open replica; "" for any other."""
+
+    def avoid(self, replica_id: str, avoided: bool) -> None:
+        """Prefer other replicas of its models, because its engine gives no sign of life; False ends that."""
+
+    def close(self, replica_id: str) -> None:
+        """Forget a replica that is gone."""
+
+
+class Versions(Protocol):
+    """Where the bytes of model versions are."""
+
+    async def in_memory(self, model: str, version: str) -> Path:
+        """The version's directory in shared memory, read from disk if necessary. It is held there until `taken` has
+        been called once per call of this. Raises LookupError."""
+
+    def taken(self, model: str, version: str) -> None:
+        """An engine of the model has loaded the version and holds it now, or will not load it."""
+
+    def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
+        """Fields of ReplicaSpec that depend on the model: task, dtype, max_model_len, kv_cache_bytes, ... Raises
+        NotServable, and LookupError for a model that is gone."""
+
+
+@dataclass(slots=True)
+class _Engine:
+    """The controller's record of an engine. watcher: waits for its end. hanging: gateways prefer others, because it
+    gives no sign of life. stopping: its end is no failure. died: the cause of its death, and whose fault it was."""
+
+    supervisor: Supervisor
+    node_config: NodeConfig | None = None
+    rss_bytes: int = 0
+    watcher: asyncio.Task[Blame] | None = None
+    hanging: bool = False
+    stopping: bool = False
+    died: tuple[str, Blame] = ("", "own")
+
+
+class RayEffects(Groups):
     """Implements `scheduler.handover.effects.Effects` in the controller's asyncio loop. Ray must be initialised."""
 
     def __init__(self, nodes: Nodes, routing: Routing, versions: Versions, jobs: Jobs, engine: EngineConfig):
         self._changed = asyncio.Event()
-        Replicas.__init__(self, nodes, routing, versions, engine, self._changed.set)
-        Groups.__init__(self, nodes, jobs, self._changed.set)
+        super().__init__(nodes, jobs, self._changed.set)
+        self._routing, self._versions, self._engine = routing, versions, engine
+        self._engines: dict[str, _Engine] = {}
 
     async def watch(self) -> None:
         """Notice nodes that join and leave, for as long as it runs."""
@@ -46,11 +125,245 @@ class RayEffects(Replicas, Groups):
 
     async def stop_everything(self) -> None:
         """End all engines and ranks; the box is stopping. Processes that remain end with Ray."""
-        verbs = {replica_id: self.stop_replica(replica_id) for replica_id in self._engines}
-        verbs |= {job_id: self.stop_group(job_id) for job_id in self._groups}
-        ends = await asyncio.gather(*verbs.values(), return_exceptions=True)
-        for holder_id, failed in zip(verbs, ends, strict=True):
+        stops = [self.stop_replica(replica_id) for replica_id in self._engines]
+        stops += [self.stop_group(job_id) for job_id in self._groups]
+        for failed in await asyncio.gather(*stops, return_exceptions=True):
             if isinstance(failed, EffectFailed):
-                log.warning("%s did not stop: %s", holder_id, failed)
-            elif failed is not None:
+                log.warning("%s", failed)
+            elif isinstance(failed, BaseException):
                 raise failed
+
+    async def start_replica(self, plan: ReplicaView) -> Detail:
+        node_config = self._nodes.config_of(plan.devices)
+        async with self._version_on_node(plan.model, plan.version, node_config) as path:
+            spec = self._replica_spec(plan, node_config, path)
+            await self._nodes.wait_warm(node_config, "serve")
+            engine = self._find_engine(plan.id)
+            if engine is None:
+                warm, logs = node_config.warm_socket("serve"), str(node_config.log_dir)
+                actor = self._nodes.here(Replica, REPLICA + plan.id, node_config, warm, logs, self._engine)
+                engine = self._record_engine(plan.id, actor)
+            engine.node_config = node_config
+            with errors_as_failures():
+                detail = await engine.supervisor.call("start", spec)
+        engine.supervisor.reported = True
+        self._watch(plan.id, engine)
+        # Versions on other nodes are not read here.
+        home = node_config.name == self._nodes.home.name
+        read = await asyncio.to_thread(stored_bytes, Path(spec.version_path)) if home else None
+        return {**detail, "bytes": read}
+
+    async def stop_replica(self, replica_id: str) -> Detail:
+        self._routing.close(replica_id)
+        engine = self._find_engine(replica_id)
+        if engine is not None:
+            engine.stopping = True
+            if engine.watcher is not None:
+                engine.watcher.cancel()
+            try:
+                async with asyncio.timeout(self._engine.stop_timeout_s + STOP_SLACK_S):
+                    await engine.supervisor.call("stop")
+            except (SupervisorDied, RayError, TimeoutError) as error:
+                log.warning("the engine did not stop by itself: %s", first_line(error), extra={"replica": replica_id})
+            engine.supervisor.kill("the replica was stopped")  # its lifeline then kills the rest of the engine
+            try:
+                async with asyncio.timeout(UNNAMED_TIMEOUT_S):
+                    while REPLICA + replica_id in await actor_names():
+                        await asyncio.sleep(0.01)
+            except TimeoutError as error:
+                reason = f"Ray still lists its actor {UNNAMED_TIMEOUT_S:.0f} s after it was killed"
+                raise EffectFailed(reason, "outside") from error
+        self._engines.pop(replica_id, None)
+        return None
+
+    async def open_replica(self, replica_id: str) -> Detail:
+        status = await self._ask_replica(replica_id, "status")
+        if status["state"] != "ready":
+            raise EffectFailed(f"the engine is {status['state']}")
+        opening = self._routing.open(replica_id, status["model"], status["version"], status["address"])
+        await self._while_alive(replica_id, opening, "before it accepted requests")
+        return None
+
+    async def drain_replica(self, replica_id: str) -> Detail:
+        draining = self._routing.drain(replica_id)
+        await self._while_alive(replica_id, draining, "while it finished its requests")
+        return None
+
+    async def _while_alive(self, replica_id: str, work: Coroutine[Any, Any, Any], when: str) -> Any:
+        """Result of `work` if the engine lives until then. Raises EffectFailed as soon as the engine dies."""
+        engine, task = self._engines.get(replica_id), asyncio.ensure_future(work)
+        watcher = engine and engine.watcher
+        try:
+            await asyncio.wait({task, *([watcher] if watcher else [])}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            blame = watcher.result() if watcher is not None and not watcher.cancelled() else "outside"
+            raise EffectFailed(f"the engine died {when}", blame)
+        finally:
+            task.cancel()
+
+    async def sleep_replica(self, replica_id: str) -> Detail:
+        return await self._ask_replica(replica_id, "sleep")
+
+    async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
+        try:
+            detail = await self._load("swap", replica_id, model, version)
+        except BaseException:  # also where the time of the step is up
+            self._routing.offer_adapters(replica_id)
+            raise
+        if self._routing.version(replica_id):
+            status = await self._ask_replica(replica_id, "status")
+            opening = self._routing.open(replica_id, model, version, status["address"])
+            await self._while_alive(replica_id, opening, "right after it loaded the new weights")
+        return detail
+
+    async def _load(self, method: str, replica_id: str, model: str, version: str) -> Detail:
+        """Have an engine that runs, or sleeps, load a version."""
+        engine = self._engines.get(replica_id)
+        if engine is None or engine.node_config is None:
+            raise EffectFailed("there is no such engine")
+        async with self._version_on_node(model, version, engine.node_config) as path:
+            if method == "swap":
+                # Adapters fit only the weights they were trained on; the engine first finishes its adapter requests.
+                withheld = self._routing.withhold_adapters(replica_id)
+                await self._while_alive(replica_id, withheld, "before it loaded the new weights")
+            with errors_as_failures():
+                detail = await engine.supervisor.call(method, model, version, str(path))
+        self._watch(replica_id, engine)
+        return detail
+
+    wake_replica = partialmethod(_load, "wake")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Make every engine unload the adapter `NAME@VERSION` once its requests have ended. Asks all engines; raises
+        EffectFailed if one could not. An engine that ends in the meantime counts as done."""
+        failed: EffectFailed | None = None
+        for replica_id, engine in list(self._engines.items()):
+            try:
+                await self._ask_replica(replica_id, "unload_adapter", name)
+            except EffectFailed as error:
+                if not engine.stopping:
+                    failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _replica_spec(self, plan: ReplicaView, node_config: NodeConfig, path: Path) -> ReplicaSpec:
+        """The spec passed to the engine process."""
+        devices = [self._nodes.device(device_id) for device_id in plan.devices]
+        try:
+            settings = dict(self._versions.engine_settings(plan.model, len(devices)))
+        except (NotServable, LookupError) as error:
+            reason, of_settings = f"{plan.model} cannot be served: {error}", isinstance(error, NotServable)
+            blame: Blame = "input" if of_settings else "own"
+            raise EffectFailed(reason, blame, of_settings=of_settings) from error
+        away = node_config.name != self._nodes.home.name
+        if settings.get("adapter_slots") and away:
+            settings |= {
+                "adapter_roots": (str(node_config.adapters),),
+                "adapter_source": str(node_config.adapter_socket),
+            }
+        return ReplicaSpec(
+            replica_id=plan.id,
+            model=plan.model,
+            version=plan.version,
+            version_path=str(path),
+            socket_path=str(node_config.socket_path(plan.id)),
+            host=node_config.address if away else "",
+            devices=tuple(device.index for device in devices),
+            numa_nodes=node_config.numa_nodes(devices),
+            kind=devices[0].kind,
+            shm_root=str(node_config.shm_root),
+            node=node_config.name,
+            tensor_parallel=len(devices),
+            **settings,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _version_on_node(self, model: str, version: str, node_config: NodeConfig) -> AsyncIterator[Path]:
+        """The version's directory on the engine's node, held there until the engine has it."""
+        try:
+            at_home = await self._versions.in_memory(model, version)
+        except (LookupError, OSError) as error:
+            raise EffectFailed(f"version {version} of {model} cannot be read: {error}") from error
+        try:
+            yield await self._nodes.bring(node_config, at_home, f"serve {model}")
+        finally:
+            self._versions.taken(model, version)
+
+    async def _ask_replica(self, replica_id: str, method: str, *arguments: Any) -> Any:
+        if (engine := self._engines.get(replica_id)) is None:
+            raise EffectFailed("there is no such engine", "outside")
+        with errors_as_failures():
+            return await engine.supervisor.call(method, *arguments)
+
+    def _find_engine(self, replica_id: str) -> _Engine | None:
+        """The engine as known, or found by its actor's name."""
+        known = self._engines.get(replica_id)
+        if known is not None and not known.supervisor.over:
+            return known
+        actor = find_actor(REPLICA + replica_id)
+        return None if actor is None else self._record_engine(replica_id, actor)
+
+    def _record_engine(self, replica_id: str, actor: Any) -> _Engine:
+        engine = self._engines[replica_id] = _Engine(Supervisor(actor, REPLICA + replica_id))
+        return engine
+
+    def _watch(self, replica_id: str, engine: _Engine) -> None:
+        if engine.watcher is None:
+            engine.watcher = asyncio.create_task(self._wait_dead(replica_id, engine))
+
+    async def _wait_dead(self, replica_id: str, engine: _Engine) -> Blame:
+        """Wait for its death and report it; returns its blame."""
+        blame: Blame = "own"
+        try:
+            dead = await engine.supervisor.call("wait_dead")
+            reason = str(dead.get("exit", "the engine ended"))
+            # The step of a load that failed has counted it.
+            blame = "memory" if dead.get("starved") else "outside" if dead.get("load_failed") else "own"
+        except (SupervisorDied, RayError) as error:
+            reason, blame = first_line(error), "outside"
+        if not engine.stopping:
+            self._routing.close(replica_id)
+            engine.died = reason, blame
+            self._report_change()
+        return blame
+
+    async def observe_replicas(self) -> tuple[ReplicaView, ...]:
+        """Every replica with an actor, whoever started it."""
+        names = [name.removeprefix(REPLICA) for name in await actor_names() if name.startswith(REPLICA)]
+        views = await asyncio.gather(*map(self._observe_replica, names))
+        return tuple(view for view in views if view is not None)
+
+    async def _observe_replica(self, replica_id: str) -> ReplicaView | None:
+        engine = self._find_engine(replica_id)
+        if engine is None:
+            return None
+        try:
+            status = await engine.supervisor.status()
+        except Silent as error:
+            if not engine.supervisor.reported:
+                raise
+            log.warning("%s", error, extra={"replica": replica_id})
+            return ReplicaView(replica_id, "", "", "dead", (), answered=False)
+        except (SupervisorDied, RayError) as error:
+            return ReplicaView(replica_id, "", "", "dead", (), failed=first_line(error), blame="outside")
+        state, node = status["state"], status["node"]
+        engine.node_config, engine.rss_bytes = self._nodes.config(node) or engine.node_config, status["rss_bytes"]
+        if status.get("silent", False) != engine.hanging:
+            engine.hanging = not engine.hanging
+            self._routing.avoid(replica_id, engine.hanging)
+        if state not in ("dead", "starting"):  # a start that fails raises in its step
+            self._watch(replica_id, engine)
+        elif engine.watcher is not None:  # it has the cause in a moment
+            await asyncio.wait({engine.watcher}, timeout=LOOK_S)
+        if state == "ready" and (routed := self._routing.version(replica_id)):
+            state = "open"
+            if routed != status["version"]:  # a swap whose step was over before the engine was done
+                await self._routing.open(replica_id, status["model"], status["version"], status["address"])
+        devices = tuple(f"{node}/{index}" for index in status["devices"])
+        model, version, settings, (failed, blame) = status["model"], status["version"], status["settings"], engine.died
+        return ReplicaView(replica_id, model, version, state, devices, settings=settings, failed=failed, blame=blame)
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Resident memory of each engine, by replica id, as it last reported."""
+        return {replica_id: engine.rss_bytes for replica_id, engine in self._engines.items()}

@@ -42,8 +42,6 @@ _OVER = {"event": "over"}
 class Jobs(Protocol):
     """The work of a job's ranks, and the receiver of their events; the controller's JobRuns documents each method."""
 
-    async def catch_up(self, job_id: str) -> None: ...
-
     async def prepare(self, job_id: str) -> None: ...
 
     def spec(self, job_id: str, device_kind: str) -> TrainSpec:
@@ -96,7 +94,6 @@ class Groups:
         await self._nodes.wait_warm(node_config, "train")
         devices = [self._nodes.device(device_id) for device_id in device_ids]
         try:
-            await self._jobs.catch_up(job_id)
             await self._jobs.prepare(job_id)
             spec = self._jobs.spec(job_id, devices[0].kind)
         except LookupError as error:
@@ -273,12 +270,7 @@ class Groups:
         return tuple(views.values())
 
     async def _adopt(self, job_id: str, statuses: dict[str, dict[str, Any]]) -> None:
-        ids = {"job_id": job_id}
-        log.info("adopted its running ranks on %s", ", ".join(sorted(statuses)), extra=ids)
-        try:
-            await self._jobs.catch_up(job_id)
-        except LookupError as error:
-            log.warning("cannot read the progress made without a controller: %s", error, extra=ids)
+        log.info("adopted its running ranks on %s", ", ".join(sorted(statuses)), extra={"job_id": job_id})
         devices = tuple(sorted(statuses, key=lambda device_id: statuses[device_id]["rank"]))
         group, transfer = self._new_group(job_id, self._nodes.config_of(devices))
         await group.adopt(job_id, [_Host(self._host(device_id)) for device_id in devices])
@@ -298,13 +290,9 @@ class _RunningGroup:
 
 def is_whole(statuses: Collection[Mapping[str, Any]]) -> bool:
     """Whether these ranks (see RankHost.status) are all ranks of one world, each alive or done."""
-    sizes = {status["world_size"] for status in statuses}
-    ranks = sorted(status["rank"] for status in statuses)
-    return (
-        len(sizes) == 1
-        and ranks == list(range(sizes.pop()))
-        and all(status["alive"] or status["done"] for status in statuses)
-    )
+    world = sorted((status["world_size"], status["rank"]) for status in statuses)
+    complete = world == [(len(world), rank) for rank in range(len(world))]
+    return complete and all(status["alive"] or status["done"] for status in statuses)
 
 
 class _Host:
@@ -331,7 +319,7 @@ async def outfit(
     job_id = spec.job_id
 
     async def bring(path: str, what: str) -> str:
-        return str((await nodes.bring(node_config, Path(path), f"job {job_id} {what}"))[0])
+        return str(await nodes.bring(node_config, Path(path), f"job {job_id} {what}"))
 
     folder = await nodes.bring_job(node_config.name, Path(spec.run_dir))
     there = replace(
@@ -414,14 +402,14 @@ class ResultTransfer:
     async def _bring(self, event: dict[str, Any]) -> Path | None:
         remote, ids = Path(event["path"]), {"job_id": self._job_id, "node": self._node}
         try:
-            path, copied_bytes = await self._nodes.bring_home(self._node, name_at(remote), remote)
+            path = await self._nodes.bring_home(self._node, name_at(remote), remote)
         except EffectFailed as error:
             # A newer snapshot will follow, or the job continues from an older one. A result has no second chance.
             log.error("%s of step %s not copied home: %s", event["event"], event.get("step"), error.reason, extra=ids)
             if event["event"] == "published":
                 self._missing = f"its version {event['version']} was not copied home: {error.reason}"
             return None
-        log.info("%s of step %s copied home, %d bytes", event["event"], event.get("step"), copied_bytes, extra=ids)
+        log.info("%s of step %s copied home", event["event"], event.get("step"), extra=ids)
         return path
 
 

@@ -29,10 +29,10 @@ from ray.exceptions import RayError
 from runtime.devices.kind import Reading
 from runtime.errors import CopyFailed, RuntimeLayerError
 from runtime.processes.warm_parents import NodeAgent, WarmSpec
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from scheduler.devices.discovery import HOME_NODE
 from scheduler.devices.health import DeviceReadings
-from scheduler.devices.host_reading import MemoryReading, ask_store, read_memory
+from scheduler.devices.host_reading import MemoryReading, read_memory
 from scheduler.ray.actors import find_actor
 from serve.core.adapter_source import AdapterServer, AdapterUnavailable, brought_in
 from weights.format.errors import IntegrityError, StoreError, StoreFull, VersionNotFound, WeightsError
@@ -151,7 +151,7 @@ class Node(NodeAgent):
             remote = await home.bring_adapter.remote(f"{model}@{version}")
         except RayError as error:
             raise AdapterUnavailable(str(getattr(error, "cause", None) or error)) from error
-        return (await self.leased(home, Name("adapter", model, version), remote))[0]
+        return await self.leased(home, Name("adapter", model, version), remote)
 
     async def bring_adapter(self, adapter: str) -> Path:
         """At home: have the controller bring "NAME@VERSION" into shared memory. Raises AdapterUnavailable."""
@@ -169,40 +169,36 @@ class Node(NodeAgent):
         """The next chunk of a file of this node; empty at its end."""
         return await asyncio.to_thread(_chunk, path, offset)
 
-    async def take(self, source: Any, name: Name, remote: Path, holder: str) -> tuple[Path, int]:
-        """Copy `name` from `remote` into this node's shared memory, leased for `holder`. Returns its path here and the
-        bytes copied, 0 if it was here.
-
-        Raises CopyFailed, weights' errors, OSError.
-        """
-        lease, copied_bytes = await self.leased(source, name, remote)
+    async def take(self, source: Any, name: Name, remote: Path, holder: str) -> Path:
+        """Copy `name` from `remote` into this node's shared memory, unless it is here, leased for `holder`. Returns its
+        path here. Raises CopyFailed, weights' errors, OSError."""
+        lease = await self.leased(source, name, remote)
         old, self._held[holder] = self._held.get(holder), lease
         if old is not None:
             old.release()
-        return lease.path, copied_bytes
+        return lease.path
 
-    async def leased(self, source: Any, name: Name, remote: Path) -> tuple[Lease, int]:
-        """A lease on this node's copy, which is made if missing, and the bytes copied. Raises like `take`."""
+    async def leased(self, source: Any, name: Name, remote: Path) -> Lease:
+        """A lease on this node's copy, which is made if missing. Raises like `take`."""
         store = self._store
         async with self._copying:
-            stored, copied_bytes = await self._found_or_copied(store, source, name, remote, pinned=False)
-            return store.lease(stored), copied_bytes
+            return store.lease(await self._found_or_copied(store, source, name, remote, pinned=False))
 
-    async def keep(self, source: Any, name: Name, remote: Path) -> tuple[Path, int]:
-        """At home: copy in what another node made and pin it; returns its path and the bytes copied. A snapshot that
-        does not fit in shared memory goes to the job's own store on disk, as from ranks at home. Raises like `take`."""
+    async def keep(self, source: Any, name: Name, remote: Path) -> Path:
+        """At home: copy in what another node made and pin it; returns its path. A snapshot that does not fit in shared
+        memory goes to the job's own store on disk, as from ranks at home. Raises like `take`."""
         store = self._store
         async with self._copying:
             try:
-                stored, copied_bytes = await self._found_or_copied(store, source, name, remote, pinned=True)
+                stored = await self._found_or_copied(store, source, name, remote, pinned=True)
             except StoreFull:
                 if name.kind != "snapshot":
                     raise
                 store = WeightStore(self._jobs_dir / name.model / "snapshots", budget_bytes=None)
-                stored, copied_bytes = await self._found_or_copied(store, source, name, remote, pinned=True)
+                stored = await self._found_or_copied(store, source, name, remote, pinned=True)
             if name.kind == "snapshot":
                 await asyncio.to_thread(_forget_snapshots, store, name.model, KEPT_SNAPSHOTS)
-        return stored.path, copied_bytes
+        return stored.path
 
     async def unpin(self, path: Path) -> None:
         """Home has what is at `path`: this node may evict it."""
@@ -250,20 +246,21 @@ class Node(NodeAgent):
                     await asyncio.to_thread(store.remove, stored)
 
     async def of_store(self, method: str, *arguments: Any) -> Any:
-        return await ask_store(self._store, method, *arguments)
+        """What this node's store answers: `idle_bytes`, or `evict` of so many bytes."""
+        return await asyncio.to_thread(getattr(self._store, method), *arguments)
 
     async def _found_or_copied(
         self, store: WeightStore, source: Any, name: Name, remote: Path, *, pinned: bool
-    ) -> tuple[StoredVersion, int]:
-        """What `store` has, or what it makes of the directory copied into it, and the bytes copied. Call it holding
-        `_copying`, so that two callers who want the same copy it once."""
+    ) -> StoredVersion:
+        """What `store` has, or what it makes of the directory copied into it. Call it holding `_copying`, so that two
+        callers who want the same copy it once."""
         stored = await asyncio.to_thread(store.find, *name)
         if stored is not None:
-            return stored, 0
+            return stored
         incoming = store.root / "incoming" / uuid.uuid4().hex
         try:
-            copied_bytes = await copy_directory(source, remote, incoming)
-            return await asyncio.to_thread(take_in, store, incoming, pinned=pinned), copied_bytes
+            await copy_directory(source, remote, incoming)
+            return await asyncio.to_thread(take_in, store, incoming, pinned=pinned)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -273,10 +270,9 @@ class Node(NodeAgent):
             shutil.rmtree(incoming, ignore_errors=True)
 
 
-async def copy_directory(source: Any, remote: Path, target: Path, names: Sequence[str] | None = None) -> int:
+async def copy_directory(source: Any, remote: Path, target: Path, names: Sequence[str] | None = None) -> None:
     """Copy the files of another node's directory, or those that are, or are in, one of `names`, into the new directory
-    `target`; returns the bytes copied. Raises CopyFailed, OSError."""
-    total = 0
+    `target`. Raises CopyFailed, OSError."""
     try:
         listed = await source.files.remote(remote)
         target.mkdir(mode=0o700, parents=True)
@@ -291,11 +287,9 @@ async def copy_directory(source: Any, remote: Path, target: Path, names: Sequenc
                     # by a longer one.
                     coming = source.read.remote(remote / name, offset) if len(chunk) == CHUNK_BYTES else None
                     await asyncio.to_thread(file.write, chunk)
-                total += offset
     except RayError as error:
         cause = getattr(error, "cause", None) or error
         raise CopyFailed(f"{remote} could not be copied from its node: {cause}") from error
-    return total
 
 
 def _chunk(path: Path, offset: int) -> bytes:

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 
 from runtime.devices.kind import Reading
 from scheduler.core.errors import EffectFailed, NodeNameTaken
-from scheduler.core.inventory import Device, NodeChange
+from scheduler.core.workload import Device, NodeChange
 from scheduler.devices.host_reading import MemoryReading
 from scheduler.ray.actors import RANK, REPLICA, actor_names, errors_as_failures, find_actor, named_actor, within
 from scheduler.ray.node import NODE, Node, NodeConfig, NodeReport
@@ -233,11 +233,11 @@ class Nodes:
         """Returns when the node's warm parent accepts requests."""
         await self.on(node_config.name, "wait_warm", name, WARM_TIMEOUT_S)
 
-    async def bring(self, node_config: NodeConfig, version_dir: Path, holder: str) -> tuple[Path, int]:
+    async def bring(self, node_config: NodeConfig, version_dir: Path, holder: str) -> Path:
         """Ensure the node has this version, adapter or snapshot of home, which the caller holds, copying it if
-        necessary. Returns its path there and the bytes copied. It stays there until `holder` takes another."""
+        necessary. Returns its path there. It stays there until `holder` takes another."""
         if node_config.name == self.home.name:
-            return version_dir, 0
+            return version_dir
         try:
             stored = StoredVersion.read(version_dir)
         except (WeightsError, OSError) as error:
@@ -245,9 +245,8 @@ class Nodes:
         name, home = Name(stored.kind, stored.model, stored.version), self._of(self.home.name).actor
         return await self.on(node_config.name, "take", home, name, version_dir, holder)
 
-    async def bring_home(self, node: str, name: Name, remote: Path) -> tuple[Path, int]:
-        """Copy home what the node wrote at `remote`; returns the new path and the bytes copied. Raises
-        EffectFailed."""
+    async def bring_home(self, node: str, name: Name, remote: Path) -> Path:
+        """Copy home what the node wrote at `remote`; returns the new path. Raises EffectFailed."""
         there = self._of(node).actor
         kept = await self.on(self.home.name, "keep", there, name, remote)
         await self.on(node, "unpin", remote)

@@ -1,19 +1,14 @@
 """Runs a modified `ray start`: `python -m scheduler.ray.start LOGS start --head ...` takes Ray's options after the
 folder for its logs.
 
-It leaves out unused parts: the commands for Ray Serve, jobs and states, whose imports take most of the time of
-`ray start`; the dashboard process, which Ray starts and waits for even when told not to; and the server for remote
-drivers (Ray Client), which takes another 90 MB and port 10001, which no option disables and two boxes would both
-claim.
-
-The kernel kills all processes that a raylet starts, its agents and the workers, together with it. On their own, workers
-notice its end after up to two seconds, and agents after a minute if Ray's head is gone too: each polls, and agents
-first try to notify the head.
-
-`--block` ends when any process it started ends, for any reason. Ray treats exit code 0 or SIGTERM as requested: a
-raylet whose agent had been killed ended that way, and Ray's head stayed without a node forever.
-
-Folders are private to their owner, while Ray makes them public, and logs go to a directory with enough room.
+- It leaves out unused parts: the commands for Ray Serve, jobs and states, whose imports take most of the time of
+  `ray start`; the dashboard process, which Ray starts even when told not to; and the server for remote drivers (Ray
+  Client) with its 90 MB and port 10001, which no option disables and two boxes would both claim.
+- The kernel kills all processes that a raylet starts together with it. On their own, workers notice its end after up to
+  two seconds, and agents after a minute.
+- `--block` ends when any process it started ends, for any reason. Ray treats exit code 0 or SIGTERM as requested, and
+  its head stayed without a node forever.
+- Folders are private to their owner, and logs go to a directory with enough room.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Supervises one forked engine (a replica), without torch.
 
-Runs inside a Ray actor (wrapped in scheduler.ray.replicas) or in any asyncio program. It asks the node's warm parent
+Runs inside a Ray actor (wrapped in scheduler.ray.effects) or in any asyncio program. It asks the node's warm parent
 for an engine process, holds its lifeline, and forwards calls. The engine dies with it; of an engine that died,
 `wait_dead` says why.
 """

@@ -14,8 +14,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.v1.worker.gpu_worker import Worker
 
-from runtime.processes import numa
-from runtime.processes.kernel import die_with_parent
+from runtime.processes.kernel import bind_near, die_with_parent
 from serve.core.errors import VersionError
 from serve.load.loader import VersionLoader
 from serve.vllm.deaths import OUT_OF_STEP
@@ -37,7 +36,7 @@ class ShmWorker(Worker):
 
     def init_device(self) -> None:
         die_with_parent()  # the core's end is noticed by a pipe that its workers hold too
-        numa.bind(self.numa_nodes[self.local_rank :][:1])
+        bind_near(self.numa_nodes[self.local_rank :][:1])
         super().init_device()
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:

@@ -381,8 +381,7 @@ async def test_another_group_takes_over_where_the_first_one_was_left(shop, metho
     """What a controller does that was killed while a job trained: same processes, no event lost, no step twice."""
     first = await shop.launch(shop.spec(**{"n_epochs": 3} | of_method(method)), 2).start()
     await first.reached(2)
-    for task in first.group._tasks:  # as its process's death would
-        task.cancel()
+    first.group._following.cancel()  # as its process's death would
     heard, pids = first.events, first.pids()
     told = first.events = []
     second = Group(first._note, PATIENT)  # samples are drawn as before
@@ -402,8 +401,7 @@ async def test_another_group_takes_over_where_the_first_one_was_left(shop, metho
 
 async def test_a_world_that_ended_unwatched_is_still_taken_over(shop):
     first = await shop.launch(shop.spec(n_epochs=1), 2).start()
-    for task in first.group._tasks:
-        task.cancel()
+    first.group._following.cancel()
     for host in first.hosts:
         await host._child.closed()
     statuses = [await host.status() for host in first.hosts]
@@ -428,7 +426,7 @@ async def test_a_world_that_ended_unwatched_is_still_taken_over(shop):
 )
 async def test_left_step_is_done_again_bitwise(shop, fields):
     # Steps of many micro-batches: the suspension comes inside one, which is left after a micro-batch.
-    fields |= {"batch_size": 16, "examples": 96, "step_patience_s": 0.0}
+    fields |= {"batch_size": 16, "examples": 96}
     unbroken = await shop.run(shop.spec("unbroken", **fields), 2)
     spec, losses, snapshot, left = shop.spec("left", **fields), {}, None, 0
     while left == 0:  # a suspension that comes with a step's last micro-batch finds nothing to leave

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from appliance.controller.models.capacity import BoxFacts
 from runtime.devices.kinds import KINDS, kind_of
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.inventory import Device
-from scheduler.core.workload import Demand, DeploymentView, PlanInput, Policy, ReplicaView
+from scheduler.core.workload import Demand, DeploymentView, Device, PlanInput, Policy, ReplicaView
 from scheduler.plan.plan import plan
 from train.plan.estimate import ModelShape, rank_memory
 

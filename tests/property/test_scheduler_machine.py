@@ -294,7 +294,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             "auto": len(usable) - min(policy.serving_floor, len(usable)),
         }[policy.kind]
         for job in self.store.jobs.values():
-            if job.phase == "paused" or job.held or job.id in self.world.groups:
+            if job.phase == "paused" or job.id in self.world.groups:
                 continue
             assert job.sizes[0] > min(room_for(job, free), limit - training), f"{job} waits beside {free} ({policy})"
         for model, deployment in self.store.deployments.items():

@@ -28,11 +28,10 @@ from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.models.library import ModelVersion, Report
 from appliance.store.database import Database
 from appliance.store.objects import jobs
-from appliance.store.records.journal import SqliteJournal
+from appliance.store.records.box import SqliteJournal
 from appliance.store.rows import VersionRow
 from runtime.background_tasks import BackgroundTasks
-from scheduler.core.inventory import Device
-from scheduler.core.workload import Policy
+from scheduler.core.workload import Device, Policy
 from scheduler.handover.effects import StepRecord
 from serve.core.config import EngineConfig
 from train.graders.hosts import GraderHosts

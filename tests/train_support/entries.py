@@ -14,13 +14,13 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from runtime.processes.lifeline import Lifeline
 from train.control.progress import ControlSignals, Progress
-from train.model import adapter
+from train.model.model import stored_name
 from train.plan.spec import TrainSpec
 from train.state import copies, fragments
 from train.state.copies import Piece
 from train.state.publish import publish
 from train.trainer.engine import init_world
-from train.trainer.prepare import prepare
+from train.trainer.worker import prepare
 from weights.format.torch_views import as_tensor
 
 
@@ -42,7 +42,7 @@ def compare_publish(lifeline: Lifeline, args: dict[str, Any]) -> int:
     gathered = zero.GatheredParameters(params) if fragments.is_zero3(run.engine) else nullcontext()
     with gathered, torch.no_grad():
         factors = {
-            adapter.stored_name(p.name): p.tensor.detach().to(torch.bfloat16).clone()
+            stored_name(p.name): p.tensor.detach().to(torch.bfloat16).clone()
             for p in fragments.parameters(run.engine)
             if p.trained
         }

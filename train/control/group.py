@@ -87,8 +87,27 @@ class Outcome:
     detail: dict[str, Any] = field(default_factory=dict)
 
 
+class _Failed(Exception):
+    """How a world failed. error: what differs of `Outcome.error` from a failure that is not the job's and can be
+    retried."""
+
+    def __init__(self, rank: int, reason: str, **error: Any):
+        usual = {"code": "rank_failed", "message": f"rank {rank} {reason}", "retryable": True, "blame": "outside"}
+        self.error = usual | {"rank": rank, "reason": reason, "by_device": False} | error
+
+
+class _Lost(Exception):
+    """A rank ended before its work, by itself or with another one: `_blame` says which is at fault."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+
 class Group:
-    """One world of one job, for one use: create another Group to continue the job."""
+    """One world of one job, for one use: create another Group to continue the job.
+
+    `_follow` has its life from the first event of its ranks to the end of all of them.
+    """
 
     def __init__(
         self,
@@ -99,15 +118,13 @@ class Group:
         self._hosts: list[Host] = []
         self._job_id = ""
         self._step = 0
-        self._tasks: list[asyncio.Task] = []
         self._listeners: list[asyncio.Task] = []
         self._ready: dict[int, dict] = {}
         self._done: dict[int, dict] = {}
         self._fatal: dict[int, dict] = {}
-        self._ended: asyncio.Future[Outcome] | None = None
-        self._failing: asyncio.Task | None = None
-        self._started_s = 0.0
-        self._adopted = self._ending = False
+        self._killed: asyncio.Future[None] | None = None
+        self._following: asyncio.Task[Outcome] | None = None
+        self._started_s: float | None = None  # of a world that was not adopted
 
     async def start(
         self, spec: TrainSpec, hosts: Sequence[Host], devices: Sequence[str], snapshot: str | None = None
@@ -120,35 +137,33 @@ class Group:
         assert len(hosts) == len(devices) and hosts, "one device per host"
         self._started_s = time.monotonic()
         self._hosts, self._job_id = list(hosts), spec.job_id
-        self._ended = asyncio.get_running_loop().create_future()
-        await self._fork(asdict(spec), devices, snapshot)
-        self._attend()
-        while len(self._ready) < len(hosts) and not self._ended.done():
-            await asyncio.wait([self._ended], timeout=0.01)
-        if self._ended.done() and (outcome := self._ended.result()).outcome == "failed":
-            error = outcome.error or {}
-            raise RankFailed(error["rank"], error["reason"], retryable=error["retryable"], blame=error["blame"])
-
-    async def _fork(self, spec: dict[str, Any], devices: Sequence[str], snapshot: str | None) -> None:
-        meeting = uuid.uuid4().hex
+        meeting, fields = uuid.uuid4().hex, asdict(spec)
         starts = [
-            host.start(spec, rank, len(self._hosts), meeting, device, snapshot)
-            for rank, (host, device) in enumerate(zip(self._hosts, devices, strict=True))
+            host.start(fields, rank, len(hosts), meeting, device, snapshot)
+            for rank, (host, device) in enumerate(zip(hosts, devices, strict=True))
         ]
         for rank, result in enumerate(await asyncio.gather(*starts, return_exceptions=True)):
             if isinstance(result, BaseException):
                 await self._kill_all()
                 raise RankFailed(rank, f"was not started: {result}", retryable=True, blame="outside") from result
+        self._begin()
+        assert self._following is not None
+        while len(self._ready) < len(hosts) and not self._following.done():
+            await asyncio.wait([self._following], timeout=0.01)
+        if self._following.done() and (error := self._following.result().error) is not None:
+            raise RankFailed(error["rank"], error["reason"], retryable=error["retryable"], blame=error["blame"])
 
     async def adopt(self, job_id: str, hosts: Sequence[Host]) -> None:
         """Take over the ranks of another Group whose process died. `hosts`: all of them, in the order of ranks.
 
         It delivers unacknowledged events now, the last of them perhaps a second time.
         """
-        self._started_s = time.monotonic()
-        self._hosts, self._job_id, self._adopted = list(hosts), job_id, True
-        self._ended = asyncio.get_running_loop().create_future()
-        self._attend()
+        self._hosts, self._job_id = list(hosts), job_id
+        self._begin()
+
+    def _begin(self) -> None:
+        self._killed = asyncio.get_running_loop().create_future()
+        self._following = asyncio.create_task(self._follow(), name=f"{self._job_id} ranks")
 
     async def suspend(self) -> SuspendReport | None:
         """Leave the devices with a snapshot of the last step boundary, or of the next if it is near; returns when they
@@ -157,10 +172,10 @@ class Group:
         None if the job ended otherwise meanwhile (it was in its last step, or failed): `wait` returns how.
         """
         started = time.monotonic()
-        assert self._ended is not None, "start the group first"
-        if not self._ended.done():
+        assert self._following is not None, "start the group first"
+        if not self._following.done():
             with suppress(RuntimeLayerError):  # the rank has just died; its listener ends the group
-                await self._hosts[0].call("signal", name="suspend")
+                await self._hosts[0].call("suspend")
         outcome = await self.wait()
         if outcome.outcome != "suspended":
             return None
@@ -173,87 +188,99 @@ class Group:
 
     async def kill(self) -> Outcome:
         """End now, as a failure that can be retried (the devices are needed, or the box goes down)."""
-        self._fail(0, "was killed on request", code="killed")
+        assert self._killed is not None, "start the group first"
+        if not self._killed.done():
+            self._killed.set_result(None)
         return await self.wait()
 
     async def wait(self) -> Outcome:
         """How the group ended; returns when no process of it is left."""
-        assert self._ended is not None, "start the group first"
-        return await asyncio.shield(self._ended)
+        assert self._following is not None, "start the group first"
+        return await asyncio.shield(self._following)
 
-    def _attend(self) -> None:
-        for rank in range(len(self._hosts)):
-            listener = asyncio.create_task(self._listen(rank), name=f"{self._job_id} events {rank}")
-            listener.add_done_callback(lambda done, rank=rank: self._listened(rank, done))
-            self._listeners.append(listener)
-            self._tasks.append(listener)
-            self._tasks.append(asyncio.create_task(self._watch_rank(rank), name=f"{self._job_id} watch {rank}"))
+    async def _follow(self) -> Outcome:
+        """Listen to all ranks until all are done, or one fails; then kill what is left of them."""
+        ranks = range(len(self._hosts))
+        self._listeners = [asyncio.create_task(self._listen(rank)) for rank in ranks]
+        tasks = [*self._listeners, *(asyncio.create_task(self._watch(rank)) for rank in ranks)]
+        assert self._killed is not None
+        pending: set[asyncio.Future[None]] = {*tasks, self._killed}
+        try:
+            while not all(listener.done() for listener in self._listeners):
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                if self._killed in done:
+                    raise _Failed(0, "was killed on request", code="killed")
+                for task in done:
+                    task.result()
+            detail = self._done[0]
+            outcome = Outcome(detail["outcome"], detail["step"], None, detail)
+        except _Failed as failed:
+            outcome = Outcome("failed", self._step, failed.error)
+        except _Lost as lost:
+            outcome = Outcome("failed", self._step, (await self._blame(lost.rank)).error)
+        finally:
+            for task in tasks:
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._kill_all()
+        self._report("finished", outcome=outcome.outcome, step=outcome.step, error=outcome.error)
+        return outcome
 
     async def _listen(self, rank: int) -> None:
+        """Take the events of a rank until it is done."""
         heard = 0
-        while True:
-            event = await self._hosts[rank].next_event(heard)
+        while rank not in self._done:
+            try:
+                event = await self._hosts[rank].next_event(heard)
+            except RuntimeLayerError as error:  # its supervisor is gone
+                raise _Lost(rank) from error
             if event is None:
-                if len(self._done) < len(self._hosts):
-                    self._fail_after_grace(rank)
-                return
+                raise _Lost(rank)
             heard, name = event["number"], event["event"]
             if name == "ready":
                 self._ready[rank] = event
-                if len(self._ready) == len(self._hosts) and not self._adopted:
-                    self._report_started()
+                if len(self._ready) == len(self._hosts) and self._started_s is not None:
+                    self._report_started(time.monotonic() - self._started_s)
             elif name == "done":
                 self._done[rank] = event | {"left_s": time.monotonic()}
-                if len(self._done) == len(self._hosts):
-                    self._tasks.append(asyncio.create_task(self._end_well(), name=f"{self._job_id} end"))
             elif name == "fatal":
                 self._fatal[rank] = event
-                self._fail_after_grace(rank)
+                raise _Lost(rank)
             else:
                 self._step = event.get("step", self._step)
-                self._report(**{key: value for key, value in event.items() if key != "number"})
+                try:
+                    self._report(**{key: value for key, value in event.items() if key != "number"})
+                except Exception as error:  # it must not be lost silently, with all later ones
+                    raise _Failed(rank, f"sent an event that could not be handled: {error!r}") from error
 
-    def _listened(self, rank: int, listener: asyncio.Task) -> None:
-        if listener.cancelled() or (error := listener.exception()) is None:
-            return
-        if isinstance(error, RuntimeLayerError):
-            self._fail_after_grace(rank)  # its supervisor is gone
-        else:  # an event whose handler fails must not be lost silently, with all later ones
-            self._fail(rank, f"sent an event that could not be handled: {error!r}")
-
-    async def _watch_rank(self, rank: int) -> None:
+    async def _watch(self, rank: int) -> None:
+        """Raises _Failed once a rank is silent, or too long in one phase."""
         limits = self._limits
         while True:
             await asyncio.sleep(limits.ping_every_s)
             timeout_s = limits.ping_timeout_s if rank in self._ready else limits.long_ping_timeout_s
             try:
                 report = await self._hosts[rank].call("ping", timeout_s=timeout_s)
-            except ChildTimeout:
-                self._fail(rank, f"did not answer within {timeout_s} s (stopped or starved)", code="rank_hung")
-                return
-            except ChildDied:
+            except ChildTimeout as error:
+                why = f"did not answer within {timeout_s} s (stopped or starved)"
+                raise _Failed(rank, why, code="rank_hung") from error
+            except RuntimeLayerError:
                 return  # its listener knows the cause
             if report["phase"] != "done" and report["in_phase_s"] > limits.phase_limit_s:
                 where = f"hangs in phase {report['phase']!r} at step {report['step']}"
-                self._fail(rank, f"{where} for {report['in_phase_s']:.0f} s", code="rank_hung")
-                return
+                raise _Failed(rank, f"{where} for {report['in_phase_s']:.0f} s", code="rank_hung")
 
-    def _report_started(self) -> None:
+    def _report_started(self, start_s: float) -> None:
         seconds = {key: max(ready["seconds"][key] for ready in self._ready.values()) for key in ("join", "prepare")}
-        seconds["start"] = time.monotonic() - self._started_s
         self._step = self._ready[0]["step"]
-        self._report("started", step=self._step, devices=len(self._hosts), seconds=seconds)
+        self._report("started", step=self._step, devices=len(self._hosts), seconds={**seconds, "start": start_s})
 
     def _report(self, event: str, **data: Any) -> None:
         self._on_event({"event": event, **data, "job": self._job_id})
 
-    def _fail_after_grace(self, rank: int) -> None:
+    async def _blame(self, first: int) -> _Failed:
         # When one rank dies, the others raise from their collectives within 0.1 s, sometimes before its death is seen:
         # wait briefly and blame the one with its own error.
-        if self._failing is None:
-            self._failing = asyncio.create_task(self._blame(rank), name=f"{self._job_id} blame")
-
-    async def _blame(self, first: int) -> None:
         await asyncio.sleep(_OWN_RANK_GRACE_S)
         ranks = [rank for rank in range(len(self._hosts)) if rank not in self._fatal]
         deaths = dict(zip(ranks, await asyncio.gather(*map(self._death, ranks)), strict=True))
@@ -264,20 +291,17 @@ class Group:
         silent = [rank for rank in gone if rank not in self._fatal]
         rank = (own or silent or [first])[0]
         fatal = self._fatal.get(rank)
-        if fatal is None:
-            death = deaths.get(rank)
-            starved = any(isinstance(one, ChildDied) and one.starved for one in deaths.values())
-            how = f"died: {death}" if isinstance(death, SupervisorDied) else "died (killed, or out of memory)"
-            if starved:
-                self._fail(rank, "died: the host's memory ran out", blame="memory")
-            else:
-                self._fail(rank, how, by_device=True)
-        else:
+        if fatal is not None:
             kind, message = fatal["type"], fatal["message"]
-            of_input = isinstance(getattr(errors, kind, None), type)
             error = {"code": kind, "blame": "own", "by_device": kinds.is_of_a_device(kind, message)}
-            error |= {"retryable": False, "message": message} if of_input else {}  # in words for who gave the input
-            self._fail(rank, f"raised {kind}: {message}", **error)
+            if isinstance(getattr(errors, kind, None), type):  # of the input, in words for who gave it
+                error |= {"retryable": False, "message": message}
+            return _Failed(rank, f"raised {kind}: {message}", **error)
+        if any(isinstance(one, ChildDied) and one.starved for one in deaths.values()):
+            return _Failed(rank, "died: the host's memory ran out", blame="memory")
+        death = deaths.get(rank)
+        how = f"died: {death}" if isinstance(death, SupervisorDied) else "died (killed, or out of memory)"
+        return _Failed(rank, how, by_device=True)
 
     async def _death(self, rank: int) -> RuntimeLayerError | None:
         """Cause of its death; None while it lives."""
@@ -289,35 +313,6 @@ class Group:
         except TimeoutError:
             return None
         return None
-
-    def _fail(self, rank: int, reason: str, **error: Any) -> None:
-        """error: what differs of `Outcome.error` from a failure that is not the job's and can be retried."""
-        usual = {"code": "rank_failed", "message": f"rank {rank} {reason}", "retryable": True, "blame": "outside"}
-        outcome = Outcome("failed", self._step, usual | {"rank": rank, "reason": reason, "by_device": False} | error)
-        self._tasks.append(asyncio.create_task(self._end(outcome), name=f"{self._job_id} fail"))
-
-    async def _end_well(self) -> None:
-        detail = self._done[0]
-        self._step = detail["step"]
-        await self._end(Outcome(detail["outcome"], detail["step"], None, detail))
-
-    async def _end(self, outcome: Outcome) -> None:
-        assert self._ended is not None
-        # Only the first end counts. While ranks are being killed, others look hung; and a second round of kills could
-        # hit the next job on the devices.
-        if self._ending:
-            return
-        self._ending = True
-        try:
-            await self._kill_all()
-        except BaseException:
-            self._ending = False
-            raise
-        self._ended.set_result(outcome)
-        self._report("finished", outcome=outcome.outcome, step=outcome.step, error=outcome.error)
-        for task in self._tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
 
     async def _kill_all(self) -> None:
         """Kill all ranks. An unreachable host must not block the report of the group's end: its rank died with it. Such

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-
-class Events(Protocol):
-    """Receives a run's events; called on rank 0 only."""
-
-    def __call__(self, event: str, **data: Any) -> None: ...
+Events = Callable[..., None]
+"""Receives a run's events, by name with data as keywords; called on rank 0 only."""
 
 
 @dataclass
@@ -19,8 +17,8 @@ class ControlSignals:
 
     suspend: bool = False
 
-    def ask(self, name: str) -> None:
-        setattr(self, name, True)
+    def ask_suspend(self) -> None:
+        self.suspend = True
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -58,27 +59,17 @@ class RankHost:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._meeting = self._worlds / meeting
         self._worlds.mkdir(mode=0o700, exist_ok=True)
-        env = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": "0",
-            "LOCAL_SIZE": "1",
-            # A world is on one node. By default collectives use an address that other machines can reach.
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
+        env = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+        # A world is on one node. By default collectives use an address that other machines can reach.
+        env["GLOO_SOCKET_IFNAME"] = "lo"
         kind = kind_of(spec["device_kind"])
         # Set after the fork: the parent never touched a device.
         env |= kind.visibility([device]) | kind.collectives_environment("lo")
+        given = {"spec": spec, "rank": rank, "world_size": world_size, "snapshot": snapshot}
         self._child = await Child.spawn(
             self._warm_socket,
             ENTRY,
-            {
-                "spec": spec,
-                "rank": rank,
-                "world_size": world_size,
-                "snapshot": snapshot,
-                "meeting": str(self._meeting),
-            },
+            {**given, "meeting": str(self._meeting)},
             env=env,
             numa_nodes=[self._numa_node],
             name=f"{spec['job_id']} rank {rank}",
@@ -134,35 +125,36 @@ class RankHost:
 
 
 class _Events:
-    """The numbered events of one rank."""
+    """The numbered events of one rank, None behind the last."""
 
     def __init__(self, child: Child | None = None):
-        self.done = False
-        self._over = child is None
-        self._kept: deque[dict[str, Any]] = deque()
+        self._kept: deque[tuple[int, dict[str, Any] | None]] = deque()
         self._news = asyncio.Condition()
         self._reader = asyncio.create_task(self._read(child), name=f"events of {child.name}") if child else None
+
+    @property
+    def done(self) -> bool:
+        """Whether the rank came to its end."""
+        return any(event is not None and event["event"] == "done" for _, event in self._kept)
 
     async def next(self, after: int) -> dict[str, Any] | None:
         async with self._news:
             while True:
-                self._kept = deque(e for e in self._kept if e["number"] > after or e["event"] in STATES)
-                found = next((event for event in self._kept if event["number"] > after), None)
-                if found is not None or self._over:
-                    return found
+                self._kept = deque(
+                    (number, event)
+                    for number, event in self._kept
+                    if number > after or event is None or event["event"] in STATES
+                )
+                for number, event in self._kept:
+                    if number > after or event is None:
+                        return event
                 await self._news.wait()
 
     async def _read(self, child: Child) -> None:
-        number = 0
-        while True:
+        for number in count(1):
             event = await child.next_event()
             async with self._news:
-                if event is None:
-                    self._over = True
-                else:
-                    number += 1
-                    self._kept.append({**event, "number": number})
-                    self.done = self.done or event["event"] == "done"
+                self._kept.append((number, None if event is None else {**event, "number": number}))
                 self._news.notify_all()
             if event is None:
                 return

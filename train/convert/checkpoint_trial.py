@@ -195,33 +195,28 @@ def _names(model: Any, stored: Collection[str], *, is_whole: bool) -> dict[str, 
 
 def _candidates(name: str) -> Iterable[str]:
     """The name without what wrappers put into it, the least change first."""
-    plain = _without_wrappers(name)
+    plain, before = name, ""
+    while plain != before:
+        before, plain = plain, _WRAPPERS.sub("", plain).removeprefix(".").removeprefix(_PEFT)
     yield plain
     yield plain.removeprefix("model.")
     yield _INNER.sub("", plain).removeprefix(".")
     yield _INNER.sub("", plain.removeprefix("model.")).removeprefix(".")
 
 
-def _without_wrappers(name: str) -> str:
-    before = None
-    while name != before:
-        before = name
-        name = _WRAPPERS.sub("", name).removeprefix(".").removeprefix(_PEFT)
-    return name
-
-
 def _loaded(model: Any, tensors: Mapping[str, Any], *, is_whole: bool) -> dict[str, Any]:
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    every, _, _ = _conversions(model)
+    every, *_ = _conversions(model)
     buffers = {name for name, _ in model.named_buffers()}
     config = LoadStateDictConfig(device_map={"": "meta"}, weight_mapping=every)
     info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(info)
     missing = sorted(info.missing_keys - buffers)
-    speculates = _speculates(model.config)
+    settings = {**model.config.to_dict(), **model.config.get_text_config().to_dict()}
+    speculates = any(value for key, value in settings.items() if "nextn" in key or "mtp" in key)
     unknown = sorted(name for name in info.unexpected_keys if not (speculates and _SPECULATION.search(name)))
     if not is_whole:
         missing, unknown = ([n for n in some if not _OF_EMBEDDINGS.search(n)] for some in (missing, unknown))
@@ -235,12 +230,6 @@ def _loaded(model: Any, tensors: Mapping[str, Any], *, is_whole: bool) -> dict[s
         "shapes": shapes[:MOST_NAMED],
         "unconvertible": broken[:MOST_NAMED],
     }
-
-
-def _speculates(config: Any) -> bool:
-    """Whether the model was saved with layers for speculation, by its config."""
-    settings = {**config.to_dict(), **config.get_text_config().to_dict()}
-    return any(value for key, value in settings.items() if "nextn" in key or "mtp" in key)
 
 
 def _is_quantised(path: Path) -> bool:
@@ -259,7 +248,7 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     added: its added tokens and their ids. special: the token and id of each role. beyond: [token, id] without a row in
     the embedding, the first few, and how many. begins: whether every text begins with the BOS token. differs: a text
     that its class reads otherwise than tokenizer.json, "" without. mended: whether it does not as
-    PreTrainedTokenizerFast. changed: [text, what became of it] for one that does not go round. generation: why
+    PreTrainedTokenizerFast. generation: why
     generation_config.json cannot be read, "" if it can. Raises Unfit.
     """
     from transformers import AutoTokenizer
@@ -275,8 +264,10 @@ def read(path: Path, rows: int) -> dict[str, Any]:
             other = _with_plain_class(path, Path(folder))
         if other is not None and not _differs(other, written):
             found["mended"], made = True, other
+    ids, file = made.get_vocab(), path / "tokenizer.json"
     # tokenizers numbers an added token anew where ids before it are missing.
-    ids = {**made.get_vocab(), **_claimed(path)}
+    claimed = json.loads(file.read_bytes()).get("added_tokens") if file.is_file() else None
+    ids |= {one["content"]: one["id"] for one in claimed or ()}
     beyond = sorted((number, token) for token, number in ids.items() if rows and number >= rows)
     roles = ("bos_token", "eos_token", "unk_token", "pad_token")
     special = {role: str(token) for role in roles if (token := getattr(made, role, None)) is not None}
@@ -289,7 +280,6 @@ def read(path: Path, rows: int) -> dict[str, Any]:
         "beyond_count": len(beyond),
         "generation": _unreadable_generation(path),
         "begins": made.bos_token_id is not None and first == [made.bos_token_id],
-        "changed": _changed(made),
     }
 
 
@@ -303,13 +293,6 @@ def _unreadable_generation(path: Path) -> str:
     except Exception as error:  # noqa: BLE001 - whatever its values make it raise
         return f"{type(error).__name__}: {str(error)[:200]}"
     return ""
-
-
-def _claimed(path: Path) -> dict[str, int]:
-    """The ids of added tokens as tokenizer.json has them."""
-    file = path / "tokenizer.json"
-    added = json.loads(file.read_bytes()).get("added_tokens") if file.is_file() else None
-    return {one["content"]: one["id"] for one in added or ()}
 
 
 def _as_written(path: Path) -> Any:
@@ -354,15 +337,6 @@ def _with_plain_class(path: Path, folder: Path) -> Any:
     except Exception as error:  # noqa: BLE001 - each tokenizer has errors of its own
         print(f"not loaded by the plain class: {error}", file=sys.stderr)
         return None
-
-
-def _changed(made: Any) -> list[str]:
-    for text in TEXTS:
-        tokens = made.encode(text, add_special_tokens=False)
-        back = made.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if back != text:
-            return [text, back[:200]]
-    return []
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from train.data.formats import TEXT, Example, convert, shape_of
-from train.data.records import BadFile, BadRecord, Line, Record, examples, parse
+from train.data.records import MAX_EXAMPLE_BYTES, BadFile, BadRecord, Line, Record, examples, parse
 
 MAX_LISTED_ERRORS = 100
 # The check stops after this many bad examples, which bounds its time even for a billion of them.
@@ -43,12 +43,14 @@ class DataReport:
     MAX_LISTED_ERRORS of `n_errors` (line, reason) pairs; counting stops at MAX_COUNTED_ERRORS. Tokens are counted or
     estimated, see `check_training_file`. n_rows: what is trained, more than the examples where the model's template
     needs a row for each turn; `example_tokens` has the tokens of each of the first COUNTED_EXAMPLES rows.
+    n_tokens_by_size: as the bytes of the examples alone would have it, of each a row.
     `warnings` say what may be wrong, `notes` what was done. `left_out`: in how many examples each key was not read."""
 
     shape: str = "empty"
     n_examples: int = 0
     n_rows: int = 0
     n_tokens_estimate: int = 0
+    n_tokens_by_size: int = 0
     longest_example_tokens: int = 0
     example_tokens: list[int] = field(default_factory=list)
     n_errors: int = 0
@@ -78,13 +80,15 @@ class Read:
     bad: BadRecord | None = None
 
 
-def read_examples(path: str | Path, refuses: Refuses | None = None) -> Iterator[Read]:
+def read_examples(
+    path: str | Path, refuses: Refuses | None = None, max_example_bytes: int = MAX_EXAMPLE_BYTES
+) -> Iterator[Read]:
     """Every example of a file. The shape of most of the first is that of all, of those that the method takes if
     `refuses` says which; a record of another shape is unusable, and so is a file of which it takes none. Raises
     OSError."""
     with open(path, "rb") as file:
-        shape = _usual_shape(islice(examples(file), _SHAPE_EXAMPLES), refuses)
-        for line, raw in examples(file):
+        shape = _usual_shape(islice(examples(file, max_example_bytes), _SHAPE_EXAMPLES), refuses)
+        for line, raw in examples(file, max_example_bytes):
             read = Read(line)
             try:
                 if isinstance(raw, BadRecord):
@@ -117,6 +121,7 @@ def check_training_file(
     path: str | Path,
     *,
     chat_path: str | Path | None = None,
+    max_example_bytes: int = MAX_EXAMPLE_BYTES,
     count: Count | None = None,
     counted: int = COUNTED_EXAMPLES,
     refuses: Refuses | None = None,
@@ -129,20 +134,20 @@ def check_training_file(
     estimated. The chat file exists afterwards only if the report is `ok`. `look` gets each example with its tokens, or
     none of a bad one. Raises OSError if the file is unreadable.
     """
-    report, tokens, partial = DataReport(), _Tokens(count, counted), Path(f"{chat_path}.partial")
+    report, partial = DataReport(), Path(f"{chat_path}.partial")
     with ExitStack() as stack:
         output = None
         if chat_path:
             stack.callback(partial.unlink, missing_ok=True)
             number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             output = stack.enter_context(os.fdopen(number, "wb"))
-        for read in read_examples(path, refuses):
+        for read in read_examples(path, refuses, max_example_bytes):
             report.shape = read.shape or report.shape
             try:
                 if read.bad is not None:
                     raise read.bad
                 assert read.example is not None
-                rows = tokens.of(read.example.record)
+                rows = _rows(report, read.example.record, count, counted)
                 _add(report, read.example, rows)
                 look(read, rows)
                 if output:
@@ -160,28 +165,18 @@ def check_training_file(
     return report
 
 
-class _Tokens:
-    """Tokens of records: those of the first are counted where there is something that can, the others estimated."""
-
-    def __init__(self, count: Count | None, most: int):
-        self._count, self._most = count, most
-        self._counted = self._rows = self._tokens = self._estimated = 0
-
-    def of(self, record: Record) -> list[list[int]]:
-        """The tokens of each sequence of each row of a converted record. Raises BadRecord."""
-        estimates = [_estimate_tokens(chat) for chat in record.get("sequences", (record,))]
-        if self._count is None:
-            return [estimates]
-        if self._counted == self._most:
-            of_each = max(1, round(self._rows / self._counted))
-            scale = self._tokens / max(1, self._estimated * of_each)
-            return [[int(estimate * scale) for estimate in estimates]] * of_each
-        rows = self._count(record)
-        self._counted += 1
-        self._rows += len(rows)
-        self._tokens += sum(map(sum, rows))
-        self._estimated += sum(estimates)
-        return rows
+def _rows(report: DataReport, record: Record, count: Count | None, counted: int) -> list[list[int]]:
+    """The tokens of each sequence of each row of a converted record. Raises BadRecord."""
+    estimates = [_estimate_tokens(chat) for chat in record.get("sequences", (record,))]
+    rows = [estimates]
+    if count is not None and report.n_examples < counted:
+        rows = count(record)
+    elif count is not None:  # as many as the examples before have for what was estimated of them
+        of_each = max(1, round(report.n_rows / report.n_examples))
+        scale = report.n_tokens_estimate / max(1, report.n_tokens_by_size * of_each)
+        rows = [[round(estimate * scale) for estimate in estimates]] * of_each
+    report.n_tokens_by_size += sum(estimates)
+    return rows
 
 
 def _add(report: DataReport, example: Example, rows: list[list[int]]) -> None:

@@ -10,9 +10,10 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -124,6 +125,22 @@ class Row:
     advantages: np.ndarray | None = None
     sampled: np.ndarray | None = None
     allowed: Callable[[], np.ndarray] | None = None
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What a rank learns from in one step.
+
+    rows: (number within the step, row) of its micro-batches. denominator: what the loss is divided by. tokens: of the
+    whole step, with those that are not learnt. figures: further data of the step's event. waited: seconds until it was
+    there, by part. All but `rows` are the same on every rank.
+    """
+
+    rows: list[tuple[int, Row]]
+    denominator: int
+    tokens: int
+    figures: dict[str, Any] = field(default_factory=dict)
+    waited: dict[str, float] = field(default_factory=dict)
 
 
 def part_of(row: Row, index: int, parts: int) -> Row:

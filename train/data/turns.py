@@ -71,14 +71,9 @@ def turn_form(render: Render, stops: Callable[[str], bool], eos: str | None) -> 
     header = before[len(question) :] if question is not None and before.startswith(question) else ""
     followed = (_try(render, [*asked, answer, {"role": "user", "content": "c"}], tools) or text).rpartition(PROBE)[2]
     tail, blank = tail.rstrip(), tail[len(tail.rstrip()) :]
-    end = tail
-    if not followed.startswith(tail):  # what follows the end of the last turn alone, as Phi 3's <|endoftext|>
-        shared = os.path.commonprefix([tail, followed])
-        shorter = re.match(r"\s*(?:<[^\s<>]+>|\S+)", tail)
-        if eos and eos in shared:
-            end = shared
-        elif shorter and stops(shorter[0]):
-            end = shorter[0]
+    end, marker = tail, re.match(r"\s*(?:<[^\s<>]+>|\S+)", tail)
+    if not followed.startswith(tail) and marker and stops(marker[0]):
+        end = marker[0]  # what follows it ends the last turn alone, as Phi 3's <|endoftext|>
     if not tail and (marker := _MARKER.match(followed)):
         end = marker[1]
     end = _to_first(eos, end) if stops(end) else end + (eos or "")
@@ -223,19 +218,12 @@ def _unwritten(what: str) -> str:
 
 
 def _end_in(whole: str, prompt: str, written: str, message: dict[str, Any]) -> int | None:
-    """Where in the text of the whole conversation the turn ends; None if it is written otherwise there."""
-    if not whole.startswith(prompt):
-        return None
-    if whole.startswith(written, len(prompt)):
-        return len(prompt) + len(written)
-    # Earlier turns may lack what only the last one begins with, an empty thought: look for the rest.
-    head = whole[len(prompt) : len(prompt) + 8]
-    at = written.find(head, 1) if head else -1
-    while at > 0:
-        rest = written[at:]
-        if whole.startswith(rest, len(prompt)):
-            return None if _lost(message, rest) else len(prompt) + len(rest)
-        at = written.find(head, at + 1)
+    """Where in the text of the whole conversation the turn ends; None if it is written otherwise there. Earlier turns
+    may lack what only the last one begins with, an empty thought: then the rest of it counts."""
+    head = whole[len(prompt) : len(prompt) + min(8, len(written))] if whole.startswith(prompt) else ""
+    for at in range(len(written)) if head else ():
+        if written.startswith(head, at) and whole.startswith(rest := written[at:], len(prompt)):
+            return None if at and _lost(message, rest) else len(prompt) + len(rest)
     return None
 
 

@@ -1,8 +1,8 @@
 """Notes what each check finds in the examples of a data file, and makes the report.
 
-Texts are compared by their runs of words (n-grams) as hashes: near duplicates by MinHash, and training examples that
-contain a validation example. Personal data and secrets are found by their form, and by their checksum if they have one;
-names and addresses have no fixed form and are not found.
+Texts are compared by their runs of words (n-grams) as hashes: near duplicates, and training examples that contain a
+validation example. Personal data and secrets are found by their form, and by their checksum if they have one; names and
+addresses have no fixed form and are not found.
 """
 
 from __future__ import annotations
@@ -158,17 +158,12 @@ LIKE = 0.8
 OVERLAP = 0.7
 """A training example is contaminated if it and a validation example share this part of the 13-grams of the shorter."""
 _GRAM, _OVERLAP_GRAM = 5, 13  # 13: the length that GPT-3 and lm-eval use
-_BANDS, _ROWS = 16, 5  # texts with a likeness of 0.8 share no band in 0.2 % of all cases
+_SKETCH = 16  # of the least n-grams; texts with a likeness of 0.8 share 13 of them on average
 # Runs in more validation examples than this share (at least _TEMPLATE_LEAST) are a template, which leaks nothing.
 _TEMPLATE_SHARE, _TEMPLATE_LEAST = 0.01, 3
-_CHUNK = 1 << 14  # n-grams hashed together: bounds the memory that a long text takes
 
 _ALONE = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _WORD = re.compile(rf"[{_ALONE}]|[^\W_{_ALONE}]+")
-_random = np.random.default_rng(20)
-_FACTORS = _random.integers(0, 2**32, (_BANDS * _ROWS, 1), np.uint32) | np.uint32(1)
-_TERMS = _random.integers(0, 2**32, (_BANDS * _ROWS, 1), np.uint32)
-_BAND_FACTORS = _random.integers(0, 2**64, (_BANDS, _ROWS), np.uint64) | np.uint64(1)
 _BASE, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xFF51AFD7ED558CCD)
 
 
@@ -191,35 +186,26 @@ def grams(words: np.ndarray, n: int) -> np.ndarray:
 
 
 class NearDuplicates:
-    """Texts in the order of their file, each compared with the earlier ones that share a band of their MinHash."""
+    """Texts in the order of their file, each compared with the newest earlier ones that share one of its least n-grams:
+    the n-grams are hashes, so these are a random sample, the same in every text that has them."""
 
     def __init__(self) -> None:
-        self._by_band: dict[int, int] = {}
+        self._newest: dict[int, int] = {}
         self._grams: dict[int, np.ndarray] = {}
 
     def find(self, index: int, words: np.ndarray) -> tuple[int, float] | None:
         """The index of an earlier text that this one nearly repeats, and their likeness; None without any, and then
         later texts are compared with this one too."""
-        if not len(words):
-            return None
-        own = grams(words, _GRAM).astype(np.uint32)  # half the time and memory; in one text, these rarely meet
-        keys = _bands(own)
-        for earlier in dict.fromkeys(self._by_band[key] for key in keys if key in self._by_band):
+        own = grams(words, _GRAM)
+        sketch = own[:_SKETCH].tolist()
+        own = own.astype(np.uint32)  # half the time and memory; in one text, these rarely meet
+        for earlier in dict.fromkeys(self._newest[gram] for gram in sketch if gram in self._newest):
             both = len(np.intersect1d(own, self._grams[earlier]))
             if (alike := both / (len(own) + len(self._grams[earlier]) - both)) >= LIKE:
                 return earlier, alike
-        self._by_band.update(dict.fromkeys(keys, index))
+        self._newest.update(dict.fromkeys(sketch, index))
         self._grams[index] = own
         return None
-
-
-def _bands(own: np.ndarray) -> list[int]:
-    """A hash of each band of the text's MinHash signature."""
-    least = np.full((_BANDS * _ROWS, 1), 2**32 - 1, np.uint32)
-    for at in range(0, len(own), _CHUNK):
-        hashed = own[at : at + _CHUNK] * _FACTORS + _TERMS
-        least = np.minimum(least, hashed.min(axis=1, keepdims=True))
-    return list((least.reshape(_BANDS, _ROWS) * _BAND_FACTORS).sum(axis=1, dtype=np.uint64).tolist())
 
 
 class ValidationIndex:

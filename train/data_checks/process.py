@@ -23,6 +23,7 @@ from train.data.records import Record
 from train.methods import methods
 from train.methods.method import Method
 from train.plan.errors import InvalidSpec, UnsupportedModel
+from weights.format.foreign_json import size, text_part
 
 if TYPE_CHECKING:
     from train.data.chat import ChatEncoder
@@ -164,7 +165,9 @@ def report_on(
     if model:
         if (encoder := encoder_of(Path(model))) is None:
             raise BadOption(f"{model} has no tokenizer with a chat template that can be used to count tokens")
-        count, max_tokens = _counter(how, encoder), max_tokens or _context_of(Path(model))
+        config = text_part(json.loads((Path(model) / "config.json").read_bytes()))
+        max_tokens = max_tokens or size(config, "max_position_embeddings", "n_positions") or None
+        count = _counter(how, encoder)
     against = Path(against) if against else None
     return Check(CHECKS, how.refuses if method else None, count, max_tokens, against).report(Path(path), name)
 
@@ -202,13 +205,6 @@ def _counter(
         return [[len(tokens) for tokens, _ in row] for row in rows]
 
     return count
-
-
-def _context_of(model: Path) -> int | None:
-    """Tokens of the model's context, None if its configuration does not say. Raises OSError, ValueError."""
-    config = json.loads((model / "config.json").read_bytes())
-    text = config.get("text_config") or config
-    return text.get("max_position_embeddings") or text.get("n_positions")
 
 
 if __name__ == "__main__":

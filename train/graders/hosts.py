@@ -36,7 +36,7 @@ devices would wait two minutes for each of its answers."""
 START_S = 60.0
 """For the worker, which imports packages for a second or more, to fork a child."""
 _RESULT_BYTES = 256 << 10  # of one sample
-_REAPED_S = 0.1
+_REAPED_S = 0.1  # after which it is known whether the worker has ended
 _ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 _BEGIN = f"import sys; sys.path.insert(0, {_ROOT!r}); from train.graders.worker import main; main()"
 _GRADED = TypeAdapter(Graded)
@@ -170,7 +170,8 @@ class GraderHosts:
     ) -> AsyncIterator[asyncio.StreamReader]:
         """The lines that a new child of the worker writes about a request. Raises WorkerBroke, also for what is raised
         within."""
-        first, *others = await asyncio.to_thread(_lines, head, rows)
+        # In a thread and line by line, so that others run in between: the items of a request may be 64 MiB together.
+        first, *others = await asyncio.to_thread(lambda: [json.dumps(row).encode() + b"\n" for row in (head, *rows)])
         loads = [name for name in LOADED if name.encode() in first]
         message = {"loads": loads, "nice": bounds.nice, "memory_bytes": bounds.memory_bytes, "cpu_s": bounds.cpu_s}
         control, worker = await self._started()
@@ -197,7 +198,8 @@ class GraderHosts:
         except asyncio.LimitOverrunError:
             raise ForkBroke(f"its result is larger than {_RESULT_BYTES >> 10} KiB") from None
         except (OSError, ValueError, asyncio.IncompleteReadError) as error:
-            if child is None or await _has_ended(worker):
+            await asyncio.sleep(_REAPED_S)
+            if child is None or worker.returncode is not None:
                 raise WorkerBroke(f"the process that grades ended: {error}") from None
             limits = f"it may use {bounds.memory_bytes >> 30} GiB of memory and {bounds.cpu_s:g} s of CPU"
             raise ForkBroke(f"its process ended without a result; {limits}") from None
@@ -232,14 +234,3 @@ def _without_reward(why: ForkBroke) -> Graded:
     if isinstance(why, NotRun):
         errors = GradingErrors(other_error=True)
     return Graded(0.0, False, errors=errors, messages=[str(why)])
-
-
-async def _has_ended(worker: asyncio.subprocess.Process) -> bool:
-    with suppress(TimeoutError):
-        await asyncio.wait_for(worker.wait(), _REAPED_S)
-    return worker.returncode is not None
-
-
-def _lines(head: dict[str, Any], rows: Sequence[Any]) -> list[bytes]:
-    """A request. Line by line, so that other threads run in between: the items of one may be 64 MiB together."""
-    return [json.dumps(row).encode() + b"\n" for row in (head, *rows)]

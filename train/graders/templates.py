@@ -116,13 +116,15 @@ def fill(template: str, sample: Sample, item: Any) -> str:
     lacks one."""
     size, filled = 0, []
     for piece in _pieces(template):
-        found = piece if isinstance(piece, str) else _value(piece, sample, item)
-        filled.append(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False))
-        size += len(filled[-1]) * (found is not piece)
-        if size > MAX_TEXT:
-            raise GradingFailed(
-                f"the text of a grader is longer than {MAX_TEXT} characters", GradingErrors(other_error=True)
-            )
+        if isinstance(piece, tuple):
+            found = _value(piece, sample, item)
+            piece = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+            size += len(piece)
+            if size > MAX_TEXT:
+                raise GradingFailed(
+                    f"the text of a grader is longer than {MAX_TEXT} characters", GradingErrors(other_error=True)
+                )
+        filled.append(piece)
     return "".join(filled)
 
 

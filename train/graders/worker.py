@@ -71,13 +71,8 @@ def main() -> None:
             return
         bounds = json.loads(message)
         _load(bounds.pop("loads"))
-        try:
-            forked = os.fork()
-        except OSError as error:  # the client reads the end of the socket and may retry
-            print(f"no child can start: {error!r}", file=sys.stderr)
-        else:
-            if forked == 0:
-                serve(descriptors[0], **bounds)
+        if os.fork() == 0:
+            serve(descriptors[0], **bounds)
         os.close(descriptors[0])
 
 

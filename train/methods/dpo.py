@@ -55,11 +55,11 @@ class Pairs(Method):
     def check_cut(self, sequences: Sequence[Tokens], max_length: int) -> None:
         """Raises BadRecord for a pair of which a cut leaves nothing to compare."""
         short = [(ids[:max_length], learnt[:max_length]) for ids, learnt in sequences]
-        for side, whole, (_, learnt) in zip(("preferred", "non-preferred"), sequences, short, strict=True):
+        for side, (_, learnt) in zip(("preferred", "non-preferred"), short, strict=True):
             if not learnt[1:].any():
                 raise BadRecord(
-                    f"the {side} output begins after token {_first_learnt(whole)}; of max_length {max_length} tokens "
-                    "nothing is left for it: give a larger max_length, or shorten the input"
+                    f"the {side} output begins behind the {max_length} tokens of max_length, so nothing is left of it: "
+                    "give a larger max_length, or shorten the input"
                 )
         (first, _), (second, _) = short
         if len(first) == len(second) and (first == second).all():
@@ -69,11 +69,6 @@ class Pairs(Method):
 
     def denominator(self, tokens: TokenSet, packs: np.ndarray) -> int:
         return tokens.examples_in(packs)
-
-
-def _first_learnt(sequence: Tokens) -> int:
-    _, learnt = sequence
-    return int(learnt[1:].argmax()) + 1 if learnt[1:].any() else len(learnt)
 
 
 class Dpo(Compared, Pairs):

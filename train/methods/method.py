@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from train.plan import auto, estimate
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     import torch
 
     from train.data.chat import ChatEncoder, Tokens
-    from train.data.packing import Row
     from train.data.records import Record
     from train.data.token_set import TokenSet
     from train.plan.auto import DatasetStats, Given, ModelStats
@@ -59,7 +57,7 @@ class Method:
     """What is particular to one way of training.
 
     name: as OpenAI's `method.type` and in a TrainSpec. summary: for commands. data: the kind that it takes, of
-    DATA. metric_names, peak_names: of what the objective reports, in order. sequences: how many sequences of tokens
+    DATA. metric_names: of what the loss reports, in order. sequences: how many sequences of tokens
     an example is; max_length is the limit of each, and all of them stand in one micro-batch. needs_reference:
     before the first step the run asks the objective about every sequence once and keeps the answers with the job
     (train.trainer.reference); rows have them from then on. needs_divergence: before the first gradient of a step
@@ -70,7 +68,8 @@ class Method:
     (train.rollouts); "" where the data itself is learnt. takes: what a request may say of it beside
     hyperparameters, by name; who judges is one of them. rate_share: part of the learning rate that suits supervised
     tuning. cut_refuses: `check_cut` may raise. sums: the loss is minus the sum of all log-probabilities, so that
-    the gradients of the output head are made as it runs.
+    the gradients of the output head are made as it runs, and ranks can share a row's tokens. wide: the loss is
+    of single tokens, and the head computes in float32.
     """
 
     name: str
@@ -78,7 +77,6 @@ class Method:
     data: str = "conversation"
     options: tuple[Option, ...] = ()
     metric_names: tuple[str, ...] = ()
-    peak_names: tuple[str, ...] = ()
     sequences: int = 1
     needs_reference: bool = False
     needs_divergence: bool = False
@@ -87,6 +85,7 @@ class Method:
     rate_share: float = 1.0
     cut_refuses: bool = False
     sums: bool = False
+    wide: bool = False
 
     @property
     def rolls_out(self) -> bool:
@@ -105,15 +104,10 @@ class Method:
     ) -> dict[str, Any]:
         """Fields of a TrainSpec. Raises InvalidHyperparameter for an unknown name or a value out of range."""
         fields = auto.resolve(hyperparameters, self.rows(dataset), model, max_devices, own=self.own_hyperparameters)
-        if fields["sequence_parallel"] > 1 and not self.shares_rows:
+        if fields["sequence_parallel"] > 1 and not self.sums:
             expected = f"1 with the method {self.name!r}, whose loss needs whole sequences"
             raise InvalidHyperparameter("sequence_parallel", fields["sequence_parallel"], expected)
         return fields
-
-    @property
-    def shares_rows(self) -> bool:
-        """Whether ranks can share a row's tokens: the loss is a sum over them."""
-        return self.sums
 
     def rows(self, dataset: DatasetStats) -> DatasetStats:
         """`dataset` in units of `max_length`: a row has room for that many tokens of each sequence of an example."""
@@ -178,24 +172,10 @@ class Method:
         """What the loss of the step that learns from these packs is divided by: its learnt tokens."""
         return tokens.labels_in(packs)
 
-    def objective(self, model: Any, options: Mapping[str, Any]) -> torch.nn.Module:
-        """Wraps the model, as its attribute `model`; forward(batch) is the loss of one micro-batch, a float32 scalar;
-        of a batch whose "as_reference" is true, the log-probability of what is learnt of each sequence, (sequences,)
-        float32. `options`: TrainSpec.options. A method whose loss needs more than `loss` gets makes its own."""
-        from train.methods.packed_objective import LogProbHead, LogProbObjective, SummedLogProbHead
-
-        head = SummedLogProbHead if self.sums else LogProbHead
-        return LogProbObjective(model, partial(self.loss, options=options), self.sequences, head)
-
     def loss(
         self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The sum over a row's examples, a float32 scalar, and of each of `metric_names` the values that are added up.
-        log_probs: (sequences,) float32, of the learnt tokens of each sequence; batch: as `batch` makes it."""
-        raise NotImplementedError(f"{self.name} has neither a loss nor an objective of its own")
-
-    def batch(self, row: Row, scale: float, device: torch.device | str) -> Any:
-        """What the objective takes. `scale` is 1 / `denominator` of the whole global step."""
-        from train.methods.packed_objective import to_batch
-
-        return to_batch(row, scale, device)
+        log_probs: (sequences,) float32, of the learnt tokens of each sequence, or (n,) of each token (`wide`). batch:
+        as train.methods.packed_objective.to_batch makes it."""
+        raise NotImplementedError(f"{self.name} has no loss")

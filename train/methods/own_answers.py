@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     import torch
 
     from train.data.chat import ChatEncoder, Tokens
-    from train.data.packing import Row
     from train.plan.auto import DatasetStats, Given, ModelStats
     from train.plan.estimate import ModelShape, RankMemory
 
 GROUP = 8
 """Answers of each prompt, as TRL and verl have it; `compute_multiplier` multiplies it."""
+WEIGHT_CAP = 2.0
+"""The most that a token of an engine counts for being likelier to the trainer than to the engine: truncated importance
+sampling (Ionides, 2008) between sampler and trainer, with the cap of Yao et al., 2025, "Your Efficient RL Framework
+Secretly Brings You Off-Policy RL Training"."""
 _HOST_ROW, _DEVICE_ROW = 1024, 8192
 """Tokens of the answers that are learnt from at the same time, if one alone is not longer."""
 MOST_STALE = 4
@@ -45,9 +48,9 @@ class OwnAnswers(Method, ABC):
     """rate_share: part of the learning rate that suits supervised tuning."""
 
     metric_names = ("mismatch_kl", "mismatch_mean", "clipped")
-    peak_names = ("mismatch_max",)
     data = "prompt"
     cut_refuses = True
+    wide = True
     rate_share: float
 
     @abstractmethod
@@ -126,15 +129,24 @@ class OwnAnswers(Method, ABC):
                 "give a larger max_length, or shorten it"
             )
 
-    def objective(self, model: Any, options: Mapping[str, Any]) -> torch.nn.Module:
-        from train.methods.packed_objective import ReinforcementObjective
+    def loss(
+        self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The loss of group relative policy optimisation (Shao et al., 2024, arXiv:2402.03300) as the field has settled
+        on it: token by token over all tokens of the step (DAPO: Yu et al., 2025, arXiv:2503.14476), and without a
+        penalty for distance from the starting model.
 
-        return ReinforcementObjective(model)
-
-    def batch(self, row: Row, scale: float, device: torch.device | str) -> Any:
-        from train.methods.packed_objective import to_batch_of_samples
-
-        return to_batch_of_samples(row, scale, device)
+        An engine's kernels round otherwise, and it may have the weights of a step before, so that a token's ratio says
+        how far the two samplers differ, not how far the step has moved: it weighs the token, up to WEIGHT_CAP, and
+        stops no gradient, as clipping would. The samples of a step are learnt from once, so the trainer's own ratio is
+        1 wherever it is differentiated.
+        """
+        fixed = log_probs.detach()
+        moved = fixed - batch["sampled"]
+        ratio = moved.exp()
+        surrogate = ratio.clamp(max=WEIGHT_CAP) * (log_probs - fixed).exp() * batch["advantages"]
+        # The first is the unbiased estimate of KL(sampler, trainer) that is never negative (Schulman, 2020).
+        return -surrogate.sum(), [ratio - 1 - moved, moved.abs(), (ratio > WEIGHT_CAP).float()]
 
 
 class Reinforcement(OwnAnswers):

@@ -1,5 +1,5 @@
-"""What the objectives of all methods share: a model over packed rows, whose output head runs only where something is
-learnt.
+"""The objective of all methods: a model over packed rows, whose output head runs only where something is learnt, and
+the method's loss of the log-probabilities there.
 
 Often a tenth of a row of thousands of tokens is learnt. The hidden states of those positions are gathered before the
 output head, so the head's matrix product and the vocabulary-wide softmax are paid for them alone.
@@ -8,7 +8,8 @@ output head, so the head's matrix product and the vocabulary-wide softmax are pa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,136 +20,76 @@ from transformers import PreTrainedModel
 
 from runtime.devices.kinds import in_host_memory
 from train.data.packing import Row
+from train.methods.method import Method
 from train.plan.estimate import DEVICE_LOGITS_BYTES, HOST_LOGITS_BYTES, held_rows
-
-Loss = Callable[[torch.Tensor, dict[str, Any]], tuple[torch.Tensor, list[torch.Tensor]]]
 
 # What some architectures do to logits or hidden states around the head; they go through their own forward.
 _HEAD_EXTRAS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-WEIGHT_CAP = 2.0
-"""The most that a token of an engine counts for being likelier to the trainer than to the engine: truncated importance
-sampling (Ionides, 2008) between sampler and trainer, with the cap of Yao et al., 2025, "Your Efficient RL Framework
-Secretly Brings You Off-Policy RL Training"."""
 
 
 class PackedObjective(nn.Module):
-    """Holds the model as `model`. A subclass has the forward that the training engine calls with `to_batch`."""
+    """Holds the model as `model`; `forward` is what the training engine calls with `to_batch`."""
 
-    def __init__(self, model: PreTrainedModel, head: type[nn.Linear]):
-        """`head` replaces the class of a plain output head, to compute more than logits in its forward: under ZeRO-3
-        the weight is only there inside the module's own forward."""
+    def __init__(self, model: PreTrainedModel, method: Method, options: Mapping[str, Any]):
+        """The class of a plain output head is replaced, to compute more than logits in its forward: under ZeRO-3 the
+        weight is only there inside the module's own forward."""
         super().__init__()
         self.model = model
+        self._loss, self._sequences = partial(method.loss, options=options), method.sequences
+        self._by_token = method.wide
+        self._counts_hits = "mean_token_accuracy" in method.measured
         config = model.config.get_text_config()
         output = model.get_output_embeddings()
         plain = type(output) is nn.Linear and output.bias is None
         self._fused = plain and not any(getattr(config, name, None) for name in _HEAD_EXTRAS)
         if self._fused:
-            output.__class__ = head
+            output.__class__ = SummedLogProbHead if method.sums else WideLogProbHead if method.wide else LogProbHead
         self._hits: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
-        self._peaks: list[torch.Tensor] = []
-
-    def report(self, sums: Sequence[torch.Tensor], scale: float, peaks: Sequence[torch.Tensor] = ()) -> None:
-        """Scalars of one micro-batch: `sums` and `peaks` in the order of Method.metric_names and peak_names."""
-        self._sums.append(torch.stack(list(sums)) * scale)
-        if peaks:
-            self._peaks.append(torch.stack(list(peaks)))
-
-    def report_hits(self, right: torch.Tensor, scale: float) -> None:
-        """right: (n,) bool, for each token of one micro-batch that is to be learnt, whether it is the likeliest one.
-        scale: 0 for a row that only fills a step."""
-        if scale:  # `new_full`: `new_tensor` copies from the host, which waits for the whole forward pass
-            self._hits.append(torch.stack([right.sum(), right.new_full((), len(right), dtype=torch.int64)]))
-
-    def take_metrics(self) -> tuple[list[float], list[float]]:
-        """What was reported since the last call: tokens that were the likeliest, all that are trained, and the sums,
-        added up, [] if nothing was; and the largest of the peaks."""
-        hits, sums, peaks = self._hits, self._sums, self._peaks
-        self._hits, self._sums, self._peaks = [], [], []
-        found = torch.stack(hits).sum(0).tolist() if hits else [0, 0]
-        found += torch.stack(sums).sum(0).tolist() if sums else []
-        return found, torch.stack(peaks).amax(0).tolist() if peaks else []
-
-    def head(self, batch: dict[str, Any], *arguments: Any) -> torch.Tensor:
-        """What the head's class makes of the hidden states (n, width) of the n learnt positions, the labels and
-        `arguments`. Only where the head is fused."""
-        hidden = self.model.get_decoder()(**_row(batch)).last_hidden_state
-        learnt = hidden[0].index_select(0, batch["predict_at"])
-        return self.model.get_output_embeddings()(learnt, batch["labels"], *arguments)
-
-    def logits(self, batch: dict[str, Any]) -> torch.Tensor:
-        """(n, vocabulary) float32 of the n learnt positions, by the model's own forward."""
-        return self.model(**_row(batch), logits_to_keep=batch["predict_at"]).logits[0].float()
-
-    def log_probs(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(n,) float32: the log-probability of each learnt token, for an objective whose head is a LogProbHead; and
-        (n,) bool: whether it is the likeliest one."""
-        allowed = batch.get("allowed")
-        if self._fused:
-            log_probs = self.head(batch, allowed)
-            return log_probs, self.model.get_output_embeddings().right
-        logits = self.logits(batch) if allowed is None else only(self.logits(batch).clone(), allowed)
-        log_probs = -functional.cross_entropy(logits, batch["labels"], reduction="none")
-        return log_probs, logits.detach().argmax(-1) == batch["labels"]
-
-    def sequence_log_probs(self, batch: dict[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(sequences,) float32: the log-probability of what is learnt of each sequence; and of each whether its tokens
-        are the likeliest ones."""
-        log_probs, right = self.log_probs(batch)
-        sizes = list(batch["sequence_sizes"])
-        # Not index_add, whose order of addition differs from run to run on a GPU.
-        return torch.stack([part.sum() for part in log_probs.split(sizes)]), list(right.split(sizes))
-
-
-class LogProbObjective(PackedObjective):
-    """For a loss that is a function of the log-probabilities of what is learnt. `loss(log_probs, batch)` returns what
-    `Method.loss` does. sequences: of an example; its first is what an answer should be, and counted. head: of them."""
-
-    def __init__(self, model: PreTrainedModel, loss: Loss, sequences: int, head: type[nn.Linear]):
-        super().__init__(model, head)
-        self._loss, self._sequences = loss, sequences
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The row's loss times batch["scale"]; a float32 scalar. For a batch `as_reference`, what the model says of
-        each sequence."""
-        log_probs, right = self.sequence_log_probs(batch)
+        """The row's loss times batch["scale"], a float32 scalar. For a batch `as_reference`, the log-probability of
+        what is learnt of each sequence, (sequences,) float32."""
+        log_probs, right = self._log_probs(batch)
+        sizes = list(batch["sequence_sizes"])
+        if not self._by_token:
+            # Not index_add, whose order of addition differs from run to run on a GPU.
+            log_probs = torch.stack([part.sum() for part in log_probs.split(sizes)])
         if batch.get("as_reference"):
             return log_probs
-        self.report_hits(torch.cat(right[:: self._sequences]), batch["scale"])
-        loss, values = self._loss(log_probs, batch)
-        if values:
-            with torch.no_grad():
-                self.report([each.sum() for each in values], batch["scale"])
-        return loss * batch["scale"]
-
-
-class ReinforcementObjective(PackedObjective):
-    """The loss of group relative policy optimisation (Shao et al., 2024, arXiv:2402.03300) as the field has settled on
-    it: token by token over all tokens of the step (DAPO: Yu et al., 2025, arXiv:2503.14476), and without a penalty for
-    distance from the starting model. A row's sequences are prompts with answers that the model has sampled, of which
-    the answers are learnt.
-
-    An engine's kernels round otherwise, and it may have the weights of a step before, so that a token's ratio says how
-    far the two samplers differ, not how far the step has moved: it weighs the token, up to WEIGHT_CAP, and stops no
-    gradient, as clipping would. The samples of a step are learnt from once, so the trainer's own ratio is 1 wherever it
-    is differentiated.
-    """
-
-    def __init__(self, model: PreTrainedModel):
-        super().__init__(model, Float32LogProbHead)
-
-    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Minus the sum of the surrogate over the row's learnt tokens, times batch["scale"]; float32 scalar."""
-        (log_probs, _), advantages = self.log_probs(batch), batch["advantages"]
-        moved = log_probs - batch["sampled"]
-        ratio = moved.detach().exp()
-        surrogate = ratio.clamp(max=WEIGHT_CAP) * (log_probs - log_probs.detach()).exp() * advantages
+        loss, sums = self._loss(log_probs, batch)
+        scale = batch["scale"]
         with torch.no_grad():
-            # The unbiased estimate of KL(sampler, trainer) that is never negative (Schulman, 2020).
-            metrics = [(ratio - 1 - moved).sum(), moved.abs().sum(), (ratio > WEIGHT_CAP).float().sum()]
-            self.report(metrics, batch["scale"], [moved.abs().max()])
-        return -surrogate.sum() * batch["scale"]
+            if self._counts_hits and scale:
+                # Of an example's first sequence, which is what an answer should be.
+                right = torch.cat(right.split(sizes)[:: self._sequences])
+                # `new_full`: `new_tensor` copies from the host, which waits for the whole forward pass.
+                self._hits.append(torch.stack([right.sum(), right.new_full((), len(right), dtype=torch.int64)]))
+            if sums:
+                self._sums.append(torch.stack([each.sum() for each in sums]) * scale)
+        return loss * scale
+
+    def take_metrics(self) -> list[float]:
+        """What the calls since the last one found: tokens that were the likeliest, all that are trained, and the
+        method's sums, added up; none of these without any."""
+        hits, sums = self._hits, self._sums
+        self._hits, self._sums = [], []
+        found = torch.stack(hits).sum(0).tolist() if hits else [0, 0]
+        return found + (torch.stack(sums).sum(0).tolist() if sums else [])
+
+    def _log_probs(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n,) float32: the log-probability of each learnt token; and (n,) bool: whether it is the likeliest one."""
+        row = {name: batch[name] for name in ("input_ids", "position_ids", "segments")} | {"use_cache": False}
+        labels, predict_at, allowed = batch["labels"], batch["predict_at"], batch.get("allowed")
+        if self._fused:
+            learnt = self.model.get_decoder()(**row).last_hidden_state[0].index_select(0, predict_at)
+            head = self.model.get_output_embeddings()
+            return head(learnt, labels, allowed), head.right
+        logits = self.model(**row, logits_to_keep=predict_at).logits[0].float()
+        if allowed is not None:
+            logits = only(logits.clone(), allowed)
+        log_probs = -functional.cross_entropy(logits, labels, reduction="none")
+        return log_probs, logits.detach().argmax(-1) == labels
 
 
 class LogProbHead(nn.Linear):
@@ -165,7 +106,7 @@ class LogProbHead(nn.Linear):
         """hidden (n, width), labels (n,) int64 -> (n,) float32, in the distribution over the tokens that `allowed`, as
         `only` has it, leaves of the vocabulary; without labels the usual logits (..., vocabulary)."""
         if labels is None:
-            return super().forward(hidden)
+            return functional.linear(hidden.float(), self.weight.float()) if self.wide else super().forward(hidden)
         early = self.alike and torch.is_grad_enabled()
         log_probs, self.right = _LinearLogProbs.apply(hidden, self.weight, labels, self.wide, allowed, early)
         return log_probs
@@ -175,18 +116,11 @@ class SummedLogProbHead(LogProbHead):
     alike = True
 
 
-class Float32LogProbHead(LogProbHead):
-    """Computes logits in float32 whatever the weights are: rounded to bfloat16, log-probabilities of trainer and
-    sampler differ by more than a step changes them."""
+class WideLogProbHead(LogProbHead):
+    """For answers that engines have sampled: rounded to bfloat16, log-probabilities of trainer and sampler differ by
+    more than a step changes them."""
 
     wide = True
-
-    def forward(
-        self, hidden: torch.Tensor, labels: torch.Tensor | None = None, allowed: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        if labels is None:
-            return functional.linear(hidden.float(), self.weight.float())
-        return super().forward(hidden, labels, allowed)
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -318,44 +252,27 @@ def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
 
 
 def to_batch(row: Row, scale: float, device: torch.device | str) -> dict[str, Any]:
-    """The tensors that an objective takes, on `device`; `scale` as in `Method.batch`.
+    """The tensors of a row that an objective takes, on `device`. scale: 1 / `Method.denominator` of the whole step, 0
+    for a row that only fills it.
 
     sequence_sizes: the number of labels of each sequence. reference: (sequences,) float32, or None. Who adds
     `as_reference` asks for that, not for the loss (train.trainer.reference).
     """
 
-    def tensor(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+    def tensor(array: np.ndarray | None) -> torch.Tensor | None:
+        return None if array is None else torch.from_numpy(array).to(device, non_blocking=True)
 
     return {
-        "input_ids": tensor(row.input_ids)[None],
-        "position_ids": tensor(row.position_ids)[None],
+        "input_ids": tensor(row.input_ids[None]),
+        "position_ids": tensor(row.position_ids[None]),
         "predict_at": tensor(row.predict_at),
         "labels": tensor(row.labels),
         "segments": row.segments,
         "sequence_sizes": row.sequence_sizes,
         "marks": row.marks,
-        "reference": None if row.reference is None else tensor(row.reference),
+        "reference": tensor(row.reference),
+        "advantages": tensor(row.advantages),
+        "sampled": tensor(row.sampled),
+        "allowed": tensor(row.allowed()) if row.allowed else None,
         "scale": scale,
-    }
-
-
-def to_batch_of_samples(row: Row, scale: float, device: torch.device | str) -> dict[str, Any]:
-    """As `to_batch`, with advantages and sampled, (n,) float32 of the labels, and `allowed`."""
-    assert row.advantages is not None and row.sampled is not None
-    allowed = None if row.allowed is None else torch.from_numpy(row.allowed()).to(device, non_blocking=True)
-    return {
-        **to_batch(row, scale, device),
-        "allowed": allowed,
-        "advantages": torch.from_numpy(row.advantages).to(device, non_blocking=True),
-        "sampled": torch.from_numpy(row.sampled).to(device, non_blocking=True),
-    }
-
-
-def _row(batch: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "input_ids": batch["input_ids"],
-        "position_ids": batch["position_ids"],
-        "use_cache": False,
-        "segments": batch["segments"],
     }

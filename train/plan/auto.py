@@ -19,13 +19,9 @@ from train.plan.recipe import SCHEDULES
 from train.plan.speed import Load
 
 Own = Callable[["Given", dict[str, Any]], None]
-_MOST_PATIENCE_S = 60.0
 """How long others may wait for the end of a step: a job that keeps its devices is what its key may have or not."""
 LORA_FROM_PARAMETERS = 1_000_000_000
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_publish")
-RATES = ("learning_rate", "learning_rate_multiplier")
-HIGHEST_RATE = 100.0
-"""Times the automatic rate, beyond which a learning rate gets a warning, or is refused."""
 LEAST_STEPS = 50  # fewer teach little whatever the learning rate: warm-up and decay are most of them
 ROW_MULTIPLE = 32  # tokens of a row without packing, because kernels are compiled for every new shape
 SHORTEST_ROW = 128  # tokens; a shorter one takes a device as long
@@ -199,7 +195,6 @@ def resolve(
     fields["serve_dtype"] = given.choice("serve_dtype", ("bf16", "fp32"), auto="bf16")
     every = given.value("snapshot_every_s", None)
     fields["snapshot_every_s"] = every if every is None else given.number("snapshot_every_s", 0, 86400, auto=0)
-    fields["step_patience_s"] = given.number("step_patience_s", 0, _MOST_PATIENCE_S, auto=0.1)
     if own is not None:
         own(given, fields)
     if unknown := sorted(given.values.keys() - given.read):
@@ -364,13 +359,7 @@ def _learning_rate(given: Given, dataset: DatasetStats, model: ModelStats, field
     step_tokens = fields["n_epochs"] * dataset.n_tokens / steps(dataset, fields)
     auto = recipe.peak_rate(model.n_parameters, step_tokens, full=fields["full"], rows=dataset.n_examples)
     multiplier = given.number("learning_rate_multiplier", 1e-6, 1e4, auto=1.0)
-    rate = given.number("learning_rate", 1e-9, 1.0, auto=auto) * multiplier
-    if rate > (most := HIGHEST_RATE * auto):
-        name = next(name for name in RATES if given.is_set(name))
-        most = most / multiplier if name == "learning_rate" else most / auto
-        expected = f"at most {most:.3g}: {HIGHEST_RATE:.0f} times the automatic learning rate {auto:.2g} train nothing"
-        raise InvalidHyperparameter(name, given.value(name, auto), expected)
-    return rate
+    return given.number("learning_rate", 1e-9, 1.0, auto=auto) * multiplier
 
 
 class Given:

@@ -74,7 +74,6 @@ class TrainSpec:
 
     # None: as often as it is cheap (train.state.cadence); 0: only to leave the devices.
     snapshot_every_s: float | None = None
-    step_patience_s: float = 0.1  # a step with more than this to go is left when devices are wanted
     shm_budget_bytes: int | None = None  # of the whole weight store; None: what tmpfs has
     serve_dtype: Literal["bf16", "fp32"] = "bf16"  # of published weights
     eval_interval: int = 0  # steps between two validations; 0: one after each epoch
@@ -93,11 +92,6 @@ class TrainSpec:
     @property
     def publishes_epochs(self) -> bool:
         return self.publish in ("checkpoints", "epoch")
-
-    @property
-    def follows_validations(self) -> bool:
-        """Whether what the validations find decides what this run publishes, or when it ends."""
-        return self.publish == "best" or self.early_stopping_patience > 0
 
     @property
     def most_validations(self) -> int | None:

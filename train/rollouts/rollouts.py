@@ -20,7 +20,7 @@ import numpy as np
 
 from train.control.progress import ControlSignals, Events, Progress
 from train.control.rank_messages import any_rank
-from train.data.packing import Row, StepPlan, build_row
+from train.data.packing import Row, StepData, StepPlan, build_row
 from train.data.token_set import TokenSet
 from train.methods.method import Method
 from train.model.model import load_tokenizer
@@ -39,7 +39,7 @@ _SAME = 1e-8
 
 
 class Rollouts:
-    """One rank's part, as a Feed (train.trainer.feed). Methods are collective where they say so."""
+    """One rank's part, with the method of train.trainer.train.DataFeed. Methods are collective where they say so."""
 
     def __init__(
         self,
@@ -67,64 +67,40 @@ class Rollouts:
         kind: Any = "adapter" if spec.options["policy"] == "adapter" else "merged"
         self._policy = replace(spec, lora_publish=kind, output_model=policy_name(spec.job_id))
         self._store = store
-        self._step = -1  # the one that is ready
         self._samples: Samples
         self._judged: Graded | Taught
-        self._seconds: dict[str, float] = {}
 
     # --- a step
 
-    def ready(self, step: int) -> bool:
-        """Collective: the samples of this step are there; False if the devices were wanted before. Raises
-        NothingGraded and StoreFull, on every rank."""
-        if step == self._step:
-            return True
+    def step(self, step: int) -> StepData | None:
+        """Collective: wait for the samples of this step; None if the devices were wanted before. Raises NothingGraded
+        and StoreFull, on every rank."""
         began_s = time.perf_counter()
         published_s = self._publish(step)
         samples = self._received(SamplesFile("train", step))
         if samples is None:
-            return False
-        self._step, self._samples = step, samples
-        self._judged = self._judge(samples.verdict, samples.log_probs, self._counts.group)
-        self._seconds = {"publishing": published_s, "sampling": time.perf_counter() - began_s - published_s}
-        return True
-
-    def rows(self) -> list[tuple[int, Row]]:
-        counts, packs = self._counts, self._plan.packs_of_step(self._step)
+            return None
+        self._samples, counts = samples, self._counts
+        self._judged = self._judge(samples.verdict, samples.log_probs, counts.group)
+        seconds = {"publishing": published_s, "sampling": time.perf_counter() - began_s - published_s}
         rows: list[tuple[int, Row]] = []
+        packs = self._plan.packs_of_step(step)
         for prompt in range(self._grid.data_rank, len(packs), self._grid.data_size):
             (index,) = self._train.packs[packs[prompt]]
             tokens = self._train.tokens_of(int(index))
             group = np.arange(prompt * counts.group, (prompt + 1) * counts.group)
             for number, members in enumerate(np.array_split(group, counts.rows)):
                 rows.append((prompt * counts.rows + number, self._row(tokens, members.tolist())))
-        return rows
-
-    def denominator(self) -> int:
-        """The number of tokens in the step's answers that count."""
-        return max(1, int(self._sizes[self._judged.counted].sum()))
-
-    def tokens(self) -> int:
-        """The tokens of the step's prompts and answers."""
-        packs = self._plan.packs_of_step(self._step)
-        return int(self._sizes.sum()) + self._counts.group * self._train.tokens_in(packs)
-
-    def seconds(self) -> dict[str, float]:
-        return self._seconds
-
-    def step_metrics(self) -> dict[str, Any]:
-        """The contents of the step's event, by OpenAI's names where those exist."""
-        samples, last = self._samples, [ids[-1] for ids in self._samples.ids]
-        return {
+        sizes, last = np.array([len(ids) for ids in samples.ids]), [ids[-1] for ids in samples.ids]
+        # By OpenAI's names where those exist.
+        figures = {
             **self._judged.step_metrics(),
-            "completion_tokens_mean": float(self._sizes.mean()),
+            "completion_tokens_mean": float(sizes.mean()),
             "cut_answers": float((~np.isin(last, self._ends)).mean()),
-            "staleness": self._step - samples.weights_step,
+            "staleness": step - samples.weights_step,
         }
-
-    @property
-    def _sizes(self) -> np.ndarray:
-        return np.array([len(ids) for ids in self._samples.ids])
+        n_tokens = int(sizes.sum()) + counts.group * self._train.tokens_in(packs)
+        return StepData(rows, max(1, int(sizes[self._judged.counted].sum())), n_tokens, figures, seconds)
 
     def _row(self, prompt: np.ndarray, members: Sequence[int]) -> Row:
         # Answers without an advantage change nothing, but every rank runs equally many forward passes.

@@ -9,30 +9,65 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed import comm, zero
+from peft.tuners.lora import LoraLayer
 
-from train.model import adapter
-from train.model.adapter import ADAPTER
-from train.model.model import DTYPES, checkpoint_name
+from train.control.progress import Events, Progress
+from train.model.model import ADAPTER, CONFIG_FILE, DTYPES, STEM, checkpoint_name, config_json, is_factor, stored_name
 from train.plan.spec import TrainSpec
-from train.state import copies, fragments
-from train.state.copies import Piece
+from train.state import fragments
+from train.state.copies import Piece, Written, is_full, write_together
 from train.state.fragments import Fragment
 from train.state.stored_names import StoredNames, stored_names
-from train.state.writing import Written, write_together
+from weights.format.errors import StoreFull
 from weights.format.layout import Layout, TensorSpec
 from weights.format.manifest import AUX_SUFFIXES
-from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE
+from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE, version_name
 from weights.format.torch_views import Strided, dtype_code
 from weights.memory.store import WeightStore
 
 FINGERPRINT_PROMPT = (3, 7, 11, 13)
+
+
+class Publisher:
+    """One rank's part in the run's versions."""
+
+    def __init__(self, spec: TrainSpec, store: WeightStore, engine: Any, emit: Events, progress: Progress):
+        self._spec, self._store, self._engine, self._emit, self._progress = spec, store, engine, emit, progress
+
+    def publish(self, step: int, epoch: float) -> None:
+        """Collective: a version of the model as it is after this step. Raises StoreFull, on every rank."""
+        spec = self._spec
+        self._progress.enter("publishing")
+        version = f"{spec.version_prefix}{version_name(step)}"
+        meta = {"job": spec.job_id, "base": spec.base_model, "base_version": spec.base_version, "step": step}
+        meta |= {"epoch": epoch, "method": spec.method}
+        adapter_of = None
+        if spec.published_kind == "adapter":
+            adapter_of = {"base": spec.base_model, "base_version": spec.base_version, "rank": spec.lora_rank}
+        else:
+            meta["fingerprint"] = fingerprint(self._engine)
+        written = publish(self._engine, spec, self._store, version=version, meta=meta)
+        self._emit("published", version=version, adapter=adapter_of, step=step, epoch=epoch, **asdict(written))
+
+    def publish_if_room(self, step: int, epoch: float) -> bool:
+        """As `publish`, and whether it did; where memory is full, training goes on without: the last step has a version
+        of its own."""
+        try:
+            self.publish(step, epoch)
+        except (StoreFull, OSError) as error:
+            if not is_full(error):
+                raise
+            text = f"the version of step {step}, epoch {epoch:.3g}, is not published: {error}"
+            self._emit("message", level="warn", text=text)
+            return False
+        return True
 
 
 def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, meta: dict[str, Any]) -> Written:
@@ -43,13 +78,13 @@ def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, m
     if known is not None:
         # An earlier world of this job committed it at the same step and died before it reported its end.
         return Written(str(known.path), known.nbytes, 0.0)
-    layout = Layout.plan(published_tensors(engine, spec), stem=adapter.STEM if kind == "adapter" else "model")
+    layout = Layout.plan(published_tensors(engine, spec), stem=STEM if kind == "adapter" else "model")
 
     def reserve() -> Any:
         files = aux_files(engine, spec)
         return store.reserve(layout, kind=kind, model=spec.output_model, version=version, aux_files=files)
 
-    return write_together(store, layout, reserve, lambda draft: copies.write(draft, _pieces(engine, spec)), meta)
+    return write_together(store, layout, reserve, _pieces(engine, spec), meta)
 
 
 @torch.no_grad()
@@ -77,9 +112,7 @@ def published_tensors(engine: Any, spec: TrainSpec) -> list[TensorSpec]:
     """
     code = dtype_code(DTYPES[spec.serve_dtype])
     if spec.published_kind == "adapter":
-        return [
-            TensorSpec(adapter.stored_name(p.name), code, p.shape) for p in fragments.parameters(engine) if p.trained
-        ]
+        return [TensorSpec(stored_name(p.name), code, p.shape) for p in fragments.parameters(engine) if p.trained]
     names, adapters = base_names(engine, spec.base_path), _adapter_names(engine)
     dtypes = {p.name: code for p in fragments.parameters(engine) if p.name not in adapters}
     dtypes |= {name: dtype_code(buffer.dtype) for name, buffer in _buffers(engine)}
@@ -100,7 +133,7 @@ def _pieces(engine: Any, spec: TrainSpec) -> Iterator[Piece]:
     if spec.published_kind == "adapter":
         for fragment in fragments.written(engine, fragments.trained_fragments(engine)):
             for runs, ours in fragment.pieces():
-                yield adapter.stored_name(fragment.name), runs, fragment.weights[ours]
+                yield stored_name(fragment.name), runs, fragment.weights[ours]
         return
     names = base_names(engine, spec.base_path)
     for fragment in fragments.written(engine, served_fragments(engine)):
@@ -131,7 +164,8 @@ def served_fragments(engine: Any) -> Iterator[Fragment]:
         return
     layers = {
         checkpoint_name(f"{name}.base_layer.weight").removeprefix("model."): layer
-        for name, layer in adapter.layers(engine.module).items()
+        for name, layer in engine.module.named_modules()
+        if isinstance(layer, LoraLayer)
     }
     owned = {fragment.name: fragment for fragment in fragments.frozen_fragments(engine)}
     for parameter in fragments.parameters(engine):
@@ -163,7 +197,7 @@ def aux_files(engine: Any, spec: TrainSpec) -> dict[str, bytes]:
     """adapter_config.json for an adapter; for whole weights config.json with the serving dtype, tokenizer and the
     like, from the base directory."""
     if spec.published_kind == "adapter":
-        return {adapter.CONFIG_FILE: adapter.config_json(engine.module.model.peft_config[ADAPTER], spec.base_model)}
+        return {CONFIG_FILE: config_json(engine.module.model.peft_config[ADAPTER], spec.base_model)}
     files = {}
     for path in sorted(Path(spec.base_path).iterdir()):
         written_anew = path.name == MANIFEST_FILE or path.name.endswith(INDEX_SUFFIX)
@@ -177,7 +211,7 @@ def aux_files(engine: Any, spec: TrainSpec) -> dict[str, bytes]:
 
 
 def _adapter_names(engine: Any) -> set[str]:
-    return {p.name for p in fragments.parameters(engine) if adapter.is_factor(p.name)}
+    return {p.name for p in fragments.parameters(engine) if is_factor(p.name)}
 
 
 def _buffers(engine: Any) -> list[tuple[str, torch.Tensor]]:

@@ -1,137 +1,229 @@
-"""What a snapshot holds, and how it is read: a run's state by parameter in shared memory. Each rank writes its
-fragments; any world size and any tensor-parallel size can read it.
+"""Snapshots of a run: its state by parameter in shared memory. Each rank writes its fragments; any world size and any
+tensor-parallel size can read it.
 
 A snapshot holds, for every trained parameter, `master.<name>`, `exp_avg.<name>` and `exp_avg_sq.<name>` whole, in
-float32 and in the parameter's shape, the tensors that the run keeps from its beginning (`Kept`), and in its meta what
-the loop needs: the step. Data position, order, learning rate and random streams are functions of the step and the
-spec, so there is nothing else to keep.
+float32 and in the parameter's shape, the tensors that the run keeps from its beginning, and in its meta what the loop
+needs: the step, and how the validations went. Data position, order, learning rate and random streams are functions of
+the step and the spec, so there is nothing else to keep.
+
+It is written between two steps, which wait for it, so only as often as that is cheap (train.state.cadence).
 """
 
 from __future__ import annotations
 
+import math
+import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed import comm
 
+from train.control.progress import Events, Progress
+from train.control.rank_messages import broadcast_json
 from train.plan.errors import SnapshotMismatch
 from train.plan.spec import TrainSpec
 from train.state import copies, fragments
-from train.state.copies import Piece
+from train.state.cadence import every_s
+from train.state.copies import Piece, Written, is_full, write_together
 from train.state.fragments import Fragment
-from train.state.writing import Written, write_together
-from weights.format.errors import IntegrityError, StoreError
+from weights.format.errors import IntegrityError, StoreError, StoreFull
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import version_name
 from weights.format.torch_views import Strided, as_tensor
-from weights.memory.lease import StoredVersion
+from weights.memory.lease import StoredVersion, take_lease
 from weights.memory.store import Draft, WeightStore
 
 KIND = "snapshot"
 PARTS = ("master", *fragments.MOMENTS)
-Kept = Mapping[str, torch.Tensor]  # float32, by name, equal on every rank
-
 # Fields that must be equal for the continued run to be the same run.
 _IDENTITY = ("seed", "batch_size", "micro_batch", "max_length", "packing", "n_epochs", "full", "lora_rank")
+_GUESSED_BYTES_S = 1e9  # of one rank, before the first snapshot was measured
 
 
-def snapshot_layout(engine: Any, kept: Kept) -> Layout:
-    """The layout of a snapshot; the same on every rank and for every step of a run."""
-    trained = [p for p in fragments.parameters(engine) if p.trained]
-    state = [TensorSpec(f"{part}.{p.name}", "F32", p.shape) for part in PARTS for p in trained]
-    return Layout.plan([*state, *(TensorSpec(name, "F32", tuple(tensor.shape)) for name, tensor in kept.items())])
+@dataclass
+class Validations:
+    """The scores of a run's validations after its first step, and of which steps it has published versions.
 
-
-def _written(engine: Any, kept: Kept) -> Iterator[Piece]:
-    """What this rank writes; `kept` by the first rank."""
-    assert fragments.has_moments(engine), "a snapshot before the first step would hold undefined bytes"
-    yield from _pieces(fragments.written(engine, fragments.trained_fragments(engine)))
-    if comm.get_rank() == 0:
-        yield from ((name, Strided(0, t.numel(), t.numel(), 1), t.view(-1)) for name, t in kept.items())
-
-
-def read_kept(store: WeightStore, path: str | Path, name: str) -> torch.Tensor | None:
-    """A copy of a tensor of the snapshot at `path` that its run keeps; None if it has none of this name. Raises
-    SnapshotMismatch."""
-    with store.lease(_stored(path)) as lease:
-        shape = next((placed.spec.shape for placed in lease.layout if placed.spec.name == name), None)
-        return None if shape is None else as_tensor(lease.view(name), "F32", shape).clone()
-
-
-def write_snapshot(
-    engine: Any, spec: TrainSpec, store: WeightStore, layout: Layout, kept: Kept, *, step: int, tokens: str
-) -> Written:
-    """Collective: write the state after `step` steps, at least one of which was done. tokens: digest of the training
-    data's tokens. Raises as `write_together`."""
-
-    def reserve() -> Draft:
-        if stale := store.find(KIND, spec.job_id, version_name(step)):
-            store.remove(stale)
-        return store.reserve(layout, kind=KIND, model=spec.job_id, version=version_name(step))
-
-    meta = {"step": step, "spec": {key: getattr(spec, key) for key in _IDENTITY}, "tokens": tokens}
-    return write_together(store, layout, reserve, lambda draft: copies.write(draft, _written(engine, kept)), meta)
-
-
-def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | Path, tokens: str) -> int:
-    """Collective: fill the engine with the snapshot at `path`, written at any world size; returns its step. tokens:
-    digest of the training data's tokens.
-
-    Raises SnapshotMismatch if it is gone or belongs to another run.
+    They are in its snapshots: validations by an earlier world do not count for steps that are done again.
     """
-    stored = _stored(path)
-    meta = stored.manifest.meta
-    for key in _IDENTITY:
-        if meta["spec"][key] != getattr(spec, key):
-            raise SnapshotMismatch(
-                f"the snapshot {path} was made with {key}={meta['spec'][key]!r}, the run has {getattr(spec, key)!r}"
-            )
-    if meta["tokens"] != tokens:
-        raise SnapshotMismatch(
-            f"the snapshot {path} was made with other tokens of the training data; did the tokenizer or the chat "
-            "template of the base model change?"
-        )
-    step = int(meta["step"])
-    with store.lease(stored) as lease, torch.no_grad():
-        shapes = {placed.spec.name: placed.spec.shape for placed in lease.layout}
-        trained = [parameter for parameter in fragments.parameters(engine) if parameter.trained]
-        for parameter in trained:
-            if shapes.get(f"master.{parameter.name}") != parameter.shape:
+
+    scores: dict[int, float] = field(default_factory=dict)
+    published: list[int] = field(default_factory=list)
+
+    def add(self, step: int, found: dict[str, Any]) -> None:
+        """found: the mean reward of a run that has one, else the loss."""
+        if step > 0:  # before it the weights are the starting model's
+            score = found["mean_reward"] if "mean_reward" in found else -found["loss"]
+            self.scores[step] = score if math.isfinite(score) else -sys.float_info.max
+
+    @property
+    def best_step(self) -> int:
+        """The step of the best validation, the first of equally good ones; 0 if there was none."""
+        return max(self.scores, key=lambda step: (self.scores[step], -step), default=0)
+
+    @property
+    def since_best(self) -> int:
+        """How many validations were not better than the best before them."""
+        return sum(step > self.best_step for step in self.scores)
+
+
+class Snapshots:
+    """One rank's part in the run's snapshots. The methods but `due` are collective.
+
+    tokens: digest of the training data's tokens. kept: float32 tensors by name, equal on every rank, that every
+    snapshot takes along, to be set before the first of them.
+    """
+
+    def __init__(
+        self,
+        spec: TrainSpec,
+        store: WeightStore,
+        engine: Any,
+        tokens: str,
+        validations: Validations,
+        emit: Events,
+        progress: Progress,
+    ):
+        self._spec, self._store, self._engine, self._tokens = spec, store, engine, tokens
+        self._validations, self._emit, self._progress = validations, emit, progress
+        self._grid = fragments.grid(engine)
+        self.kept: Mapping[str, torch.Tensor] = {}
+        self._newest: tuple[int, Written] | None = None
+        self._refused = False  # the last try found shared memory full, which the job has reported
+        self._last_s, self._cost_s = time.monotonic(), 0.0
+
+    def due(self) -> bool:
+        """Whether it is time for the next snapshot, on the rank that decides."""
+        fixed_s = self._spec.snapshot_every_s  # 0: none but that of a suspension
+        if fixed_s is None:
+            fixed_s = every_s(self._cost_s or self._layout.nbytes / self._grid.world_size / _GUESSED_BYTES_S)
+        return fixed_s > 0 and time.monotonic() - self._last_s >= fixed_s
+
+    def save(self, step: int) -> None:
+        """Write the state after `step` steps into shared memory. Training goes on without where that is full."""
+        try:
+            self._write(step, self._store)
+        except (StoreFull, OSError) as error:
+            if not is_full(error):
+                raise
+            if not self._refused:
+                self._emit("message", level="warn", text=f"no snapshot at step {step}: {error}")
+            self._refused = True
+        self._last_s = time.monotonic()
+
+    def suspend(self, step: int) -> Written:
+        """The same for a run that leaves its devices, which are wanted either way: on disk if shared memory is full."""
+        newest = self._newest
+        # Rank 0 alone knows whether its commit succeeded.
+        if broadcast_json(newest is not None and newest[0] == step):
+            assert newest is not None
+            return replace(newest[1], seconds=0.0)
+        try:
+            return self._write(step, self._store)
+        except StoreFull as full:  # raised on every rank
+            self._emit("message", level="warn", text=f"the snapshot of step {step} goes to disk: {full}")
+            return self.save_on_disk(step)
+
+    def save_on_disk(self, step: int) -> Written:
+        """The same format in the job's directory."""
+        return self._write(step, WeightStore(Path(self._spec.run_dir) / "snapshots", budget_bytes=None))
+
+    @cached_property
+    def _layout(self) -> Layout:
+        """The same on every rank and for every step of a run."""
+        trained = [p for p in fragments.parameters(self._engine) if p.trained]
+        state = [TensorSpec(f"{part}.{p.name}", "F32", p.shape) for part in PARTS for p in trained]
+        kept = [TensorSpec(name, "F32", tuple(tensor.shape)) for name, tensor in self.kept.items()]
+        return Layout.plan([*state, *kept])
+
+    def _write(self, step: int, store: WeightStore) -> Written:
+        """Raises as `write_together`."""
+        self._progress.enter("snapshot")
+        assert fragments.has_moments(self._engine), "a snapshot before the first step would hold undefined bytes"
+        if self._grid.rank == 0:
+            _forget_older(store, self._spec.job_id)
+
+        def reserve() -> Draft:
+            if stale := store.find(KIND, self._spec.job_id, version_name(step)):
+                store.remove(stale)
+            return store.reserve(self._layout, kind=KIND, model=self._spec.job_id, version=version_name(step))
+
+        meta = {"step": step, "spec": {key: getattr(self._spec, key) for key in _IDENTITY}, "tokens": self._tokens}
+        meta |= {"validations": [[*self._validations.scores.items()], self._validations.published]}
+        written = write_together(store, self._layout, reserve, self._pieces(), meta)
+        self._newest, self._cost_s, self._refused = (step, written), written.seconds, False
+        self._emit("snapshot", step=step, **asdict(written))
+        return written
+
+    def _pieces(self) -> Iterator[Piece]:
+        """What this rank writes; `kept` by the first rank."""
+        yield from _state_of(fragments.written(self._engine, fragments.trained_fragments(self._engine)))
+        if self._grid.rank == 0:
+            yield from ((name, Strided(0, t.numel(), t.numel(), 1), t.view(-1)) for name, t in self.kept.items())
+
+    def read(self, path: str) -> int:
+        """Fill the engine and the validations with the snapshot at `path`, written at any world size; returns its step.
+
+        Raises SnapshotMismatch if it is gone or belongs to another run.
+        """
+        stored, spec, engine = _stored(path), self._spec, self._engine
+        meta = stored.manifest.meta
+        with take_lease(stored) as lease, torch.no_grad():
+            for key in _IDENTITY:
+                if meta["spec"][key] != getattr(spec, key):
+                    raise SnapshotMismatch(
+                        f"the snapshot {path} was made with {key}={meta['spec'][key]!r}, the run has "
+                        f"{getattr(spec, key)!r}"
+                    )
+            if meta["tokens"] != self._tokens:
                 raise SnapshotMismatch(
-                    f"the snapshot {path} has {shapes.get(f'master.{parameter.name}')} for {parameter.name}, the model "
-                    f"{parameter.shape}; it belongs to another model or other LoRA targets"
+                    f"the snapshot {path} was made with other tokens of the training data; did the tokenizer or the "
+                    "chat template of the base model change?"
                 )
-        fragments.create_moments(engine, step)
-        copies.read(lease, _pieces(fragments.trained_fragments(engine)))
-        if fragments.is_zero3(engine):
-            fragments.gather_weights(engine)
-        else:  # at a fraction of what an all-gather through gloo costs
-            copies.read(lease, ((f"master.{p.name}", p.held, p.tensor.data.view(-1)) for p in trained))
-    engine.global_steps = step
-    engine.global_samples = step * spec.batch_size
-    return step
+            shapes = {placed.spec.name: placed.spec.shape for placed in lease.layout}
+            trained = [parameter for parameter in fragments.parameters(engine) if parameter.trained]
+            for parameter in trained:
+                if (shape := shapes.get(f"master.{parameter.name}")) != parameter.shape:
+                    raise SnapshotMismatch(
+                        f"the snapshot {path} has {shape} for {parameter.name}, the model {parameter.shape}; it "
+                        "belongs to another model or other LoRA targets"
+                    )
+            step = int(meta["step"])
+            fragments.create_moments(engine, step)
+            copies.read(lease, _state_of(fragments.trained_fragments(engine)))
+            if fragments.is_zero3(engine):
+                fragments.gather_weights(engine)
+            else:  # at a fraction of what an all-gather through gloo costs
+                copies.read(lease, ((f"master.{p.name}", p.held, p.tensor.data.view(-1)) for p in trained))
+        engine.global_steps, engine.global_samples = step, step * spec.batch_size
+        scores, self._validations.published = meta["validations"]
+        self._validations.scores = dict(scores)
+        return step
+
+    def read_kept(self, path: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A copy of one of the kept tensors of the snapshot at `path`. Raises SnapshotMismatch."""
+        with take_lease(_stored(path)) as lease:
+            stored = next((placed.spec.shape for placed in lease.layout if placed.spec.name == name), None)
+            if stored != shape:
+                raise SnapshotMismatch(
+                    f"the snapshot {path} has {stored} as {name}, expected {shape}; it was made with other data or by "
+                    "another method"
+                )
+            return as_tensor(lease.view(name), "F32", shape).clone()
 
 
-def _stored(path: str | Path) -> StoredVersion:
+def _stored(path: str) -> StoredVersion:
     try:
         return StoredVersion.read(Path(path))
     except IntegrityError as error:
         raise SnapshotMismatch(f"no snapshot at {path}; it was removed or never committed") from error
 
 
-def disk_store(spec: TrainSpec) -> WeightStore:
-    """The store for snapshots when shared memory is full: the same format in the job's directory."""
-    return WeightStore(Path(spec.run_dir) / "snapshots", budget_bytes=None)
-
-
-def store_of(path: str | Path, shared: WeightStore, spec: TrainSpec) -> WeightStore:
-    """The store that holds the snapshot at `path`."""
-    return shared if Path(path).is_relative_to(shared.root) else disk_store(spec)
-
-
-def _pieces(owned: Iterable[Fragment]) -> Iterator[Piece]:
+def _state_of(owned: Iterable[Fragment]) -> Iterator[Piece]:
     for fragment in owned:
         assert fragment.moments.keys() == set(fragments.MOMENTS)
         for part, ours in (("master", fragment.weights), *fragment.moments.items()):
@@ -139,10 +231,9 @@ def _pieces(owned: Iterable[Fragment]) -> Iterator[Piece]:
                 yield f"{part}.{fragment.name}", runs, ours[elements]
 
 
-def forget_older(store: WeightStore, spec: TrainSpec) -> None:
-    """Remove all snapshots of the job but the newest, which is kept while a further one is written. Call it on one
-    rank."""
-    of_job = [stored for stored in store.list(KIND) if stored.model == spec.job_id]
+def _forget_older(store: WeightStore, job_id: str) -> None:
+    """Remove all snapshots of the job but the newest, which is kept while a further one is written."""
+    of_job = [stored for stored in store.list(KIND) if stored.model == job_id]
     of_job.sort(key=lambda stored: stored.manifest.meta["step"], reverse=True)
     for stored in of_job[1:]:
         try:

@@ -19,7 +19,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
     Concatenate,
@@ -31,6 +30,7 @@ from transformers.core_model_loading import (
 )
 
 from train.plan.errors import UnsupportedModel
+from weights.format.layout import Layout
 
 Shape = tuple[int, ...]
 
@@ -78,16 +78,8 @@ def stored_names(model: PreTrainedModel, shapes: Mapping[str, Shape], path: str 
     Raises UnsupportedModel if a parameter is not made of whole stored tensors, each one contiguous range of it.
     """
     conversions = getattr(model, "_weight_conversions", None) or []
-    return match(conversions, model.base_model_prefix, shapes, stored_shapes(path))
-
-
-def stored_shapes(path: str | Path) -> dict[str, Shape]:
-    """Shapes of all tensors in a model directory's safetensors files; reads their headers only."""
-    shapes: dict[str, Shape] = {}
-    for file in sorted(Path(path).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    return shapes
+    stored = {placed.spec.name: placed.spec.shape for placed in Layout.read(Path(path))}
+    return match(conversions, model.base_model_prefix, shapes, stored)
 
 
 def match(conversions: list[Any], prefix: str, shapes: Mapping[str, Shape], stored: Mapping[str, Shape]) -> StoredNames:

@@ -120,12 +120,6 @@ def place_buffers(module: torch.nn.Module, device: torch.device) -> torch.nn.Mod
     return module
 
 
-def accumulation_steps(spec: TrainSpec, world_size: int) -> int:
-    """Micro-batches one rank computes per optimizer step."""
-    rows = method_of(spec.method).samples(spec.options).rows
-    return rows * spec.batch_size * spec.ranks_of_row // (spec.micro_batch * world_size)
-
-
 def _groups(trained: list[torch.nn.Parameter], spec: TrainSpec) -> list[dict[str, Any]]:
     # ZeRO 1 and 2, and 3 on one device, keep parameters end to end, and torch's grouped product wants a mixture's
     # experts at whole 16 bytes (GroupedMMUtils.h, on GPUs alone): behind a scale of one element they began at two.
@@ -143,7 +137,7 @@ def _config(spec: TrainSpec, world_size: int, trained: list[torch.nn.Parameter])
     # Stage 0 differs from 1 only in that every rank keeps all optimizer state; in bf16 DeepSpeed has no fp32 master
     # weights there. Stage 1 computes the same in less memory.
     stage, kind = max(1, spec.zero_stage), kind_of(spec.device_kind)
-    elements = sum(p.numel() for p in trained)
+    elements, rows = sum(p.numel() for p in trained), method_of(spec.method).samples(spec.options).rows
     zero: dict[str, Any] = {
         "stage": stage,
         "overlap_comm": not kind.on_host,
@@ -157,7 +151,7 @@ def _config(spec: TrainSpec, world_size: int, trained: list[torch.nn.Parameter])
         zero["offload_param"] = {"device": HOST_MEMORY, "pin_memory": kind.locks_pages}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": spec.micro_batch,
-        "gradient_accumulation_steps": accumulation_steps(spec, world_size),
+        "gradient_accumulation_steps": rows * spec.batch_size * spec.ranks_of_row // (spec.micro_batch * world_size),
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": spec.max_grad_norm,

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ from torch.utils.tensorboard import SummaryWriter
 
 from runtime.devices.kinds import kind_of
 from train.control.progress import Events
+from train.data.packing import StepData
 from train.methods.method import Method
 from train.model.tensor_parallel import Grid
 from train.plan.errors import TrainingDiverged
 from train.plan.spec import TrainSpec
-from train.rollouts.rollouts import Rollouts
-from train.trainer.feed import DataFeed
 
 log = logging.getLogger(__name__)
 
@@ -32,30 +31,50 @@ class Metrics:
     def __init__(self, spec: TrainSpec, method: Method, engine: Any, grid: Grid, emit: Events):
         self._method, self._engine, self._grid, self._emit = method, engine, grid, emit
         self._on_host = kind_of(spec.device_kind).on_host
-        self._forward_time = ForwardTime(None if self._on_host else engine.device)
-        self._curves = Curves(Path(spec.run_dir) / "tb") if grid.rank == 0 else None
-        self._began_s = 0.0
+        self._began_s, self._forward_s = 0.0, 0.0
+        self._passes: list[tuple[torch.Event, torch.Event]] = []  # begin and end of each
+        self._curves_folder = str(Path(spec.run_dir) / "tb")
+        self._curves: SummaryWriter | None = None
 
     def begin_step(self) -> None:
         self._began_s = time.perf_counter()
         self._engine.module.take_metrics()  # of a validation
-        self._forward_time.take()
+        self._take_forward_s()
 
-    def forward_pass(self) -> Any:
-        """A context around the forward pass of each micro-batch."""
-        return self._forward_time.measured()
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """Around the forward pass of each micro-batch: what a rank computes by itself, before it waits for others in
+        collectives. All ranks end a step together, so the step's time says nothing of one of them."""
+        if self._on_host:
+            began_s = time.perf_counter()
+            yield
+            self._forward_s += time.perf_counter() - began_s
+            return
+        begin, end = (torch.Event(self._engine.device, enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self._passes.append((begin, end))
 
-    def end_step(self, step: int, loss: torch.Tensor, feed: DataFeed | Rollouts, **fields: Any) -> None:
+    def _take_forward_s(self) -> float:
+        """Seconds of the forward passes since the last call. On a device it waits for the end of the last one."""
+        if self._passes:
+            self._passes[-1][1].synchronize()
+        seconds = self._forward_s + sum(begin.elapsed_time(end) for begin, end in self._passes) / 1000
+        self._passes, self._forward_s = [], 0.0
+        return seconds
+
+    def end_step(self, step: int, loss: torch.Tensor, data: StepData, **fields: Any) -> None:
         """Collective: report that `step` steps are done. loss: this rank's part. fields: more for the event. Raises
         TrainingDiverged, on every rank."""
         # The other ranks of a tensor-parallel group have the same values.
         own = torch.zeros(self._size, dtype=torch.float32, device=self._engine.device)
-        taken, peaks = self._engine.module.take_metrics()
+        taken = self._engine.module.take_metrics()
         if self._grid.tensor_rank == 0:
             own[0] = loss
             own[1 : 1 + len(taken)] = torch.tensor(taken)
         seconds = torch.zeros(self._grid.world_size, dtype=torch.float32, device=own.device)
-        seconds[self._grid.rank] = self._forward_time.take()
+        seconds[self._grid.rank] = self._take_forward_s()
         message = torch.cat([own, seconds])
         comm.all_reduce(message)
         total, *found = message.tolist()
@@ -63,24 +82,19 @@ class Metrics:
         if not (math.isfinite(total) and math.isfinite(grad_norm)):
             raise TrainingDiverged(step, total, grad_norm)
         named = self._named(found[: self._size - 1])
-        if self._method.peak_names:
-            highest = torch.tensor(peaks or [0.0] * len(self._method.peak_names), device=own.device)
-            comm.all_reduce(highest, op=comm.ReduceOp.MAX)
-            named |= dict(zip(self._method.peak_names, highest.tolist(), strict=True))
-        if self._curves is None:
+        if self._grid.rank:
             return
-        tokens, waited = feed.tokens(), feed.seconds()
-        training_s = time.perf_counter() - self._began_s
-        full_s = training_s + sum(waited.values())
+        full_s, waited = time.perf_counter() - self._began_s, data.waited
+        training_s = full_s - sum(waited.values())
         metrics = {
             "loss": total,
             "grad_norm": grad_norm,
             "learning_rate": fields["learning_rate"],
-            "tokens_per_s": tokens / full_s,
+            "tokens_per_s": data.tokens / full_s,
             **named,
-            **feed.step_metrics(),
+            **data.figures,
         }
-        self._curves.write("train", step, metrics)
+        self._write_curves("train", step, metrics)
         if not self._on_host:
             metrics["memory_bytes"] = torch.accelerator.max_memory_allocated(self._engine.device)
         timing = {"timing": {"step": {**waited, "training": training_s, "full_iteration": full_s}}} if waited else {}
@@ -89,7 +103,7 @@ class Metrics:
             at_s=round(time.time(), 3),
             step=step,
             devices=self._grid.world_size,
-            tokens=tokens,
+            tokens=data.tokens,
             **(fields | metrics),
             rank_seconds=[round(one, 4) for one in found[self._size - 1 :]],
             **timing,
@@ -102,7 +116,7 @@ class Metrics:
 
     def validated(self, sums: torch.Tensor, loss: torch.Tensor, *, counts: bool) -> None:
         """Add one row of a validation to `sums`, if it counts."""
-        taken, _ = self._engine.module.take_metrics()
+        taken = self._engine.module.take_metrics()
         if counts and self._grid.tensor_rank == 0:
             sums[0] += loss
             sums[1 : 1 + len(taken)] += torch.tensor(taken, device=sums.device)
@@ -114,13 +128,27 @@ class Metrics:
         return {"loss": loss, **self._named(found)}
 
     def report_validation(self, step: int, total_steps: int, found: dict[str, float]) -> None:
-        if self._curves is not None:
-            self._curves.write("validation", step, found)
+        if self._grid.rank == 0:
+            self._write_curves("validation", step, found)
         self._emit("validation", step=step, total_steps=total_steps, **found)
 
+    def _write_curves(self, group: str, step: int, values: dict[str, float]) -> None:
+        """Into TensorBoard's event files; steps that were written before a resume are purged. A full disk costs points
+        of a curve and no step; the next point is tried with a new file."""
+        try:
+            if self._curves is None:
+                self._curves = SummaryWriter(self._curves_folder, purge_step=step, flush_secs=10)
+            for name, value in values.items():
+                self._curves.add_scalar(f"{group}/{name}", value, step)
+        except OSError as error:
+            log.warning("curves have a gap, %s cannot be written: %s", self._curves_folder, error.strerror)
+            self._curves = None
+
     def close(self) -> None:
+        """Write out what is buffered: the process ends without any of Python's own clean-up."""
         if self._curves is not None:
-            self._curves.close()
+            with suppress(OSError):  # the disk is full, and the last points are lost
+                self._curves.close()
 
     @property
     def _size(self) -> int:
@@ -131,64 +159,3 @@ class Metrics:
         correct, trained, *rest = found
         accuracy = {"mean_token_accuracy": correct / trained} if trained else {}
         return accuracy | dict(zip(self._method.metric_names, rest, strict=True))
-
-
-class ForwardTime:
-    """The seconds that a rank computes by itself in a step: its forward passes, before it waits for other ranks in
-    collectives. All ranks end a step together, so the step's time says nothing of one of them.
-
-    device: where the rank computes, which records events in its own queue; None: on the host itself."""
-
-    def __init__(self, device: torch.device | None):
-        self._device = device
-        self._passes: list[tuple[torch.Event, torch.Event]] = []
-        self._host_s = 0.0
-
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Around a forward pass."""
-        if self._device is None:
-            began_s = time.perf_counter()
-            yield
-            self._host_s += time.perf_counter() - began_s
-            return
-        begin, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
-        begin.record()
-        yield
-        end.record()
-        self._passes.append((begin, end))
-
-    def take(self) -> float:
-        """Seconds since the last call. On a device it waits for the end of the last pass."""
-        if self._passes:
-            self._passes[-1][1].synchronize()
-        seconds = self._host_s + sum(begin.elapsed_time(end) for begin, end in self._passes) / 1000
-        self._passes, self._host_s = [], 0.0
-        return seconds
-
-
-class Curves:
-    """TensorBoard's event files of a run. Steps that were written before a resume are purged. A full disk costs points
-    of a curve and no step; the next point is tried with a new file."""
-
-    def __init__(self, directory: Path):
-        self._directory = directory
-        self._writer: SummaryWriter | None = None
-
-    def write(self, group: str, step: int, values: dict[str, float]) -> None:
-        try:
-            if self._writer is None:
-                self._writer = SummaryWriter(str(self._directory), purge_step=step, flush_secs=10)
-            for name, value in values.items():
-                self._writer.add_scalar(f"{group}/{name}", value, step)
-        except OSError as error:
-            log.warning("curves have a gap, %s cannot be written: %s", self._directory, error.strerror)
-            self._writer = None
-
-    def close(self) -> None:
-        """Write out what is buffered: the process ends without any of Python's own clean-up."""
-        try:
-            if self._writer is not None:
-                self._writer.close()
-        except OSError as error:
-            log.warning("the last points are lost, %s cannot be written: %s", self._directory, error.strerror)

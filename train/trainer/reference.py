@@ -1,5 +1,5 @@
-"""Computes what the starting model says of every sequence of the data, once, before the first step, and keeps it with
-the job.
+"""What the starting model says of every sequence of the data, computed once, before the first step, and kept with the
+job.
 
 A method that compares the trained model with the one it started from (Method.needs_reference) thus needs no second copy
 of the weights: before the first step the model is still the starting one (an adapter adds nothing yet). The ranks share
@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,128 +25,80 @@ from deepspeed import comm
 
 from train.control.progress import Events, Progress
 from train.data.token_set import TokenSet
-from train.methods.method import Method
-from train.plan.errors import SnapshotMismatch, TrainingDiverged
+from train.methods.packed_objective import to_batch
+from train.plan.errors import TrainingDiverged
 from train.plan.spec import TrainSpec
-from train.state import fragments, snapshot
-from weights.memory.store import WeightStore
+from train.state import fragments
 
 _SAVE_EVERY_S = 10.0
-_PREFIX = "reference."  # of the names in a snapshot
 
 
 class Reference:
-    """The references of the token sets of one run, by name. A set's `reference` is None until all of it is known."""
+    """values: (examples, sequences) float32 of a token set, of which those of its first packs are known.
+    `tokens.reference` is None until all are."""
 
-    def __init__(
-        self,
-        method: Method,
-        spec: TrainSpec,
-        engine: Any,
-        sets: Mapping[str, TokenSet | None],
-        emit: Events,
-        progress: Progress,
-    ):
-        self._method, self._engine, self._emit, self._progress = method, engine, emit, progress
+    def __init__(self, spec: TrainSpec, engine: Any, tokens: TokenSet, emit: Events, progress: Progress):
+        self._engine, self._tokens, self._emit, self._progress = engine, tokens, emit, progress
         self._grid = fragments.grid(engine)
-        needed = sets if method.needs_reference else {}
-        self._values = {
-            name: _Values(Path(spec.run_dir) / "reference" / f"{_key(spec, tokens)}.npz", tokens)
-            for name, tokens in needed.items()
-            if tokens is not None
-        }
+        self._path = Path(spec.run_dir) / "reference" / f"{_key(spec, tokens)}.npz"
+        if self._path.exists():
+            with np.load(self._path) as kept:
+                self._set(kept["values"], int(kept["done"]))
+        else:
+            self._set(np.zeros((tokens.n_examples, tokens.sequences), np.float32), 0)
         self._began_s = self._saved_s = time.monotonic()
+
+    def _set(self, values: np.ndarray, done: int) -> None:
+        self.values, self._done = values, done
+        if self.complete:
+            self._tokens.reference = values
 
     @property
     def complete(self) -> bool:
-        return all(values.complete for values in self._values.values())
+        return self._done == len(self._tokens.packs)
 
     def learn_some(self) -> None:
-        """Collective: compute one row on each rank, of a set that is not complete. The engine's weights must be the
-        starting ones."""
-        values = next(values for values in self._values.values() if not values.complete)
+        """Collective: compute one row on each rank. The engine's weights must be the starting ones."""
+        tokens, grid, device = self._tokens, self._grid, self._engine.device
         self._progress.enter("reference")
-        self._one_round(values)
-        if values.complete or time.monotonic() - self._saved_s > _SAVE_EVERY_S:
-            self.save()
-        if self.complete:
-            pairs = ", ".join(f"{one.tokens.n_examples} examples ({name})" for name, one in self._values.items())
-            seconds = time.monotonic() - self._began_s
-            self._emit("message", level="info", text=f"the starting model read {pairs} for reference: {seconds:.1f} s")
-
-    def save(self) -> None:
-        """Write the values known so far, so that a run that is interrupted before its first step goes on from them."""
-        self._saved_s = time.monotonic()
-        if self._grid.rank == 0:
-            for values in self._values.values():
-                values.save()
-
-    def kept(self) -> dict[str, torch.Tensor]:
-        """The values by name, for the run's snapshots."""
-        return {f"{_PREFIX}{name}": torch.from_numpy(values.values) for name, values in self._values.items()}
-
-    def take_from(self, store: WeightStore, path: str | Path) -> None:
-        """Read missing values out of a snapshot of the run. Raises SnapshotMismatch if it lacks them."""
-        for name, values in self._values.items():
-            if values.complete:
-                continue
-            stored = snapshot.read_kept(store, path, f"{_PREFIX}{name}")
-            if stored is None or stored.shape != values.values.shape:
-                raise SnapshotMismatch(
-                    f"the snapshot {path} has {None if stored is None else tuple(stored.shape)} as reference of the "
-                    f"data {name!r}, expected {values.values.shape}; it was made with other data or by another method"
-                )
-            values.set(stored.numpy(), len(values.tokens.packs))
-        self.save()
-
-    def _one_round(self, values: _Values) -> None:
-        tokens, grid = values.tokens, self._grid
-        mine = values.done + grid.data_rank
-        packs = range(values.done, min(values.done + grid.data_size, len(tokens.packs)))
+        mine = self._done + grid.data_rank
+        packs = range(self._done, min(self._done + grid.data_size, len(tokens.packs)))
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
         row = tokens.row(np.array([min(mine, packs[-1])]))
         self._engine.eval()
         with torch.no_grad():
-            log_probs = self._engine(self._method.batch(row, 1.0, self._engine.device) | {"as_reference": True})
+            log_probs = self._engine(to_batch(row, 1.0, device) | {"as_reference": True})
         self._engine.train()
         members = [tokens.packs[pack] for pack in packs]
-        totals = torch.zeros(sum(map(len, members)), tokens.sequences, dtype=torch.float32, device=self._engine.device)
+        totals = torch.zeros(sum(map(len, members)), tokens.sequences, dtype=torch.float32, device=device)
         if mine in packs and grid.tensor_rank == 0:
             start = sum(map(len, members[: grid.data_rank]))
             totals[start : start + len(members[grid.data_rank])] = log_probs.view(-1, tokens.sequences)
         comm.all_reduce(totals)
         if not totals.isfinite().all():
             raise TrainingDiverged(0, totals.sum().item(), 0.0)
-        values.values[np.concatenate(members)] = totals.cpu().numpy()
-        values.set(values.values, values.done + len(packs))
-
-
-class _Values:
-    """(examples, sequences) float32 of a token set, of which those of the first `done` packs are known."""
-
-    def __init__(self, path: Path, tokens: TokenSet):
-        self._path, self.tokens = path, tokens
-        if path.exists():
-            with np.load(path) as kept:
-                self.set(kept["values"], int(kept["done"]))
-        else:
-            self.set(np.zeros((tokens.n_examples, tokens.sequences), np.float32), 0)
-
-    @property
-    def complete(self) -> bool:
-        return self.done == len(self.tokens.packs)
-
-    def set(self, values: np.ndarray, done: int) -> None:
-        self.values, self.done = values, done
+        self.values[np.concatenate(members)] = totals.cpu().numpy()
+        self._set(self.values, self._done + len(packs))
+        if self.complete or time.monotonic() - self._saved_s > _SAVE_EVERY_S:
+            self.save()
         if self.complete:
-            self.tokens.reference = values
+            text = f"the starting model read {tokens.n_examples} examples for reference: "
+            self._emit("message", level="info", text=f"{text}{time.monotonic() - self._began_s:.1f} s")
+
+    def take(self, values: torch.Tensor) -> None:
+        """Take all values from a snapshot."""
+        self._set(values.numpy(), len(self._tokens.packs))
+        self.save()
 
     def save(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_suffix(".partial")
-        with open(partial, "wb") as file:
-            np.savez(file, values=self.values, done=self.done)
-        os.rename(partial, self._path)
+        """Write the values known so far, so that a run that is interrupted before its first step goes on from them."""
+        self._saved_s = time.monotonic()
+        if self._grid.rank == 0:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self._path.with_suffix(".partial")
+            with open(partial, "wb") as file:
+                np.savez(file, values=self.values, done=self._done)
+            os.rename(partial, self._path)
 
 
 def _key(spec: TrainSpec, tokens: TokenSet) -> str:

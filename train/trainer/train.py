@@ -8,7 +8,8 @@ function of the seed and its number: one that was left is done again, and only t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,32 +18,55 @@ from deepspeed import comm
 
 from train.control.progress import ControlSignals, Events, Progress
 from train.control.rank_messages import any_rank, broadcast_json
-from train.data.packing import Row, StepPlan
+from train.data.packing import Row, StepData, StepPlan, part_of
 from train.data.token_set import TokenSet
+from train.methods.method import Method
 from train.methods.methods import method_of
+from train.methods.packed_objective import to_batch
+from train.model.tensor_parallel import Grid
 from train.plan.recipe import learning_rate
 from train.plan.spec import TrainSpec
 from train.rollouts.rollouts import Rollouts
-from train.state import fragments, snapshot
-from train.trainer.checkpointer import Checkpointer, Publisher
-from train.trainer.event_log import EventLog
-from train.trainer.feed import DataFeed
+from train.state import fragments
+from train.state.publish import Publisher
+from train.state.snapshot import Snapshots, Validations
 from train.trainer.metrics import Metrics
 from train.trainer.reference import Reference
-from train.trainer.validations import Validations
 from weights.format.errors import StoreFull
 from weights.memory.store import WeightStore
 
 KEPT_S = 60.0
 """How long the first step of a world goes on at least, so that a job makes progress however often its devices are
 taken."""
-_VALIDATES_ON_S = 5.0  # a shorter validation is not left; a suspension waits for its end
+_VALIDATES_ON_S = 5.0  # a validation goes on for so long at least; a suspension waits for that
+
+
+class DataFeed:
+    """Feeds the steps of a rank with rows of the data. Rollouts (train.rollouts.rollouts) have the same method, for
+    answers that engines sample from the model in training."""
+
+    def __init__(self, method: Method, plan: StepPlan, tokens: TokenSet, grid: Grid, sequence_parallel: int = 1):
+        """sequence_parallel: neighbouring ranks that share each row, a part of its tokens each."""
+        self._method, self._plan, self._tokens, self._grid = method, plan, tokens, grid
+        self._parts = sequence_parallel
+
+    def step(self, step: int) -> StepData | None:
+        """Collective: what this step learns from. None if the devices were wanted before it was there."""
+        group, part = divmod(self._grid.data_rank, self._parts)
+        micro_batches = self._plan.micro_batches(step, group, self._grid.data_size // self._parts)
+        rows = [(number, part_of(self._row(step, number, packs), part, self._parts)) for number, packs in micro_batches]
+        learnt = self._plan.learnt_in_step(step)
+        return StepData(rows, self._method.denominator(self._tokens, learnt), self._tokens.tokens_in(learnt))
+
+    def _row(self, step: int, number: int, packs: np.ndarray) -> Row:
+        learnt = packs[: max(0, self._plan.counted(step) - number * len(packs))]
+        return self._tokens.row(learnt) if len(learnt) else replace(self._tokens.row(packs), weight=0.0)
 
 
 class Run:
     """Runs one rank's part of a job, from an engine in memory to an outcome.
 
-    Build it with `train.trainer.prepare`, then `run`. Events are those of the contract in `train.control.group`.
+    Build it with `train.trainer.worker.prepare`, then `run`. Events are those of the contract in `train.control.group`.
     """
 
     def __init__(
@@ -60,12 +84,18 @@ class Run:
         self.train, self.valid = train, valid
         self.signals, self.progress = signals, progress
         self.method, self.grid = method_of(spec.method), fragments.grid(engine)
-        self.emit = EventLog(spec.run_dir, emit) if self.grid.rank == 0 else lambda event, **data: None
+        self.emit = emit if self.grid.rank == 0 else lambda event, **data: None
         self.step = self.first_step = 0
         self.boundary_s = 0.0  # time.monotonic() when the ranks last agreed between two steps
         self._resumed_from: str | None = None
-        self._began_s, self._took_s = 0.0, 0.0  # time.monotonic() of the step under way, seconds of the last
-        self.reference = Reference(self.method, spec, engine, {"train": train, "valid": valid}, self.emit, progress)
+        self.validations = Validations()
+        self.snapshots = Snapshots(spec, store, engine, train.digest, self.validations, self.emit, progress)
+        sets = {"train": train, "valid": valid} if self.method.needs_reference else {}
+        self.references = {
+            f"reference.{name}": Reference(spec, engine, tokens, self.emit, progress)
+            for name, tokens in sets.items()
+            if tokens is not None
+        }
         shuffled = spec.data_order == "shuffled"
         self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed, shuffled)
         self.feed: DataFeed | Rollouts = DataFeed(self.method, self.plan, train, self.grid, spec.sequence_parallel)
@@ -75,25 +105,27 @@ class Run:
                 spec, self.method, engine, store, self.grid, self.plan, (train, valid), emit, signals, progress
             )
             self.feed = self.rollouts
-        self.checkpointer = Checkpointer(spec, store, engine, train.digest, self.emit, progress)
         self.publisher = Publisher(spec, store, engine, self.emit, progress)
         self.metrics = Metrics(spec, self.method, engine, self.grid, self.emit)
-        self.validations = Validations()
 
     def resume_from(self, path: str) -> None:
         """Collective: take the state of a snapshot. Raises SnapshotMismatch."""
         self.progress.enter("resuming")
-        store = snapshot.store_of(path, self.store, self.spec)
-        self.step = self.first_step = snapshot.read_snapshot(self.engine, self.spec, store, path, self.train.digest)
-        self.reference.take_from(store, path)
+        self.step = self.first_step = self.snapshots.read(path)
+        for name, reference in self.references.items():
+            if not reference.complete:
+                reference.take(self.snapshots.read_kept(path, name, reference.values.shape))
         self._resumed_from = path
 
     def run(self) -> dict[str, Any]:
         """Train to the end or until a signal; return the outcome for the final event. Call `close` afterwards."""
-        if (outcome := self._learn_reference()) is not None:
-            return outcome
-        if self.spec.follows_validations:
-            self.validations.read(self.spec.run_dir, self.step)
+        for reference in self.references.values():
+            while not reference.complete:
+                if self._agreed()[0]:
+                    reference.save()
+                    return self._suspended()
+                reference.learn_some()
+        self.snapshots.kept = {name: torch.from_numpy(one.values) for name, one in self.references.items()}
         if self.step == 0:
             self._validate()
             self._warn_of_fewer_validations()
@@ -105,8 +137,8 @@ class Run:
             if suspend:
                 return self._suspended()
             if due:
-                self.checkpointer.save(self.step)
-            if self.feed.ready(self.step) and self.train_step():
+                self.snapshots.save(self.step)
+            if self.train_step():
                 if self._validates():
                     self._validate()
                 if not self._is_over():  # else it is published as the result
@@ -119,31 +151,30 @@ class Run:
         """Collective: do the next step, all its micro-batches and the optimizer's. False if all ranks left it, because
         their devices are wanted: nothing but gradients has changed, and the process is about to end."""
         spec, step, engine = self.spec, self.step, self.engine
+        self.metrics.begin_step()
+        if (data := self.feed.step(step)) is None:
+            return False
+        total, warmup_ratio = self.plan.total_steps, spec.warmup_ratio
         rate = learning_rate(
-            step,
-            self.plan.total_steps,
-            peak=spec.learning_rate,
-            warmup_ratio=spec.warmup_ratio,
-            schedule=spec.lr_scheduler,
+            step, total, peak=spec.learning_rate, warmup_ratio=warmup_ratio, schedule=spec.lr_scheduler
         )
         for group in engine.optimizer.optimizer.param_groups:
             group["lr"] = rate
-        self.metrics.begin_step()
-        self._began_s = time.monotonic()
-        scale = 1.0 / self.feed.denominator()  # of the global step: gradients and losses of micro-batches add up
+        began_s = time.monotonic()
+        scale = 1.0 / data.denominator  # of the global step: gradients and losses of micro-batches add up
         loss = torch.zeros((), dtype=torch.float32, device=engine.device)
-        rows = self.feed.rows()
-        scaled = ((row, scale * row.weight) for _, row in rows)
-        shared = self._divergence("step", scaled, lambda _: self._left_of_step_s(), spec.step_patience_s)
+        least_s = KEPT_S if step == self.first_step else 0.0
+        scaled = ((row, scale * row.weight) for _, row in data.rows)
+        shared = self._divergence("step", scaled, began_s, least_s)
         if shared is None:
-            return self._abort_step()
-        for number, row in rows:
+            return self._abort_step(began_s)
+        for number, row in data.rows:
             self.progress.enter("step", step)
-            if self._leaves(self._left_of_step_s(), spec.step_patience_s):
-                return self._abort_step()
+            if self._leaves(began_s, least_s):
+                return self._abort_step(began_s)
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
-            batch = self.method.batch(row, scale * row.weight, engine.device) | shared
+            batch = to_batch(row, scale * row.weight, engine.device) | shared
             with self.metrics.forward_pass():
                 part = engine(batch)
             # Use a separate tensor: on the engine's own output DeepSpeed 0.19.8 divides by the accumulation steps even
@@ -152,34 +183,30 @@ class Run:
             loss += part.detach()
             engine.step()  # the optimizer's after the last micro-batch
         self.step += 1
-        epoch = min(spec.n_epochs, self._epoch())
-        self.metrics.end_step(
-            self.step, loss, self.feed, total_steps=self.plan.total_steps, epoch=epoch, learning_rate=rate
-        )
-        self._took_s = time.monotonic() - self._began_s
+        more = {"total_steps": total, "epoch": min(spec.n_epochs, self._epoch()), "learning_rate": rate}
+        self.metrics.end_step(self.step, loss, data, **more)
         return True
 
-    def _divergence(
-        self, phase: str, rows: Iterable[tuple[Row, float]], left_s: Callable[[int], float], patience_s: float
-    ) -> dict[str, torch.Tensor] | None:
-        """Collective: what each batch has of the whole step (Method.needs_divergence). None if the ranks leave it.
+    def _abort_step(self, began_s: float) -> bool:
+        text = f"step {self.step + 1} was left after {time.monotonic() - began_s:.1f} s because its devices are wanted"
+        self.emit("message", level="info", text=f"{text}; it will be done again")
+        return False
 
-        Args:
-            phase: of the progress that is reported.
-            rows: this rank's rows, each with its scale; equally many on every rank.
-            left_s: expected seconds until the end of the work, after so many rows.
-            patience_s: the longest work that is finished although the devices are wanted.
-        """
+    def _divergence(
+        self, phase: str, rows: Iterable[tuple[Row, float]], began_s: float, least_s: float
+    ) -> dict[str, torch.Tensor] | None:
+        """Collective: what each batch has of the whole step (Method.needs_divergence). None if the ranks leave it (see
+        `_leaves`). rows: this rank's, each with its scale; equally many on every rank."""
         if not self.method.needs_divergence:
             return {}
         total = torch.zeros((), dtype=torch.float32, device=self.engine.device)
         self.engine.eval()
         try:
-            for done, (row, scale) in enumerate(rows):
+            for row, scale in rows:
                 self.progress.enter(phase, self.step)
-                if self._leaves(left_s(done), patience_s):
+                if self._leaves(began_s, least_s):
                     return None
-                batch = self.method.batch(row, scale, self.engine.device)
+                batch = to_batch(row, scale, self.engine.device)
                 with torch.no_grad():
                     log_probs = self.engine(batch | {"as_reference": True})
                 total += (log_probs - batch["reference"]).sum() * scale
@@ -198,7 +225,7 @@ class Run:
 
     def _agreed(self) -> list[bool]:
         """Collective: whether the devices are wanted, and whether a snapshot is due."""
-        due = self.grid.rank == 0 and self.step > self.first_step and self.checkpointer.due()
+        due = self.grid.rank == 0 and self.step > self.first_step and self.snapshots.due()
         self.boundary_s = time.monotonic()
         return any_rank(self.signals.suspend, due)
 
@@ -206,7 +233,7 @@ class Run:
         """Collective: the outcome of a run that leaves its devices."""
         path, nbytes, seconds = self._resumed_from, 0, 0.0
         if self.step > self.first_step:  # else the state is what the run began with
-            written = self.checkpointer.suspend(self.step)
+            written = self.snapshots.suspend(self.step)
             path, nbytes, seconds = written.path, written.bytes, written.seconds
         return {
             "outcome": "suspended",
@@ -216,38 +243,9 @@ class Run:
             "seconds": {"snapshot": seconds},
         }
 
-    def _leaves(self, left_s: float, patience_s: float) -> bool:
-        """Collective: whether any rank's devices are wanted, and the rank would take longer than `patience_s`."""
-        return any_rank(self.signals.suspend and left_s > patience_s)[0]
-
-    def _left_of_step_s(self) -> float:
-        """How long the step under way is expected to go on."""
-        spent_s = time.monotonic() - self._began_s
-        if self.step == self.first_step:
-            return np.inf if spent_s > KEPT_S else 0.0
-        # A step a little longer than the last is about to end.
-        return max(0.0, self._took_s - spent_s) if spent_s < 1.25 * self._took_s else np.inf
-
-    def _abort_step(self) -> bool:
-        text = (
-            f"step {self.step + 1} was left after {time.monotonic() - self._began_s:.1f} s because its devices are "
-            "wanted; it will be done again"
-        )
-        self.emit("message", level="info", text=text)
-        return False
-
-    # --- before the first step
-
-    def _learn_reference(self) -> dict[str, Any] | None:
-        """Collective: what the starting model says of the data; the outcome, if the run is stopped before it is
-        known."""
-        while not self.reference.complete:
-            if self._agreed()[0]:
-                self.reference.save()
-                return self._suspended()
-            self.reference.learn_some()
-        self.checkpointer.kept = self.reference.kept()
-        return None
+    def _leaves(self, began_s: float, least_s: float) -> bool:
+        """Collective: whether any rank's devices are wanted, and it has gone on for `least_s` since `began_s`."""
+        return any_rank(self.signals.suspend and time.monotonic() - began_s > least_s)[0]
 
     # --- validations and versions
 
@@ -268,8 +266,10 @@ class Run:
         """Collective: publish this step if it ends an epoch, or is the best and may be the result."""
         spec = self.spec
         of_epoch = spec.publishes_epochs and self.step in self.plan.epoch_end_steps() and self.step > self.first_step
-        if of_epoch or (spec.publish == "best" and self.validations.best_step == self.step > 0):
-            self.publisher.publish_if_room(self.step, self._epoch())
+        is_best = spec.publish == "best" and self.validations.best_step == self.step > 0
+        due = (of_epoch or is_best) and self.step not in self.validations.published
+        if due and self.publisher.publish_if_room(self.step, self._epoch()):
+            self.validations.published.append(self.step)
 
     def _publish_result(self) -> None:
         """Collective. Raises StoreFull, with the state kept on disk: hours of work must not be lost for lack of memory,
@@ -278,7 +278,7 @@ class Run:
             try:
                 self.publisher.publish(self.step, self._epoch())
             except StoreFull:
-                self.checkpointer.save_on_disk(self.step)
+                self.snapshots.save_on_disk(self.step)
                 raise
 
     def _validate(self) -> None:
@@ -296,28 +296,21 @@ class Run:
         scale = 1.0 / self.method.denominator(valid, packs)
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
         turns = -(-len(packs) // self.grid.data_size)
-        mine = [turn * self.grid.data_size + self.grid.data_rank for turn in range(turns)]
-        rows = ((valid.row(packs[[index % len(packs)]]), scale * (index < len(packs))) for index in mine)
+        mine = range(self.grid.data_rank, turns * self.grid.data_size, self.grid.data_size)
         sums, began_s = self.metrics.begin_validation(), time.monotonic()
-        shared = self._divergence(
-            "validating",
-            rows,
-            lambda done: (time.monotonic() - began_s) * (2 * turns - done) / max(1, done),
-            _VALIDATES_ON_S,
-        )
+        rows = ((valid.row(packs[[index % len(packs)]]), scale * (index < len(packs))) for index in mine)
+        shared = self._divergence("validating", rows, began_s, _VALIDATES_ON_S)
         if shared is None:
             return None
-        began_s = time.monotonic()
         self.engine.eval()
         try:
-            for turn, index in enumerate(mine):
-                each_s = (time.monotonic() - began_s) / max(1, turn)
-                if self._leaves(each_s * (turns - turn), _VALIDATES_ON_S):
+            for index in mine:
+                if self._leaves(began_s, _VALIDATES_ON_S):
                     return None
                 self.progress.enter("validating")  # for each row: a file may take longer than the limit for a hang
                 with torch.no_grad():
                     row = valid.row(packs[[index % len(packs)]])
-                    part = self.engine(self.method.batch(row, scale, self.engine.device) | shared)
+                    part = self.engine(to_batch(row, scale, self.engine.device) | shared)
                 self.metrics.validated(sums, part, counts=index < len(packs))
         finally:
             self.engine.train()
@@ -342,8 +335,8 @@ class Run:
             self.emit("message", level="info", text=text)
         if self.spec.publish != "best" or not 0 < best < self.step:
             return False
-        # Only the first rank knows whether the log has been written.
-        there = bool(broadcast_json(self.grid.rank == 0 and self.validations.published(self.spec.run_dir)))
+        # Only the first rank knows whether its commit succeeded.
+        there = bool(broadcast_json(best in self.validations.published))
         if there:
             text = f"the result is the version of step {best}, whose validation was the best"
         else:

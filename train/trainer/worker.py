@@ -1,7 +1,10 @@
 """Runs a rank: a process forked from the warm parent, on the lifeline of its RankHost.
 
+`main` joins the world, `prepare` makes a run of a spec up to its first step: tokens, model, engine, state. All ranks of
+a world do this together, whether they are new or resume a snapshot.
+
 Calls it answers: `ping` (where the run is; answered by the lifeline thread, so only a stopped process stays silent)
-and `signal` (suspend, after the micro-batch or the step).
+and `suspend` (after the micro-batch under way).
 
 Events: those of the run, from rank 0; "ready" when the engine exists and "done" with the outcome, from every rank.
 """
@@ -11,14 +14,30 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
+
+from deepspeed import comm
+from transformers import PreTrainedModel
 
 from runtime.logs import configure_logging
 from runtime.processes.lifeline import Lifeline
-from train.control.progress import ControlSignals, Progress
+from train.control.progress import ControlSignals, Events, Progress
+from train.data.chat import ChatEncoder, vocabulary_of
+from train.data.token_set import TokenSet, open_token_set
+from train.methods.methods import method_of
+from train.methods.packed_objective import PackedObjective
+from train.model.model import keeps_state, load_model, load_tokenizer
+from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
-from train.trainer.engine import init_world, meeting_url
-from train.trainer.prepare import hold_base, prepare
+from train.state.publish import base_names
+from train.trainer.engine import build_engine, init_world, meeting_url
+from train.trainer.train import Run
+from weights.format.errors import VersionNotFound
+from weights.memory.locks import DirectoryLock
+from weights.memory.store import WeightStore
 
 
 def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
@@ -28,7 +47,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     spec = TrainSpec.from_dict(args["spec"])
     configure_logging("rank", job_id=spec.job_id, rank=args["rank"])
     signals, progress = ControlSignals(), Progress()
-    lifeline.serve({"ping": progress.report, "signal": signals.ask})
+    lifeline.serve({"ping": progress.report, "suspend": signals.ask_suspend})
     progress.enter("joining")
     meeting = meeting_url(args["meeting"], args["rank"], args["world_size"])
     init_world(spec.device_kind, meeting)
@@ -46,3 +65,103 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     seconds = {**outcome.pop("seconds", {}), "leave": time.monotonic() - run.boundary_s}
     lifeline.emit("done", seconds=seconds, **outcome)
     return 0
+
+
+def hold_base(spec: TrainSpec) -> list[DirectoryLock]:
+    """Take the store's locks on the trained model's inputs for the life of the rank. Raises VersionNotFound.
+
+    Frozen weights stay mapped from their files, and the store reuses files of unlocked versions. Locking a directory
+    outside the store is harmless.
+    """
+    held = []
+    for path in filter(None, (spec.base_path, spec.base_adapter)):
+        lock = DirectoryLock.try_shared(Path(path))
+        if lock is None:
+            raise VersionNotFound(f"{path}, which {spec.job_id} is trained from, is gone or being removed")
+        held.append(lock)
+    return held
+
+
+def prepare(
+    spec: TrainSpec, emit: Events, signals: ControlSignals, progress: Progress, snapshot_path: str | None = None
+) -> Run:
+    """Collective: prepare tokens, model, engine, and the state of `snapshot_path` if given. Propagates their errors."""
+    rank = comm.get_rank()
+    store = WeightStore(Path(spec.shm_root), budget_bytes=spec.shm_budget_bytes)
+    progress.enter("tokenising")
+    method = method_of(spec.method)
+    encoder = cache(lambda: ChatEncoder(load_tokenizer(spec.base_path), vocabulary_of(spec.base_path)))
+    sets = [
+        open_token_set(
+            path,
+            spec.base_path,
+            encoder,
+            Path(spec.run_dir) / "tokens",
+            method,
+            max_length=method.data_length(spec.max_length, spec.options),
+            packing=spec.packing,
+            as_given=spec.data_order == "given",
+            rank=rank,
+            alive=partial(progress.enter, "tokenising"),
+        )
+        if path
+        else None
+        for path in (spec.train_path, spec.valid_path)
+    ]
+    train, valid = sets
+    assert train is not None
+    if rank == 0 and snapshot_path is None:
+        for level, text in _about_data(spec, train):
+            emit("message", level=level, text=text)
+
+    progress.enter("loading")
+    # Under ZeRO-3 the first rank (each of the first group) sends every parameter to all (zero.Init). The others would
+    # read theirs for nothing, and would hold a copy in host memory where loading makes one: to join experts, or to
+    # change precision.
+    sent = spec.zero_stage == 3 and rank >= spec.tensor_parallel
+    model = load_model(spec, weights=snapshot_path is None, sent=sent)
+    refuse_shared_rows(model, spec)
+    engine = build_engine(PackedObjective(model, method, spec.options), spec)
+    if snapshot_path is None and spec.published_kind == "version":
+        base_names(engine, spec.base_path)  # before any step
+    run = Run(spec, store, engine, train, valid, emit, signals, progress)
+    if snapshot_path:
+        run.resume_from(snapshot_path)
+    return run
+
+
+def refuse_shared_rows(model: PreTrainedModel, spec: TrainSpec) -> None:
+    """Raises UnsupportedModel if sequences would share a row of a model whose layers pass a state from token to token:
+    each sequence would begin with the state that the one before left."""
+    method = method_of(spec.method)
+    alone = not spec.packing and spec.micro_batch == 1 and method.sequences == 1 and not method.rolls_out
+    alone = alone and spec.sequence_parallel == 1
+    if keeps_state(model) and not alone:
+        raise UnsupportedModel(
+            f"{model.config.get_text_config().model_type} has layers that keep a state from token to token (mamba, "
+            "linear attention, convolutions), and examples in one row would pass it on to each other: it is trained "
+            "by the method 'supervised' alone, with packing false, micro_batch 1 and sequence_parallel 1"
+        )
+
+
+def _about_data(spec: TrainSpec, train: TokenSet) -> Iterator[tuple[str, str]]:
+    """(level, text) of what a new job is told about its data."""
+    method, packs, batch = method_of(spec.method), len(train.packs), spec.batch_size
+    made, steps = method.samples(spec.options), -(-packs * spec.n_epochs // batch)
+    text = f"{train.n_examples} examples, {train.n_tokens} tokens"
+    if (rows := train.n_examples + train.n_dropped) > train.n_records and method.sequences == 1:
+        text = (
+            f"{train.n_records} examples became {rows} rows: the model's chat template writes earlier turns otherwise "
+            f"than the last, so each turn is trained in a row of its own; {train.n_tokens} tokens"
+        )
+    if spec.packing:
+        fill = train.n_tokens / (packs * train.capacity)
+        text += f", packed into {packs} sequences of {train.capacity} ({fill:.0%} full)"
+    answers = f", with {made.group} answers to each" if made.room else ""
+    text += f": a step has {batch} of them (batch_size){answers}; with n_epochs {spec.n_epochs} they make {steps} steps"
+    yield "info", text
+    if effort := spec.options.get("reasoning_effort"):
+        yield "warn", f"reasoning_effort {effort!r} changes nothing: a model of this box reasons as it has learnt to"
+    if train.n_truncated or train.n_dropped:
+        text = f"{train.n_truncated} examples were cut to max_length {spec.max_length} tokens; {train.n_dropped} were "
+        yield "warn", text + "left out because nothing to learn was left of them"

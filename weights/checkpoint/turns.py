@@ -29,10 +29,7 @@ PROBES: Mapping[str, dict[str, Any]] = {
     "system": {"messages": ({"role": "system", "content": SYSTEM}, *_ASKED)},
     "tools": {"messages": _ASKED, "tools": [_GAUGE]},
     "called": {"messages": _CALLED, "tools": [_GAUGE], "add_generation_prompt": False},
-    "result": {
-        "messages": (*_CALLED, {"role": "tool", "content": RESULT, "tool_call_id": _CALL["id"]}),
-        "tools": [_GAUGE],
-    },
+    "result": {"messages": (*_CALLED, _RESULT), "tools": [_GAUGE]},
 }
 """Conversations whose renderings tell what a template does."""
 
@@ -57,7 +54,7 @@ def new_end(rendered: Rendered, added: Collection[str], known: Set[str]) -> str:
     before = before.removeprefix(os.path.commonprefix([before, (rendered["asked"] or "").rpartition(QUESTION)[2]]))
     for probe in ("answered", "again"):
         # After an answer in the middle a token may end only a part of the turn (gpt-oss), so the last one comes first.
-        if group := _group(_after(rendered[probe], ANSWER), added):
+        if group := _group((rendered[probe] or "").partition(ANSWER)[2], added):
             return group[0] if known.isdisjoint(group) and group[0] not in before else ""
     return ""
 
@@ -89,10 +86,6 @@ def warnings_of(rendered: Rendered, added: Collection[str]) -> list[str]:
             "token to tokenizer and embedding, or choose a template whose end is one"
         )
     return notes
-
-
-def _after(text: str | None, mark: str) -> str:
-    return (text or "").rpartition(mark)[2] if mark in (text or "") else ""
 
 
 def _group(tail: str, added: Collection[str]) -> list[str]:

@@ -23,15 +23,7 @@ from typing import Any
 from weights.format.errors import IntegrityError, StoreError, StoreFull, VersionExists, VersionLeased
 from weights.format.layout import Layout
 from weights.format.manifest import Chunks, Manifest, hashed
-from weights.format.names import (
-    KINDS,
-    MANIFEST_FILE,
-    PINNED_FILE,
-    TENSOR_SUFFIX,
-    Name,
-    encode_name,
-    write_file,
-)
+from weights.format.names import KINDS, MANIFEST_FILE, PINNED_FILE, TENSOR_SUFFIX, Name, encode_name, write_file
 from weights.memory import segment
 from weights.memory.lease import Lease, Mapped, StoredVersion, take_lease
 from weights.memory.locks import DirectoryLock

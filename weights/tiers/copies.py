@@ -26,16 +26,7 @@ from blake3 import blake3
 
 from weights.format.errors import IntegrityError, ObjectDamaged, TierFull, TierUnavailable, VersionNotFound
 from weights.format.layout import Layout
-from weights.format.manifest import (
-    CHUNK_BYTES,
-    Chunks,
-    Manifest,
-    aux_files_of,
-    checksum,
-    chunks_of,
-    hashed,
-    read_whole,
-)
+from weights.format.manifest import CHUNK_BYTES, Chunks, Manifest, aux_files_of, checksum, chunks_of, hashed, read_whole
 from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE, Name, encode_name, replace_file, sync
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore, directories

@@ -135,21 +135,15 @@ def _errors(answer: dict[str, Any]) -> str:
 
 # Checks
 
-_SHOWN = 3
-_READING = (
-    opt(
-        "--model DIR|NAME",
-        "Count tokens as this model does: a directory, or, for a file of the box, a model of the box.",
-    ),
-    opt("--max-tokens N", "Longer examples are too long. Default: the model's context.", type=number(int, 1)),
-    opt("--method NAME", f"What it is for: {', '.join(METHODS)}."),
-)
-
 
 @command(
     "file check",
     opt("target FILE|FILE_ID", "On this machine, or one that the box has."),
-    *_READING,
+    opt(
+        "--model DIR|NAME", "Count tokens as this model does: a directory, or a model of the box for a file of the box."
+    ),
+    opt("--max-tokens N", "Longer examples are too long. Default: the model's context.", type=number(int, 1)),
+    opt("--method NAME", f"What it is for: {', '.join(METHODS)}."),
     opt("--against FILE|FILE_ID", "The validation set, which training must not have seen."),
     without_box=lambda args: Path(args.target).expanduser().is_file() or not args.target.startswith("file-"),
 )
@@ -193,7 +187,7 @@ def _checked_here(path: Path, options: dict[str, Any]) -> dict[str, Any]:
 def _report(report: dict[str, Any]) -> Any:
     checks = report["checks"]
     rows = [{"check": name, **found, "first": None} for name, found in checks.items()]
-    first = [{"check": name, **one} for name, found in checks.items() for one in found["first"][:_SHOWN]]
+    first = [{"check": name, **one} for name, found in checks.items() for one in found["first"][:3]]
     return output.stack(
         output.view({name: value for name, value in report.items() if name != "checks"}),
         output.listing("check >examples=count >share ?kinds", rows),

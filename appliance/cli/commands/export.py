@@ -7,13 +7,15 @@ import math
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any, cast
 
 from appliance.cli import output
 from appliance.cli.command import Session, command, finish
@@ -193,21 +195,29 @@ def _checkpoint(session: Session, model: str, below: Path | None, *, merged: boo
 def _download(session: Session, model: str, folder: Path, base: bool = False) -> None:
     """Write the files of a model, or of the base of an adapter, into the new `folder`. Raises CommandFailed."""
     from weights.format.errors import IntegrityError
-    from weights.format.manifest import hashed
+    from weights.format.manifest import Manifest
+    from weights.format.names import MANIFEST_FILE
+    from weights.tiers.copies import verify
 
-    listed = session.client.get(f"/v1/models/{segment(model)}/files", base=base or None)
-    done, total = 0, sum(file["bytes"] for file in listed["data"])
+    parts = session.client.parts(f"/v1/models/{segment(model)}/archive{'?base=true' if base else ''}")
+    done, total = 0, 0
     folder.mkdir()
     with output.progress(f"downloading {model}") as meter:
+
+        def read(_size: int) -> bytes:
+            nonlocal done
+            done += len(part := next(parts, b""))
+            meter(f"downloading {model}", done, total or None)
+            return part
+
         try:
-            for file in listed["data"]:
-                parts = session.client.parts(f"/v1/models/{segment(listed['id'])}/files/{segment(file['name'])}")
-                with open(folder / file["name"], "xb") as out:
-                    for part in hashed(parts, file["checksum"], {}, path=model, file=file["name"]):
-                        out.write(part)
-                        done += len(part)
-                        meter(f"downloading {model}", done, total)
-        except IntegrityError as error:
+            with tarfile.open(fileobj=cast(IO[bytes], SimpleNamespace(read=read)), mode="r|") as tar:
+                for entry in tar:
+                    tar.extract(entry, folder, filter="data")
+                    total = total or Manifest.read(folder).nbytes  # it comes first
+            verify(folder)
+            (folder / MANIFEST_FILE).unlink()
+        except (tarfile.TarError, IntegrityError) as error:
             raise CommandFailed(f"the download is damaged ({error}): run it again") from error
 
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import StringConstraints
 
-from appliance.controller.interfaces.errors import ApiError, Forbidden, NotFound, shown
+from appliance.controller.interfaces.errors import Forbidden, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, INFERENCE, Principal
 from appliance.store.database import Database
 from appliance.store.ids import new_id
@@ -202,15 +202,6 @@ def check_may_ask(db: Database, caller: Principal, name: str, param: str = "mode
     lacks_version = "@" in name and models.find(db, name) is None and resolve(db, name) is None
     if lacks_version or not caller_may_use(db, caller, name):
         raise unknown_model(name, param)
-
-
-def why_not_asked(db: Database, key_id: str | None, name: str) -> str:
-    """Why this key may not ask the model, for work that outlives its request; "" if it may."""
-    try:
-        check_may_ask(db, caller_of(db, key_id), name)
-    except ApiError as error:
-        return error.message
-    return ""
 
 
 def base_of(db: Database, job: JobRow) -> Resolved | None:

@@ -17,8 +17,7 @@ from starlette.responses import PlainTextResponse
 from appliance.controller.admin.metrics import ControllerCollector, read_engines
 from appliance.controller.context.context import ControllerContext, name_of
 from appliance.controller.devices import cordons
-from appliance.controller.devices.mode import floor_notes, mode_in_force
-from appliance.controller.devices.power import of_job
+from appliance.controller.devices.mode import floor_notes, mode_in_force, of_job
 from appliance.controller.http.resource import RECENT, list_object, part
 from appliance.controller.http.routers import Readings, Status, StrictBody, answer, audited, needs
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown

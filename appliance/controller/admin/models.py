@@ -35,15 +35,15 @@ from appliance.controller.interfaces.errors import BadRequest, Conflict, Invalid
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.jobs import settings as job_settings
 from appliance.controller.models import activation
-from appliance.controller.models.canaries import Canaries
+from appliance.controller.models.activation import Canaries
 from appliance.controller.models.imported import adapter_base, register
 from appliance.models.errors import TemplateRefused
 from appliance.models.trial import try_template
 from appliance.store.database import Database, Part
 from appliance.store.ids import new_id
 from appliance.store.objects import models
-from appliance.store.records import canaries, deployments, model_settings, operations
-from appliance.store.rows import DeploymentRow, ModelRow, OperationRow, TaskRow, VersionRow, columns
+from appliance.store.records import canaries, deployments, operations
+from appliance.store.rows import MODEL_SETTINGS, DeploymentRow, ModelRow, OperationRow, TaskRow, VersionRow, columns
 from runtime.errors import words_of_check
 from serve.core.model_settings import ModelSettings, with_system_prompt
 from weights.format.tool_template import with_tools
@@ -152,7 +152,7 @@ def model_view(
     db = context.db
     deployment, running = deployments.find(db, row.id), models.find_canary(db, row.id)
     size, active = context.sizes.size(row, None), models.active(db, row)
-    set_up, adapter = model_settings.current(db, row.id), active.meta.get("adapter") if active else None
+    set_up, adapter = models.current_settings(db, row.id), active.meta.get("adapter") if active else None
     return {
         "id": row.id,
         "name": row.id,
@@ -303,7 +303,7 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/models/{name:path}/settings")
     def show_settings(name: str) -> dict[str, Any]:
         """An adapter has none: a command that shows its deployment shows its base's too."""
-        rows = model_settings.history(db, stored_model(db, name).id)
+        rows = models.settings_history(db, stored_model(db, name).id)
         return {
             "object": "model.settings",
             "model": name,
@@ -340,7 +340,7 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
                 text = f"The settings of {name} changed meanwhile; look at them and try again."
                 raise BadRequest(text, "set", "conflict")
             if wanted.as_json() != before:
-                model_settings.add(db, name, wanted.as_json(), wanted.digest, name_of(context, caller), time.time())
+                models.add_settings(db, name, wanted.as_json(), wanted.digest, name_of(context, caller), time.time())
         context.scheduler.reset_failures(name)  # what failed with the old settings may work with the new ones
         context.routing.models_changed()  # the gateways' table holds the context
         context.scheduler.nudge(f"settings of {name}", name_of(context, caller))
@@ -349,7 +349,7 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
 
 def _settings(db: Database, name: str, number: int | None = None) -> dict[str, Any]:
     """The settings of this version; None: those in force; 0: none yet. Raises NotFound."""
-    row = model_settings.current(db, name) if number is None else model_settings.find(db, name, number)
+    row = models.current_settings(db, name) if number is None else MODEL_SETTINGS.find(db, name, number)
     if row is None and number:
         raise NotFound(f"{name} has no settings {number}.", "number", "settings_not_found")
     return row.settings if row is not None else {}

@@ -20,7 +20,7 @@ from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.context.scheduler import Scheduler
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.cordons import DeviceWatch
-from appliance.controller.devices.power import PowerKeeper
+from appliance.controller.devices.mode import PowerKeeper
 from appliance.controller.engines.engine_sizes import EngineSizes, SettingsCheck
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.interfaces.config import ControllerConfig

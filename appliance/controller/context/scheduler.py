@@ -11,8 +11,7 @@ from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.memory.box_memory import BoxMemory
 from appliance.store.database import Database
 from appliance.store.objects import models
-from appliance.store.records import model_settings
-from appliance.store.records.journal import SqliteJournal
+from appliance.store.records.box import SqliteJournal
 from runtime.devices.kinds import host_memory_bytes
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
@@ -87,7 +86,7 @@ class Scheduler:
                 *self._memory.notes(),
                 *(f"{trouble['model']}: {trouble['message']}" for trouble in now["troubles"]),
                 *(f"{model}: {text}" for model, text in now["notes"].items()),
-                *(f"{model}: {text}" for model, text in model_settings.notes(self._db).items()),
+                *(f"{model}: {text}" for model, text in models.settings_notes(self._db).items()),
                 *now["waits"],
             ],
             "plan_s": now["plan_s"],

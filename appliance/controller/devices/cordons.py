@@ -20,8 +20,8 @@ from appliance.store.records import audit, box
 from appliance.store.rows import AuditRow, columns
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.inventory import CORDONED as LOOP_SAYS
-from scheduler.core.inventory import Device, NodeChange
+from scheduler.core.workload import CORDONED as LOOP_SAYS
+from scheduler.core.workload import Device, NodeChange
 from scheduler.devices.health import failing
 
 log = logging.getLogger(__name__)

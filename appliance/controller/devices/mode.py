@@ -1,16 +1,27 @@
-"""Stores the mode of the box: the one set by hand last, the mode windows, and which one applies now."""
+"""The mode of the box: the one set by hand last, the mode windows, which one applies now, and the power limit that
+follows from it; and the energy of jobs."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from typing import Any
 
+from appliance.controller.devices import cordons
 from appliance.store.database import Database
-from appliance.store.records import box, windows
-from appliance.store.rows import WindowRow
-from scheduler.core.workload import Policy, PolicyKind
+from appliance.store.objects import jobs
+from appliance.store.records import box, usage, windows
+from appliance.store.rows import JobRow, WindowRow
+from runtime.devices.kind import PowerControl, PowerRefused, Reading
+from scheduler.core.workload import Device, Policy, PolicyKind
 from scheduler.loop.mode_schedule import InForce, Window, in_force
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +89,110 @@ def window_of(row: WindowRow, box_floor: int) -> Window:
 def mode_in_force(db: Database, box_floor: int, now_s: float) -> InForce:
     mode = read_mode(db)
     return in_force(mode_windows(db, box_floor), policy_of(mode, box_floor), mode.since_s, now_s)
+
+
+# --- the power limit of the GPUs of the box's own machine, as [power] has it for the mode in force
+
+POWER_EVERY_S = 15.0
+
+
+class PowerKeeper:
+    """limits_w: watts of each device by mode; empty: the box sets no limit. A mode without one has the device's own.
+    devices: those of the box's own machine. control: None where they have no limits."""
+
+    def __init__(
+        self,
+        limits_w: Mapping[str, float],
+        db: Database,
+        serving_floor: int,
+        devices: Collection[Device],
+        control: PowerControl | None,
+    ):
+        self._limits_w, self._db, self._floor, self._devices = limits_w, db, serving_floor, devices
+        self._control = control if limits_w else None
+        self._limit_w: float | None = None
+        self._refused: dict[str, str] = {}
+
+    async def look(self) -> None:
+        """Called every `LOOK_EVERY_S`: a device that was reset has lost its limit."""
+        if self._control is None:
+            return
+        mode = mode_in_force(self._db, self._floor, time.time()).policy.kind
+        self._limit_w = self._limits_w.get(mode)
+        drained = cordons.drained(self._db)
+        kept = {d.uuid: d.id for d in self._devices if d.uuid and drained.isdisjoint((d.id, d.uuid))}
+        refused = await asyncio.to_thread(_set, self._control, kept, self._limit_w)
+        for device_id, why in refused.items() if refused != self._refused else ():
+            log.error("its power limit cannot be set: %s", why, extra={"device": device_id})
+        self._refused = refused
+
+    def status(self) -> dict[str, Any]:
+        """{"set": whether the box sets limits, "limit_w": None for the devices' own, "refused": why, by device}."""
+        return {"set": self._control is not None, "limit_w": self._limit_w, "refused": dict(self._refused)}
+
+
+def _set(control: PowerControl, devices: Mapping[str, str], limit_w: float | None) -> dict[str, str]:
+    """Set the limit where it differs. Returns the refusals by device id."""
+    refused = {}
+    try:
+        limits = control.limits()
+    except PowerRefused as error:
+        return dict.fromkeys(devices.values(), str(error))
+    for uuid in devices.keys() & limits.keys():
+        wanted_w = limits[uuid].default_w if limit_w is None else limit_w
+        if wanted_w not in (None, limits[uuid].limit_w):
+            try:
+                control.set_limit(uuid, wanted_w)
+            except PowerRefused as error:
+                refused[devices[uuid]] = str(error)
+    return refused
+
+
+# --- energy of jobs, as their devices count it: nothing is guessed where no counter is. Energy between two readings is
+# charged to the holder at the second reading.
+
+J_PER_KWH = 3.6e6
+WHOLE = 0.9
+"""Nothing is told per step or token of a job that was metered for less of its time."""
+
+
+class EnergyMeter:
+    """newest: the last reading of each device."""
+
+    def __init__(self, db: Database, newest: Callable[[], Mapping[str, Reading]], status: Callable[[], dict[str, Any]]):
+        self._db, self._newest, self._status = db, newest, status
+        self._seen: dict[str, Reading] = {}
+
+    async def look(self) -> None:
+        """Called as often as devices are read."""
+        readings = {name: one for name, one in self._newest().items() if one.energy_j is not None}
+        holders = {device["id"]: device["holder"] or {} for device in self._status()["devices"]} if readings else {}
+        booked: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for name, now in readings.items():
+            before, holder = self._seen.get(name), holders.get(name, {})
+            if before is None or holder.get("kind") != "job":
+                continue
+            joules = (now.energy_j or 0.0) - (before.energy_j or 0.0)
+            if joules >= 0 and now.at_s > before.at_s:  # else its driver, or who reads it, has begun again
+                booked[holder["id"]][0] += joules
+                booked[holder["id"]][1] += now.at_s - before.at_s
+        self._seen = readings
+        for job_id, (joules, metered_s) in booked.items():
+            jobs.add_energy(self._db, job_id, joules, metered_s)
+
+
+def of_job(db: Database, row: JobRow, now_s: float) -> dict[str, Any] | None:
+    """Energy of a job so far: "joules", "kwh", "metered_share" (of the time that it held devices in which
+    they counted), "joules_per_step", "joules_per_1000_tokens". None: its devices count nothing, or have not yet."""
+    if row.joules is None:
+        return None
+    held_s = usage.device_s(db, row.id, now_s)
+    share = min(1.0, row.metered_s / held_s) if held_s else 1.0
+    steps, tokens = (row.step, row.trained_tokens) if share >= WHOLE else (None, None)
+    return {
+        "joules": row.joules,
+        "metered_share": share,
+        "joules_per_step": row.joules / steps if steps else None,
+        "joules_per_1000_tokens": 1000 * row.joules / tokens if tokens else None,
+        "kwh": row.joules / J_PER_KWH,
+    }

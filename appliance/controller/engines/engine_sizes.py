@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.store.database import Database
 from appliance.store.objects import models
-from appliance.store.records import deployments, model_settings
+from appliance.store.records import deployments
 from appliance.store.rows import ModelRow, VersionRow
 from runtime.errors import RuntimeLayerError
 from runtime.processes.child import Child
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from serve.core.config import EngineConfig
 from serve.core.model_settings import ModelSettings
 from serve.core.sizing import EngineSize, ServedShape, adapter_rank_limit, engine_size
@@ -69,7 +69,7 @@ class EngineSizes:
         return row.tensor_parallel if row is not None else 1
 
     def _settings(self, model: ModelRow) -> ModelSettings:
-        row = model_settings.current(self._db, model.id)
+        row = models.current_settings(self._db, model.id)
         return ModelSettings() if row is None else ModelSettings.model_validate(row.settings)
 
     def spec_fields(

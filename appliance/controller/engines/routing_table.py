@@ -14,7 +14,7 @@ from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.objects.models import AdapterRow, callable_adapters
-from appliance.store.records import deployments, model_settings
+from appliance.store.records import deployments
 from appliance.store.rows import CanaryRow, ModelRow
 from scheduler.core.failures import Failure
 from scheduler.core.workload import Demand
@@ -69,7 +69,7 @@ class _Callable:
 
 
 class BusRouting:
-    """Implements `scheduler.ray.replicas.Routing` on the bus; call `refresh` after models were added or removed."""
+    """Implements `scheduler.ray.effects.Routing` on the bus; call `refresh` after models were added or removed."""
 
     def __init__(self, bus: Bus, db: Database, sizes: EngineSizes, spending: Spending):
         self._bus, self._db, self._engine_sizes, self._spending = bus, db, sizes, spending
@@ -93,16 +93,14 @@ class BusRouting:
         await self._bus.wait_drained(replica_id)
 
     async def withhold_adapters(self, replica_id: str) -> None:
-        self._take_adapters(replica_id, False)
+        if (served := self._replicas.get(replica_id)) is not None:
+            served.takes_adapters = False
         await self.wait_applied()
 
     def offer_adapters(self, replica_id: str) -> None:
-        self._take_adapters(replica_id, True)
-        self.refresh()
-
-    def _take_adapters(self, replica_id: str, takes: bool) -> None:
         if (served := self._replicas.get(replica_id)) is not None:
-            served.takes_adapters = takes
+            served.takes_adapters = True
+        self.refresh()
 
     def avoid(self, replica_id: str, avoided: bool) -> None:
         if avoided != (replica_id in self._avoided):
@@ -149,7 +147,7 @@ class BusRouting:
         self._sizes = {name: self._engine_sizes.size(row, None) for name, row in rows.items()}
         audiences = models.audiences(self._db)
         silent = models.without_chat_template(self._db)
-        given = model_settings.with_chat_template(self._db) if silent else set()
+        given = models.settings_with_chat_template(self._db) if silent else set()
         table = {name: self._model(name, row) for name, row in self._names.items()}
         for name, row in self._names.items():
             table[name]["owners"] = audiences.get(row.of, [])
@@ -268,7 +266,11 @@ class BusRouting:
         if row.host is not None:
             table_row["host"] = row.host
         is_open = any(replica["state"] == "open" for replica in replicas)
-        if not is_open and (trouble := self._trouble_of(name, row)) is not None:
+        trouble, version = (
+            self._troubles.get(row.host or name),
+            row.adapter.base_version if row.adapter else row.version,
+        )
+        if not is_open and trouble is not None and trouble.version == version:
             table_row["trouble"] = {
                 "reason": trouble.reason,
                 "next_try_s": trouble.not_before_s,
@@ -284,12 +286,6 @@ class BusRouting:
             canary = row.canary
             table_row["canary"] = {"name": canary.name, "share": canary.share, "since_s": canary.created_s}
         return table_row
-
-    def _trouble_of(self, name: str, row: _Callable) -> Failure | None:
-        """Why the engines that should serve it do not start."""
-        trouble = self._troubles.get(row.host or name)
-        version = row.version if row.adapter is None else row.adapter.base_version
-        return trouble if trouble is not None and trouble.version == version else None
 
 
 def _answers(served: _Served, name: str, row: _Callable) -> bool:

@@ -17,7 +17,7 @@ from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.tiers.tiers import Tiers, name_of
 from runtime.devices.kinds import kind_of
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from serve.core.adapter_source import AdapterServer
 from weights.format.errors import WeightsError
 from weights.format.names import Name, policy_of
@@ -32,7 +32,7 @@ AT_ONCE = 4
 
 
 class VersionProvider:
-    """Implements `scheduler.ray.replicas.Versions`.
+    """Implements `scheduler.ray.effects.Versions`.
 
     A version that an engine is about to load is leased here until the engine has a lease of its own (`taken`). A
     sleeping engine has none: its version can be evicted like any other without a reader, least recently used first,

@@ -47,18 +47,11 @@ _COLUMNS = {
 """OpenAI's columns of a result file, where they are others than "train_" and "valid_" before the name."""
 TRAINING_FAILED = "training_failed"
 """The code of a job that failed once it ran."""
-EQUAL_STEPS = 8
-"""Steps in a row without a difference in rewards, after which an event says so."""
 _NOTHING_TRAINED = (
     "Nothing was trained: in all {} steps all answers to a prompt got the same reward. Give a grader that tells better "
     "answers from worse ones (a score in place of right or wrong), easier or harder prompts, or more answers for each "
     "prompt (compute_multiplier)."
 )
-
-
-def _equal_rewards(one: JobMetricRow) -> bool:
-    """Whether the answers to each prompt of the step got one reward, so that the step trained nothing."""
-    return (one.measured or {}).get("equal_rewards") == 1.0
 
 
 def add_message(
@@ -166,20 +159,20 @@ class JobEvents:
 
     def _compare(self, row: JobRow) -> None:
         """Put what the job took beside its estimate."""
-        steps = list(jobs.all_metrics(self._db, row.id))
+        steps, estimate = list(jobs.all_metrics(self._db, row.id)), row.estimate or {}
         speeds = [one.tokens_per_s / one.devices for one in steps if one.tokens_per_s and one.devices]
-        if row.estimate is None or not speeds:
+        if "devices" not in estimate or not speeds:
             return
         taken = max((one.memory_bytes or 0 for one in steps), default=0)
-        measured = {"device_bytes": taken or None, "tokens_per_s": median(speeds) * row.estimate["devices"]}
-        jobs.update(self._db, row.id, estimate=row.estimate | {"measured": measured})
+        measured = {"device_bytes": taken or None, "tokens_per_s": median(speeds) * estimate["devices"]}
+        jobs.update(self._db, row.id, estimate=estimate | {"measured": measured})
         text = " and ".join(
-            f"{shown(measured[name])} (estimated {shown(row.estimate[name])})"
+            f"{shown(measured[name])} (estimated {shown(estimate[name])})"
             for name, shown in (("tokens_per_s", "{:,.0f} tokens/s".format), ("device_bytes", gb))
-            if measured[name] and row.estimate[name]
+            if measured[name] and estimate[name]
         )
         if text:
-            add_message(self._db, row.id, f"On {row.estimate['devices']} devices it took {text}.")
+            add_message(self._db, row.id, f"On {estimate['devices']} devices it took {text}.")
 
     def succeeded(self, job_id: str) -> None:
         """The newest published version becomes the model."""
@@ -195,7 +188,8 @@ class JobEvents:
             if not row.result_files:  # after a restart of the controller between the two
                 self.conclude(job_id)
             if done := [one for one in jobs.all_metrics(db, job_id) if 0 < one.step <= versions[-1].step]:
-                if all(map(_equal_rewards, done)):
+                # Where the answers to each prompt of a step got one reward, the step trained nothing.
+                if all((one.measured or {}).get("equal_rewards") == 1.0 for one in done):
                     fail(db, job_id, "nothing_trained", _NOTHING_TRAINED.format(len(done)))
                     return
             result = versions[-1]
@@ -226,10 +220,6 @@ class JobEvents:
         replaced = f" in place of {before}" if before not in (None, version) else ""
         return f"New version of {name}: {version}, which answers{replaced}"
 
-    def failed(self, job_id: str, code: str, message: str) -> None:
-        if not jobs.get(self._db, job_id).finished:
-            fail(self._db, job_id, code, message)
-
     def cancelled(self, job_id: str) -> None:
         """The group of a job that was being cancelled is gone."""
         with self._db.transaction():
@@ -247,34 +237,15 @@ class JobEvents:
         of_step = {name: event.get(name) for name in _OF_STEP}
         jobs.upsert_metric(db, JobMetricRow(row.id, step, created_s, measured=measured, **of_step))
         total = event.get("total_steps") or row.total_steps
-        changes: dict[str, Any] = {
-            "step": step,
-            "total_steps": total,
-            "loss": event.get("loss"),
-            "tokens_per_s": event.get("tokens_per_s"),
-            "eta_s": self._eta_s(row.id, step, total),
-        }
-        if before is None:
-            changes["trained_tokens"] = (row.trained_tokens or 0) + int(event.get("tokens") or 0)
-        jobs.update(db, row.id, **changes)
+        tokens = (row.trained_tokens or 0) + (int(event.get("tokens") or 0) if before is None else 0)
+        told = {"loss": event.get("loss"), "tokens_per_s": event.get("tokens_per_s")}
+        eta_s = self._eta_s(row.id, step, total)
+        jobs.update(db, row.id, step=step, total_steps=total, eta_s=eta_s, trained_tokens=tokens, **told)
         data = {key: value for key, value in event.items() if key not in ("event", "job", *_OF_TRAINING)}
         data |= {f"train_{key}": event[key] for key in _OF_TRAINING if key in event}
         reward = event.get("train_mean_reward")
         shown = _shown("training loss", event.get("loss")) if reward is None else _shown("mean reward", reward)
         add_message(db, row.id, f"Step {step}/{total}: {shown}", data=data, kind="metrics")
-        if METHODS[row.method].judged_by == "grader":
-            self._warn_of_equal_rewards(row)
-
-    def _warn_of_equal_rewards(self, row: JobRow) -> None:
-        """Warn once of each row of steps that trained nothing, because a job may go on like that for days."""
-        steps = jobs.last_metrics(self._db, row.id, EQUAL_STEPS + 1)
-        equal = [_equal_rewards(one) for one in steps]
-        if len(equal) >= EQUAL_STEPS and all(equal[-EQUAL_STEPS:]) and (len(equal) == EQUAL_STEPS or not equal[0]):
-            text = (
-                f"The last {EQUAL_STEPS} steps trained nothing: all answers to a prompt got the same reward. Look at "
-                "the grader and at how hard the prompts are; the job fails if all its steps are like that."
-            )
-            add_message(self._db, row.id, text, level="warn")
 
     def _eta_s(self, job_id: str, step: int, total: int | None) -> float | None:
         """From the median time of the last steps, so that one suspension does not distort it."""
@@ -306,20 +277,11 @@ class JobEvents:
             meta["of_epoch"] = True  # until it is the job's result
         if event.get("adapter"):
             meta["adapter"] = event["adapter"]
-        new = VersionRow(
-            row.output_model,
-            version,
-            f"job {row.id}",
-            int(event["bytes"]),
-            time.time(),
-            shm_path=str(event["path"]),
-            meta=meta,
-            id=new_id("ftckpt_"),
-            checkpoint=checkpoint_name(row, step),
-            job_id=row.id,
-            step=step,
-            metrics=self._measured_at(row.id, step),
-        )
+        of_job: dict[str, Any] = {"id": new_id("ftckpt_"), "checkpoint": checkpoint_name(row, step)}
+        of_job |= {"job_id": row.id, "step": step, "metrics": self._measured_at(row.id, step)}
+        stored: dict[str, Any] = {"bytes": int(event["bytes"]), "shm_path": str(event["path"]), "meta": meta}
+        source, now_s = f"job {row.id}", time.time()
+        new = VersionRow(row.output_model, version, source, created_s=now_s, **stored, **of_job)
         # Also epochs before the last, and those of a job that does not reach its end.
         held_back = publish != "epoch" or not answers_at_once(db, row, new)
         models.insert_version(db, replace(new, held_back=int(held_back)))
@@ -332,20 +294,12 @@ class JobEvents:
         if models.find(db, row.output_model) is not None:
             return
         base = resolve(db, row.model)  # deleted while the job trains: its values are unknown
-        known = columns(base.model, "arch params max_model_len info") if base else {"arch": "unknown", "params": 0}
-        model = ModelRow(
-            id=row.output_model,
-            kind="fine-tuned",
-            base=row.model,
-            bytes=size_bytes,
-            owned_by=f"org-{self._organization}",
-            source=f"job {row.id}",
-            created_s=time.time(),
-            job_id=row.id,
-            owner=row.owner,
-            **known,
-        )
-        models.insert(db, model)
+        known: dict[str, Any] = {"arch": "unknown", "params": 0}
+        if base is not None:
+            known = columns(base.model, "arch params max_model_len info")
+        known |= {"owner": row.owner, "owned_by": f"org-{self._organization}", "source": f"job {row.id}"}
+        known |= {"base": row.model, "job_id": row.id, "bytes": size_bytes, "created_s": time.time()}
+        models.insert(db, ModelRow(row.output_model, "fine-tuned", **known))
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
         """An event tells of the first: small models on a CPU write one at nearly every step."""

@@ -223,7 +223,7 @@ def _row_parts(
 ) -> list[int]:
     """How many ranks may share a row: as asked for; or one, and more where nothing else fits."""
     asked = resolved["sequence_parallel"]
-    if given.get("sequence_parallel", "auto") != "auto" or not method.shares_rows or box.on_host:
+    if given.get("sequence_parallel", "auto") != "auto" or not method.sums or box.on_host:
         return [asked]
     parts = [n for n in (2, 4, 8, 16, 32) if n <= box.node_devices and not resolved["lora_dropout"]]
     return [asked, *(n for n in parts if auto.shares_rows(model, resolved | {"sequence_parallel": n}))]

@@ -1,22 +1,38 @@
-"""Makes another version of a model the active one: in the store, and then in every replica of it.
+"""Makes another version of a model the active one, in the store and then in every replica of it: at once, or as a
+canary first, which gets a share of the model's requests and is compared with the active version, and promoted or rolled
+back, by hand or automatically.
 
 One change of a model's version at a time: a caller of `switch` holds the model's `lock` from before reading its row.
 A job that publishes and an import activate without it: theirs is the newest version, and the replicas follow. So a
 failed change takes back its own version only.
+
+A canary's row in the store is authoritative: its engine and its share of the requests exist only while it does. The
+gateways keep the request counts, since they outlive this process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
+import time
+from collections.abc import Mapping
 from contextlib import suppress
+from itertools import takewhile
+from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
+from appliance.controller.access.model_access import caller_of, stored_model, stored_version
+from appliance.controller.bus.bus import VersionLoad
 from appliance.controller.context.context import ControllerContext, record
-from appliance.controller.interfaces.errors import Conflict, SwapFailed
+from appliance.controller.interfaces.errors import Conflict, InvalidValue, NotFound, SwapFailed, shown
 from appliance.controller.interfaces.principal import Principal
+from appliance.gateway.core.table import BUCKETS_PER_DOUBLING, SHORTEST_S
 from appliance.store.errors import RowNotFound
 from appliance.store.objects import models
-from appliance.store.rows import ModelRow
+from appliance.store.records import canaries, deployments
+from appliance.store.rows import CanaryRow, ModelRow, VersionRow, columns
+from runtime.background_tasks import RunningTasks
 
 _LOCKS: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # names come and go
 
@@ -50,3 +66,239 @@ async def switch(context: ControllerContext, row: ModelRow, version: str, why: s
                 models.activate(context.db, row.id, row.active_version)
                 context.scheduler.nudge(f"{row.id} stays at {row.active_version}")
         raise
+
+
+log = logging.getLogger("appliance.controller")
+
+ERROR_CHANCE = 0.001
+"""Roll back when chance would produce as many canary errors less often than this: far below 5 %, for there are many
+looks."""
+SLOWER_FACTOR = 1.5
+SLOWER_SLACK_S = 0.005
+"""How much higher the 95th percentile may be than the other version's: a factor, and seconds of tolerance."""
+
+
+class Canaries:
+    """All canaries of a box. Whatever ends one holds its model's `lock`."""
+
+    def __init__(self, context: ControllerContext):
+        self._context, self._db = context, context.db
+        self.tasks = RunningTasks()
+
+    async def look(self, now_s: float) -> None:
+        """A task for each canary whose model is not being changed, which ends it if it ends automatically: a swap may
+        take minutes, in which another model's bad canary has to be rolled back."""
+        for row in models.running_canaries(self._db):
+            if not lock(row.model).locked():
+                self.tasks.add(asyncio.create_task(self._look_at(row.model, now_s), name=f"canary {row.name}"))
+        served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
+        for name in {row.name for row in canaries.list_all(self._db, "state != 'running'")} - served:
+            self._context.model_ops.let_go(name)  # not before: an engine that starts would hold its version again
+
+    async def _look_at(self, name: str, now_s: float) -> None:
+        with (
+            self._context.background.guard(f"canary: {name}"),
+            suppress(NotFound),
+        ):  # the model may be deleted meanwhile
+            async with lock(name):
+                row = models.find_canary(self._db, name)
+                if row is None:
+                    return
+                model, caller = stored_model(self._db, name), caller_of(self._db, None)
+                decision = self._decision(row, model, now_s)
+                if model.active_version == row.version:
+                    # Published by another caller, or the process ended between the swap and this.
+                    self._end(row, "promoted", caller, f"{row.version} answers all requests")
+                elif model.active_version != row.before or (row.auto and decision.verdict == "roll back"):
+                    self._end(row, "rolled_back", caller, decision.reason)
+                elif row.auto and decision.verdict == "promote":
+                    try:
+                        await self.promote(model, caller, decision.reason)
+                    except Conflict as error:
+                        self._end(row, "rolled_back", caller, error.message)
+
+    def begin(self, name: str, caller: Principal, *, version: str, **settings: Any) -> CanaryRow:
+        """settings: share, auto, watch_s and min_requests of the row. Raises NotFound, Conflict, BadRequest."""
+        db, model = self._db, stored_model(self._db, name)
+        found = stored_version(db, name, version)
+        if version == model.active_version:
+            raise InvalidValue(f"{version} is already the active version of {name}; name another one.", "version")
+        running = models.find_canary(db, name)
+        if running is not None and running.version != version:
+            text = f"{running.version} is the canary of {name}; promote it or roll it back first."
+            raise Conflict(text, param="version", code="canary_running")
+        self._check_room(model, found)
+        created_s = time.time() if running is None else running.created_s  # with other settings: the counts are kept
+        row = CanaryRow(name, version, model.active_version or "", created_s=created_s, **settings)
+        canaries.put(db, row)
+        self._context.scheduler.reset_failures(row.name)
+        self._context.scheduler.nudge(f"{row.name} takes {row.share:.0%} of the requests of {name}")
+        record(self._context, caller, "model.canary", name, version=version, **settings)
+        return row
+
+    async def promote(self, model: ModelRow, caller: Principal, reason: str) -> dict[str, Any]:
+        """Make the canary the active version. Raises Conflict if there is none, or if the swap failed; it then stays a
+        canary."""
+        row = self._running(model.id)
+        compared = self._compared(row)  # before the swap, which makes both versions one
+        why = f"promotes {row.version}: {reason}"
+        await change(self._context, model, row.version, caller, "model.promote", why)
+        self._end(row, "promoted", caller, reason, compared)
+        return {"model": model.id, "from": row.before, "to": row.version}
+
+    def roll_back(self, name: str, caller: Principal) -> dict[str, Any]:
+        """Send all requests to the previous version again. Raises Conflict: there is no canary."""
+        row, to = self._running(name), stored_model(self._db, name).active_version
+        self._end(row, "rolled_back", caller, "asked for")
+        return {"model": name, "from": row.version, "to": to}
+
+    def view(self, row: CanaryRow) -> dict[str, Any]:
+        """`message`: what the canary does now, or why it ended, as a sentence."""
+        running = row.state == "running"
+        decision = self._decision(row, stored_model(self._db, row.model), time.time()) if running else None
+        return {
+            **columns(row, "model name version before share watch_s min_requests state created_s ended_s"),
+            "auto": bool(row.auto),
+            "reason": row.reason or None,
+            "decision": None if decision is None else decision._asdict(),
+            "message": self._message(row) if running else row.reason,
+            "versions": self._compared(row) if running else row.compared,
+        }
+
+    def _decision(self, row: CanaryRow, model: ModelRow, now_s: float) -> Decision:
+        active = model.active_version
+        if active == row.version:
+            return Decision("promote", f"{active} becomes the active version")
+        if active != row.before:
+            reason = f"{active} became the active version while {row.version} was compared with {row.before}"
+            return Decision("roll back", reason)
+        for trouble in self._context.scheduler.status()["troubles"]:
+            if trouble["model"] == row.name and trouble["lasting"]:
+                return Decision("roll back", f"the engine of {row.version} does not start: {trouble['reason']}")
+        loads = self._loads(row)
+        return decide(row, loads[row.version], loads[row.before], now_s)
+
+    def _compared(self, row: CanaryRow) -> dict[str, Any]:
+        """For each version {"requests", "errors", "first_byte_p95_s", "duration_p95_s"}."""
+        return {
+            version: {
+                **columns(load, "requests errors"),
+                "first_byte_p95_s": p95_s(load.first_byte),
+                "duration_p95_s": p95_s(load.duration),
+            }
+            for version, load in self._loads(row).items()
+        }
+
+    def _loads(self, row: CanaryRow) -> dict[str, VersionLoad]:
+        """Counts of gateways for the canary and for the version before it."""
+        counted = self._context.bus.load().of_canary(row.model, row.created_s)
+        return {version: counted.get(version, VersionLoad()) for version in (row.version, row.before)}
+
+    def _message(self, row: CanaryRow) -> str:
+        status = self._context.scheduler.status()
+        version = models.find_version(self._db, row.model, row.version)
+        is_adapter = version is not None and version.meta.get("adapter")  # it is on the engines of its base
+        if is_adapter or any(one["model"] == row.name and one["state"] == "open" for one in status["replicas"]):
+            return f"{row.version} takes {row.share:.0%} of the requests"
+        notes = [note for note in status["notes"] if row.name in note]
+        return ". ".join([f"All requests go to {row.before}: no engine of {row.version} is open yet", *notes])
+
+    def _check_room(self, model: ModelRow, version: VersionRow) -> None:
+        deployment = deployments.find(self._db, model.id)
+        if deployment is None:
+            raise Conflict(
+                f"{model.id} is not served, so a canary would get no requests; `appliance model deploy "
+                f"{model.id}` changes that.",
+                param="model",
+                code="not_deployed",
+            )
+        active = models.active(self._db, model)
+        is_adapter = bool(version.meta.get("adapter"))
+        if active is not None and is_adapter is not bool(active.meta.get("adapter")):
+            raise Conflict(
+                f"{version.version} and {model.active_version} of {model.id} are an adapter and whole "
+                "weights, which are not served side by side under one name.",
+                param="version",
+                code="versions_differ_in_kind",
+            )
+        have, needed = len(self._context.scheduler.status()["devices"]), 2 * deployment.tensor_parallel
+        if not is_adapter and have < needed:
+            raise Conflict(
+                f"A canary needs an engine in addition to that of {model.active_version}: {needed} devices, and this "
+                f"box has {have}.",
+                param="model",
+                code="no_room_for_canary",
+            )
+
+    def _end(
+        self,
+        row: CanaryRow,
+        state: Literal["promoted", "rolled_back"],
+        caller: Principal,
+        reason: str,
+        compared: dict[str, Any] | None = None,
+    ) -> None:
+        active, compared = stored_model(self._db, row.model).active_version, compared or self._compared(row)
+        canaries.update(self._db, row.model, state=state, reason=reason, ended_s=time.time(), compared=compared)
+        action, before = ("promote", row.before) if state == "promoted" else ("rollback", row.version)
+        record(self._context, caller, f"model.{action}", row.model, before=before, to=active, reason=reason)
+        self._context.scheduler.nudge(f"{row.name} is no longer a canary")
+        log.info("canary %s: %s", state.replace("_", " "), reason, extra={"model": row.model, "version": row.version})
+
+    def _running(self, name: str) -> CanaryRow:
+        if (row := models.find_canary(self._db, name)) is None:
+            text = f"{shown(name)} has no canary; `appliance model canary` begins one."
+            raise Conflict(text, param="model", code="no_canary")
+        return row
+
+
+class Decision(NamedTuple):
+    verdict: Literal["wait", "promote", "roll back"]
+    reason: str
+
+
+def decide(row: CanaryRow, new: VersionLoad, old: VersionLoad, now_s: float) -> Decision:
+    """new, old: counts of the canary and of the version before it. The first rule that finds something decides."""
+    sides = ((row.version, new), (row.before, old))
+    counts = ", ".join(f"{name} failed {load.errors} of {load.requests} requests" for name, load in sides)
+    if chance_of_errors(new, old) < ERROR_CHANCE:
+        return Decision("roll back", counts)
+    for name, load in sides:
+        if load.requests < row.min_requests:
+            return Decision("wait", f"{name} answered {load.requests} of {row.min_requests} requests")
+    # Times are compared at the end, so that an engine's first slow requests do not decide.
+    if (left_s := row.created_s + row.watch_s - now_s) > 0:
+        return Decision("wait", f"watched for {math.ceil(left_s)} s more")
+    for what, its, usual in (
+        ("time to first byte", p95_s(new.first_byte), p95_s(old.first_byte)),
+        ("duration", p95_s(new.duration), p95_s(old.duration)),
+    ):
+        if its is not None and usual is not None and its > SLOWER_FACTOR * usual + SLOWER_SLACK_S:
+            both = f"{its:.3g} s with {row.version}, {usual:.3g} s with {row.before}"
+            return Decision("roll back", f"the 95th percentile of the {what} is {both}")
+    return Decision("promote", f"{row.version} is as good as {row.before}: {counts}")
+
+
+def p95_s(counts: Mapping[int, int]) -> float | None:
+    """95th percentile of times counted in buckets (s): the upper end of its bucket. None without any."""
+    total, seen = sum(counts.values()), 0
+    for index in sorted(counts):
+        seen += counts[index]
+        if seen and seen >= 0.95 * total:
+            return SHORTEST_S * 2 ** (index / BUCKETS_PER_DOUBLING)
+    return None
+
+
+def chance_of_errors(new: VersionLoad, old: VersionLoad) -> float:
+    """The chance of at least as many errors of `new`, if all errors fell on requests at random: Fisher's exact test,
+    or 1 where `new` fails no more often than `old`."""
+    requests, errors = new.requests + old.requests, new.errors + old.errors
+    if not old.requests or new.errors * requests <= errors * new.requests:
+        return 1.0
+
+    def log_ways(total: int, chosen: int) -> float:
+        return math.lgamma(total + 1) - math.lgamma(chosen + 1) - math.lgamma(total - chosen + 1)
+
+    log_all, counts = log_ways(requests, errors), range(new.errors, min(errors, new.requests) + 1)
+    logs = (log_ways(new.requests, n) + log_ways(old.requests, errors - n) - log_all for n in counts)
+    return sum(takewhile(lambda chance: chance > 1e-12, map(math.exp, logs)))  # each is smaller than the one before

@@ -7,26 +7,39 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-import orjson
 from fastapi import APIRouter, Query, Request
+from pydantic import Field
 
+from appliance.controller.access.model_access import Resolved, usable_model
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import power
+from appliance.controller.devices import mode
 from appliance.controller.files import storage
-from appliance.controller.http.resource import MOST, list_object, listed, metadata_of, object_of, part
-from appliance.controller.http.routers import make_router, needs
-from appliance.controller.interfaces.errors import InvalidValue, shown
+from appliance.controller.files.storage import FILES
+from appliance.controller.http.resource import MOST, list_object, metadata_of, object_of, part
+from appliance.controller.http.routers import StrictBody, make_router, needs, unaudited
+from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
+from appliance.controller.jobs import settings
 from appliance.controller.jobs.validation import VALIDATIONS, lines_of
 from appliance.controller.jobs.wanted import JOBS, ask
-from appliance.controller.openai.new_job import JobCreate, check_judges, insert_job, training_of
-from appliance.store import database
+from appliance.controller.openai.new_job import (
+    Hyperparameters,
+    JobCreate,
+    Name,
+    check_judges,
+    insert_job,
+    refused,
+    training_of,
+)
 from appliance.store.database import Database, Part
 from appliance.store.objects import jobs
 from appliance.store.rows import VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow
+from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
+from train.plan import auto
+from train.plan.errors import InvalidHyperparameter
 
 # A job whose data is refused ends there: its last events are the lines, at most as many as a report lists, and its end.
 _ERROR_EVENTS = 200
@@ -50,20 +63,13 @@ def routes(context: ControllerContext) -> APIRouter:
     def list_jobs(request: Request, caller: Caller, part: Annotated[Part, part(20)]) -> dict[str, Any]:
         viewer = None if caller.may(READ) else caller.viewer
         page = jobs.page(db, viewer=viewer, **_metadata_filter(request), **part)
-        objects, left = list[dict[str, Any]](), database.PAGE_BYTES
-        for row in page.data:
-            judge = _judge(db, row, caller)  # may have 2 MiB
-            left -= len(orjson.dumps(judge.judge)) if judge is not None else 0
-            if left < 0 and objects:
-                return listed(objects, has_more=True)
-            objects.append(job_object(row, context.config.organization, judge))
-        return listed(objects, page.has_more)
+        return list_object(page, lambda row: _view(context, row, caller))
 
     @router.get("/{job_id}")
     @_reads
     def retrieve(job_id: str, caller: Caller) -> dict[str, Any]:
         row = known(job_id, caller)
-        return _view(context, row, caller) | {"energy": power.of_job(db, row, time.time())}
+        return _view(context, row, caller) | {"energy": mode.of_job(db, row, time.time())}
 
     @router.get("/{job_id}/metrics")
     @_reads
@@ -237,3 +243,95 @@ def event_object(row: JobEventRow) -> dict[str, Any]:
 def checkpoint_object(row: VersionRow) -> dict[str, Any]:
     of = {"fine_tuned_model_checkpoint": row.checkpoint, "fine_tuning_job_id": row.job_id, "step_number": row.step}
     return object_of(row, "fine_tuning.job.checkpoint", "", **of, metrics={"step": row.step, **row.metrics})
+
+
+# --- POST /admin/v1/plan: whether a job would fit, by the estimate that every job passes before it is queued
+
+TYPICAL_EXAMPLES, TYPICAL_TOKENS = 1000, 200
+Count = Annotated[int, Field(ge=1, le=65536)]
+_CHOSEN = (
+    *("full", "lora_rank", "n_epochs", "batch_size", "max_length", "learning_rate", "zero_stage", "precision"),
+    *("offload", "activation_checkpointing", "micro_batch", "tensor_parallel", "sequence_parallel"),
+)
+_OF_LAYOUT = (
+    *("zero_stage", "offload", "activation_checkpointing", "micro_batch", "devices", "device_bytes", "room_bytes"),
+    *("bound_by", "tokens_per_s", "hours", "kwh"),
+)
+
+
+class JobPlan(StrictBody):
+    """training_file: whose tokens are counted; else `examples` of typical length are assumed, on which "auto" depends.
+    devices: the most that it may have."""
+
+    model: Name
+    hyperparameters: Hyperparameters = Field(default_factory=dict)
+    devices: Count | None = None
+    training_file: Name | None = None
+    examples: Count | None = None
+    method: Literal[tuple(METHODS)] = DEFAULT.name  # type: ignore[valid-type]
+
+
+class PlanRequest(StrictBody):
+    job: JobPlan
+
+
+def plan_routes(context: ControllerContext, router: APIRouter) -> None:
+    """Add the route to the admin router."""
+
+    @router.post("/plan")
+    @needs(FINE_TUNING)
+    @unaudited  # nothing is changed
+    async def plan(body: PlanRequest, caller: Caller) -> dict[str, Any]:
+        return await _plan(context, body.job, caller)
+
+
+async def _plan(context: ControllerContext, body: JobPlan, caller: Principal) -> dict[str, Any]:
+    base, method = usable_model(context.db, caller, body.model), METHODS[body.method]
+    counted = body.training_file is not None
+    if body.training_file is not None:
+        dataset = await _counted(context, base, body.training_file, method, caller)
+    else:
+        examples = body.examples or TYPICAL_EXAMPLES
+        dataset = auto.DatasetStats(examples, TYPICAL_TOKENS * method.sequences * examples, 2 * TYPICAL_TOKENS)
+    wish = settings.Wish(max_devices=body.devices)
+    try:
+        chosen = settings.choose(context, base, method, body.hyperparameters, dataset, wish)
+    except InvalidHyperparameter as error:
+        raise refused(error, "hyperparameters") from error
+    fields, best = chosen.resolved, next(iter(chosen.layouts), None)
+    assert chosen.verdict is not None, "without a wish for devices there is a number of them"
+    answer = chosen.verdict.as_dict()
+    if counted:
+        answer["warnings"] += settings.cut_warning(method, dataset, fields)
+    common = {name: fields[name] for name in _CHOSEN if fields["full"] is False or name != "lora_rank"}
+    return {
+        "object": "plan",
+        "kind": "job",
+        "model": base.name,
+        "method": method.name,
+        "hyperparameters": fields.get("options", {}) | common,
+        "data": {
+            "counted": counted,
+            "examples": dataset.n_examples,
+            "tokens": dataset.n_tokens,
+            "longest_example_tokens": dataset.longest_example_tokens,
+            "steps": auto.steps(method.rows(dataset), fields),
+        },
+        **answer,
+        "device_hours": best["hours"] * best["devices"] if best and best["hours"] is not None else None,
+        "layouts": [{name: value for name, value in one.items() if name in _OF_LAYOUT} for one in chosen.layouts[:3]],
+    }
+
+
+async def _counted(
+    context: ControllerContext, base: Resolved, file_id: str, method: Method, caller: Principal
+) -> auto.DatasetStats:
+    """What the job's validation would find in the file. Raises BadRequest and NotFound."""
+    row = FILES.known(context.db, file_id, caller, "training_file")
+    tokenizer = settings.tokenizer_of(context, base)
+    report = await storage.checked(context, context.files_dir / row.id, method=method, tokenizer=tokenizer)
+    if not report.ok:
+        raise BadRequest(
+            f"The file {row.id} has {storage.summary(report)}", param="training_file", code="invalid_training_file"
+        )
+    return settings.dataset_of(report)

@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter
-from fastapi.responses import FileResponse
+from fastapi import APIRouter, Header
+from fastapi.responses import StreamingResponse
 from pydantic import Field
 from starlette.background import BackgroundTask
 
@@ -29,20 +29,19 @@ from appliance.controller.interfaces.errors import (
     Conflict,
     Forbidden,
     InvalidValue,
-    NotFound,
     shown,
 )
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
 from appliance.controller.jobs.wanted import pause_jobs_without_model
+from appliance.controller.models import archive
 from appliance.controller.models.removal import doomed, remove
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import keys
-from appliance.store.rows import ModelRow, VersionRow, columns
+from appliance.store.rows import ModelRow, columns
 from appliance.tiers.tiers import name_of
 from weights.format.errors import WeightsError
-from weights.format.manifest import Manifest
-from weights.memory.lease import Lease, take_lease
+from weights.memory.lease import take_lease
 
 log = logging.getLogger("appliance.controller")
 
@@ -60,42 +59,30 @@ def routes(context: ControllerContext) -> APIRouter:
                 data.append(_shown(context, item, caller, states))
         return {"object": "list", "data": data}
 
-    @router.get("/{name:path}/files")
+    @router.get("/{name:path}/archive")
     @needs(FINE_TUNING)
-    def list_files(name: str, caller: Caller, base: bool = False) -> dict[str, Any]:
-        """The files of a version, for the model's owner; of a base model for all who may use it. base: the version that
-        this adapter belongs to. `id` names the version, so that all its files can be downloaded."""
-        if base:
-            if (adapter := usable_model(db, caller, name).version.meta.get("adapter")) is None:
-                raise InvalidValue(f"{shown(name)} is not an adapter.", "base")
-            name = f"{adapter['base']}@{adapter['base_version']}"
-        version, folder, _ = opened(name, caller)
-        files = [
-            {"name": file, "bytes": record.nbytes, "checksum": record.checksum}
-            for file, record in sorted(Manifest.read(folder).files.items())
-        ]
-        return {"object": "list", "id": f"{version.model}@{version.version}", "data": files}
-
-    @router.get("/{name:path}/files/{file}")
-    @needs(FINE_TUNING)
-    def download(name: str, file: str, caller: Caller) -> FileResponse:
-        """A file of a version; `Range` resumes a download that broke off."""
-        _, folder, lease = opened(name, caller)
-        if file not in Manifest.read(folder).files:
-            raise NotFound(f"{shown(name)} has no file {shown(file)}.", "file", "file_not_found")
-        done = BackgroundTask(lease.release) if lease is not None else None
-        return FileResponse(folder / file, media_type="application/octet-stream", filename=file, background=done)
-
-    def opened(name: str, caller: Principal) -> tuple[VersionRow, Path, Lease | None]:
-        """The version, its folder, and the lease that keeps a folder in shared memory."""
+    def download(
+        name: str,
+        caller: Caller,
+        base: bool = False,
+        asked: Annotated[str | None, Header(alias="range")] = None,
+        if_range: Annotated[str | None, Header()] = None,
+    ) -> StreamingResponse:
+        """All files of a version in one tar file, for the model's owner; of a base model for all who may use it.
+        `Range` resumes a download that broke off. base: the version that this adapter belongs to."""
         found = usable_model(db, caller, name)
+        if base:
+            if (adapter := found.version.meta.get("adapter")) is None:
+                raise InvalidValue(f"{shown(name)} is not an adapter.", "base")
+            found = usable_model(db, caller, f"{adapter['base']}@{adapter['base_version']}")
         if found.model.kind != "base":
             _refuse_unless_own(found.model, caller, "download")
         try:
-            if found.version.disk_path and (folder := Path(found.version.disk_path)).is_dir():
-                return found.version, folder, None
-            lease = take_lease(context.tiers.bring_in(name_of(found.version)))
-            return found.version, lease.path, lease
+            folder, done = Path(found.version.disk_path or ""), None
+            if not found.version.disk_path or not folder.is_dir():
+                lease = take_lease(context.tiers.bring_in(name_of(found.version)))
+                folder, done = lease.path, BackgroundTask(lease.release)
+            return archive.answer(folder, name, asked, if_range, done)
         except (LookupError, WeightsError, OSError) as error:  # its text may name paths of the box
             log.warning("%s cannot be downloaded: %s", name, error)
             text = f"The files of {shown(name)} cannot be read now; ask again later."

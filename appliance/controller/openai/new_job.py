@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import BaseModel, Field, StringConstraints, create_model
 
 from appliance.controller.access import model_access
@@ -46,7 +45,6 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 Devices = Annotated[int, Field(ge=1, le=65536)]
 Priority = Annotated[int, Field(ge=-1000, le=1000)]
 Moment = Annotated[float, Field(gt=0, lt=1e11)]
-MOST_BYTES = 16_384
 Hyperparameters = dict[Annotated[str, StringConstraints(max_length=64)], Any]
 _JUDGES = {
     "grader": "which gives an answer its reward",
@@ -163,13 +161,6 @@ def training_of(request: JobCreate) -> Training:
                 f"hyperparameters.{name}",
             )
     training = Training(method, old | new, where if given else "hyperparameters", block)
-    # The scheduler reads the job's row in each of its rounds.
-    if (size := len(orjson.dumps(training.hyperparameters, default=str))) > MOST_BYTES:
-        raise BadRequest(
-            f"The hyperparameters are {size} bytes long, at most {MOST_BYTES} are allowed.",
-            param=training.where,
-            code="invalid_hyperparameters",
-        )
     if method.judged_by and method.judged_by not in block:
         param = training.path(method.judged_by)
         raise BadRequest(

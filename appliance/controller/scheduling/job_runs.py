@@ -8,7 +8,6 @@ import shutil
 import sqlite3
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.rows import JobRow, VersionRow
 from appliance.tiers.tiers import Tiers, name_of
-from scheduler.loop.inbox import Inbox
+from scheduler.loop.cluster_state import Inbox
 from train.plan.spec import TrainSpec
-from train.trainer.event_log import read_events
 from weights.format.errors import IntegrityError, VersionLeased, VersionNotFound, WeightsError
 from weights.format.names import policy_of
 from weights.memory.store import Lease, StoredVersion, WeightStore
@@ -37,7 +35,6 @@ Unload = Callable[[list[str]], Awaitable[None]]
 Remove = Callable[[VersionRow], Awaitable[None]]
 
 TIDY_EVERY_S = 10.0
-_EVENTS_AT_ONCE = 20
 
 
 class JobRuns:
@@ -65,19 +62,6 @@ class JobRuns:
         self._whole: set[Path] = set()
         self._leases: dict[str, list[Lease]] = {}
         self._gone: list[VersionRow] = []
-
-    async def catch_up(self, job_id: str) -> None:
-        """Ingest what was trained while no controller was running. Called before ranks start again."""
-        await asyncio.to_thread(self._ingest_missed, job_id)
-
-    def _ingest_missed(self, job_id: str) -> None:
-        """Ingest the steps that the store may lack: a job may have 100,000, and each commit waits for the disk."""
-        known, events = jobs.steps_of(self._db, job_id), read_events(self._jobs_dir / job_id)
-        missed = (one for one in events if one["event"] == "metrics" and one["step"] not in known)
-        while some := list(islice(missed, _EVENTS_AT_ONCE)):
-            with self._db.transaction():
-                for event in some:
-                    self._events.ingest(job_id, event)
 
     def _unfinished(self, job_id: str | None) -> JobRow | None:
         row = jobs.find(self._db, job_id or "")

@@ -15,7 +15,7 @@ from appliance.controller.bus.demand_learning import DemandLearning
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_in_force, mode_windows, policy_of, read_mode
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.jobs.events import TRAINING_FAILED, JobEvents, add_message
+from appliance.controller.jobs.events import TRAINING_FAILED, JobEvents, add_message, fail
 from appliance.controller.jobs.wanted import pause_reason
 from appliance.controller.models import capacity
 from appliance.gateway.core.table import OPEN
@@ -23,7 +23,7 @@ from appliance.memory.box_memory import BoxMemory
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.objects.models import callable_adapters
-from appliance.store.records import audit, deployments, model_settings, usage
+from appliance.store.records import audit, deployments, usage
 from appliance.store.rows import AuditRow, DeploymentRow, JobRow
 from scheduler.core.failures import Failure
 from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Workload
@@ -89,7 +89,7 @@ class SqliteStateStore:
         ids = {row.id for row in unfinished}
         self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
         mode = read_mode(self._db)
-        self._settings, self._demand = model_settings.digests(self._db), self._wishes.demands(free_devices)
+        self._settings, self._demand = models.settings_digests(self._db), self._wishes.demands(free_devices)
         return Workload(
             policy=policy_of(mode, self._serving_floor),
             policy_since_s=mode.since_s,
@@ -148,7 +148,7 @@ class SqliteStateStore:
                 self._events.succeeded(job_id)
                 self._routing.models_changed()  # its model must be callable as soon as the job is reported as done
             case "failed":
-                self._events.failed(job_id, TRAINING_FAILED, error)
+                fail(self._db, job_id, TRAINING_FAILED, error)
             case "cancelled":
                 self._events.cancelled(job_id)
 
@@ -161,7 +161,7 @@ class SqliteStateStore:
 
     def settings_failed(self, model: str, failed: Build, served: Build, reason: str) -> bool:
         with self._db.transaction():
-            rows = model_settings.history(self._db, model)
+            rows = models.settings_history(self._db, model)
             if (rows[0].digest if rows else "") != failed.settings:
                 return True
             before = next((row for row in rows if row.digest == served.settings), None)
@@ -169,7 +169,7 @@ class SqliteStateStore:
                 return False
             number, said = (before.number, before.settings) if before is not None else (0, {})
             note = f"no engine starts with settings {rows[0].number}, so those before, {number}, serve again: {reason}"
-            model_settings.add(self._db, model, said, served.settings, "box", time.time(), note)
+            models.add_settings(self._db, model, said, served.settings, "box", time.time(), note)
             detail = {"failed": rows[0].number, "back_to": number, "reason": reason}
             audit.insert(self._db, AuditRow("model.settings", model, detail=detail))
         self._routing.models_changed()  # the gateways' table holds the context

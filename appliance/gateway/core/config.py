@@ -28,6 +28,7 @@ class Limits:
     inference_body_bytes: Count = 8 * MIB
     control_body_bytes: Count = 8 * MIB
     upload_body_bytes: Count = 512 * MIB
+    login_body_bytes: Count = 16 * 1024
     buffered_body_bytes: Count = 256 * MIB
     """All inference bodies in memory, held ones included: bounds the cost of many slow or held clients."""
     owner_body_bytes: Count = 96 * MIB
@@ -44,9 +45,8 @@ class Limits:
     replica_inflight: Count = 1024
     head_timeout_s: Seconds = 15.0
     keepalive_s: Seconds = 75.0
-    body_bytes_per_s: Count = 32 * 1024
-    """A body must come at this rate on average, after an initial period, so that every body ends."""
     body_grace_s: Seconds = 30.0
+    """The longest pause of a body that is coming."""
     write_stall_s: Seconds = 60.0
     upstream_silence_s: Seconds = 600.0
     controller_wait_s: Seconds = 5.0

@@ -198,11 +198,10 @@ class FairQueue:
 
     An owner's request starts where the owner's one before it ends, in tokens, but never before the request that was
     taken last. So an owner with one request is next, however many another owner has, and an owner that was away has
-    saved nothing up. tickets: by their start, of equal ones the oldest first. names: of all tickets."""
+    saved nothing up. tickets: by their start, of equal ones the oldest first."""
 
     def __init__(self) -> None:
         self.tickets: list[Ticket] = []
-        self.names = Counter[tuple[str, ...]]()
         self._ends = Counter[str]()  # of each owner's last request
         self._now = 0
 
@@ -210,7 +209,6 @@ class FairQueue:
         owner = ticket.work.owner
         ticket.start = max(self._ends[owner], self._now)
         self._ends[owner] = ticket.start + ticket.work.tokens
-        self.names[ticket.names] += 1
         insort(self.tickets, ticket, key=_START)
 
     def remove(self, ticket: Ticket, *, served: bool = False) -> bool:
@@ -218,7 +216,6 @@ class FairQueue:
         if ticket not in self.tickets:
             return False
         self.tickets.remove(ticket)
-        self.names -= Counter((ticket.names,))  # without those of which none is left
         if served:
             self._now = max(self._now, ticket.start)
             return True
@@ -250,11 +247,9 @@ class Holds:
         """Give those who wait the places that replicas have for them, class batch last."""
         for _, queue in sorted(self.queues.items(), key=lambda item: item[0][1]):
             full: set[tuple[str, ...]] = set()
-            for ticket in list(queue.tickets):
-                if len(full) == len(queue.names):
-                    break  # thousands may wait, and this is asked at each end of a request
+            for ticket in [*queue.tickets]:
                 if ticket.names in full:
-                    continue
+                    continue  # thousands may wait, and this is asked at each end of a request
                 choice = router.choose(ticket.names, ticket.work, now_s, ticket.avoided)
                 if choice is None:
                     full.add(ticket.names)

@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any
 
 from appliance.gateway.core import errors
-from appliance.gateway.core.config import Limits
 
 INFERENCE, FINE_TUNING, ADMIN, READ, METRICS = "inference", "fine_tuning", "admin", "read", "metrics"
 RESPONSES, INPUT_TOKENS = "responses", "responses.input_tokens"
@@ -35,7 +34,6 @@ class Kind(enum.Enum):
     UNKNOWN = "unknown"
 
 
-LOGIN_BODY_BYTES = 16 * 1024
 # All others need a key, or a login of the page.
 KEYLESS = frozenset({Kind.HEALTH, Kind.PAGE, Kind.LOGIN})
 
@@ -43,8 +41,8 @@ KEYLESS = frozenset({Kind.HEALTH, Kind.PAGE, Kind.LOGIN})
 @dataclass(frozen=True, slots=True)
 class Route:
     """One row of the allowlist. scopes: any one of them (or admin) suffices; the controller's own routes may ask for
-    others. task: required task of the model. converses: it needs the model's chat template. upload: bodies may be as
-    large as a file."""
+    others. task: required task of the model. converses: it needs the model's chat template. body: the field of
+    `Limits` that bounds the bodies of its requests, empty where they have none."""
 
     name: str
     kind: Kind
@@ -54,15 +52,7 @@ class Route:
     task: str | None = None
     engine_path: bytes = b""
     converses: bool = False
-    upload: bool = False
-
-    def body_bytes(self, limits: Limits) -> int:
-        """The most that a body of its requests may have."""
-        if self.kind is Kind.INFERENCE:
-            return limits.inference_body_bytes
-        if self.kind is Kind.CONTROL:
-            return limits.upload_body_bytes if self.upload else limits.control_body_bytes
-        return LOGIN_BODY_BYTES if self.kind is Kind.LOGIN else 0
+    body: str = ""
 
 
 _INF = frozenset({INFERENCE})
@@ -79,11 +69,12 @@ def _route(kind: Kind, methods: str, url: str, scopes: frozenset[str], name: str
 
 def _inference(url: str, name: str, task: str = "generate", engine_path: str = "") -> Route:
     path, converses = (engine_path or url).encode(), task == "generate" and name != "completions"
-    return _route(Kind.INFERENCE, "POST", url, _INF, name, converses=converses, task=task, engine_path=path)
+    more: dict[str, Any] = {"converses": converses, "task": task, "engine_path": path, "body": "inference_body_bytes"}
+    return _route(Kind.INFERENCE, "POST", url, _INF, name, **more)
 
 
-def _control(url: str, name: str, upload: bool = False) -> Route:
-    return _route(Kind.CONTROL, "GET POST PUT PATCH DELETE", url, _ANY, name, upload=upload)
+def _control(url: str, name: str, body: str = "control_body_bytes") -> Route:
+    return _route(Kind.CONTROL, "GET POST PUT PATCH DELETE", url, _ANY, name, body=body)
 
 
 # The route of a request until its own is known.
@@ -109,12 +100,12 @@ ROUTES: tuple[Route, ...] = (
     _route(Kind.PAGE, "GET", "/", _NOBODY, "page"),
     # The page's way to a login provider and back, before anybody has a key or a login.
     _route(Kind.LOGIN, "GET", "/admin/v1/oidc", _NOBODY, "login"),
-    _route(Kind.LOGIN, "POST", "/admin/v1/oidc/(?:begin|finish)", _NOBODY, "login"),
+    _route(Kind.LOGIN, "POST", "/admin/v1/oidc/(?:begin|finish)", _NOBODY, "login", body="login_body_bytes"),
 )
 # Of the URLs that none above has, the first row: the controller decides on the rest of the URL, method and scopes.
 CONTROL: tuple[Route, ...] = (
-    _control("/v1/files/**", "files", upload=True),
-    _control("/v1/uploads/**", "uploads", upload=True),
+    _control("/v1/files/**", "files", "upload_body_bytes"),
+    _control("/v1/uploads/**", "uploads", "upload_body_bytes"),
     SESSIONS,
     ROTATION,
     _control("/v1/*", "control"),

@@ -1,4 +1,4 @@
-"""Follows the answer of one request: what is kept of it to be stored, and how a dead engine's stream goes on. Pure:
+"""Follows the answer of one request: its usage, its stored form, and its continuation after an engine's death. Pure:
 events of an engine in, events of the client out.
 
 Engines store nothing and know no earlier response, so their responses have neither `store` nor `previous_response_id`:
@@ -26,7 +26,7 @@ RESUME_PATH = b"/v1/completions"
 # -- what they cost
 
 # Inside a JSON string a quote is always escaped, so these match the engine's own fields and never a client's text.
-# Answers of /v1/responses have more of the request than its texts (the schemas of its tools): requests/answers.py.
+# Answers of /v1/responses have more of the request than its texts (the schemas of its tools): `Transcript.usage`.
 USAGE: Final = b'"usage"'
 _USAGE: Final = re.compile(rb'"usage": ?\{')
 # All counts in one pass: four searches took 1.8 times as long.

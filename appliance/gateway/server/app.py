@@ -20,11 +20,11 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import ADMIN, FRONT_DOOR, KEYLESS, LOGIN_BODY_BYTES, Kind, resolve
+from appliance.gateway.core.routes import ADMIN, FRONT_DOOR, KEYLESS, Kind, resolve
 from appliance.gateway.core.table import THE_BOX, Caller
 from appliance.gateway.requests.request_check import check_object, parsed_body
 from appliance.gateway.server.controller import Controller
-from appliance.gateway.server.exchange import ClientGone, Exchange, Headers
+from appliance.gateway.server.exchange import Exchange, Headers
 from appliance.gateway.server.inference import Inference
 from appliance.gateway.server.state import State, metrics_text
 from appliance.ui.site import TO_THE_PAGE, site
@@ -52,41 +52,38 @@ class App:
     async def __call__(self, exchange: Exchange) -> None:
         state = self._state
         state.exchanges.add(exchange)
-        error: HttpError | None = None
         try:
             try:
                 exchange.received_s = time.monotonic()
                 own_id = exchange.headers.get(b"x-request-id", b"")
                 exchange.request_id = own_id if _REQUEST_ID.match(own_id) else state.new_request_id()
                 if state.config.cors_origins:
-                    exchange.cors = cors_headers(exchange, state.config.cors_origins)
+                    exchange.extra += cors_headers(exchange, state.config.cors_origins)
                 asks = exchange.method == b"OPTIONS" and b"access-control-request-method" in exchange.headers
-                if asks and len(exchange.cors) > 1:
+                if asks and len(exchange.extra) > 1:
                     await exchange.whole(200, b"text/plain", b"OK")
                 else:
                     self._admit(exchange)
                     await self._serve(exchange)
             except asyncio.CancelledError:
-                if (error := exchange.ended) is None:
+                if exchange.ended is None:
                     raise
                 exchange.task.uncancel()
-            except HttpError as refusal:
-                error = refusal
-            except ClientGone:
-                raise
+                await exchange.fail(exchange.ended)
+            except HttpError as error:
+                await exchange.fail(error)
             except Exception as failure:  # noqa: BLE001 - logged, and the client gets a 500
                 log.error("a request was not answered", exc_info=failure, extra=exchange.ids)
-                error = HttpError(500, "The gateway failed.", code="internal_error")
-            if error is not None:
-                await exchange.fail(error)
-        except (ClientGone, asyncio.CancelledError):
-            pass
+                await exchange.fail(HttpError(500, "The gateway failed.", code="internal_error"))
+        except asyncio.CancelledError:
+            pass  # the client is gone
         finally:
             state.exchanges.discard(exchange)
             if not exchange.response_complete:
                 exchange.status = exchange.status or 499
                 state.metrics.events["client_disconnected"] += 1
             state.finished(exchange, time.monotonic())
+            exchange.checked = None  # which may be large, and an idle connection keeps its last exchange
 
     # -- who asks, and whether they may
 
@@ -144,10 +141,8 @@ class App:
             inference = await self._inference(exchange)  # apart: what only checking needs is gone while it waits
             if inference is not None:
                 await inference.answer()
-        elif kind is Kind.CONTROL:
+        elif kind in (Kind.CONTROL, Kind.LOGIN):
             await self._controller.relay(exchange)
-        elif kind is Kind.LOGIN:
-            await self._controller.relay(exchange, await self._body(exchange, LOGIN_BODY_BYTES))
         elif kind is Kind.METRICS:
             theirs = await self._controller.metrics(exchange)
             own = await metrics_text(state, bool(theirs))
@@ -157,26 +152,20 @@ class App:
             await exchange.whole(303 if file is TO_THE_PAGE else 200, file.content_type, file.body, file.headers)
         else:
             ready = state.generation >= 0 and not state.stopping
-            failing = {*state.background.names(), *state.box_troubles} | (
-                {"controller"} if state.controller_away else set()
-            )
+            away = ["controller"] if state.controller_away else []
+            failing = {*state.background.names(), *state.box_troubles, *away}
             body = {"status": "ok" if ready else "starting", "degraded": sorted(failing)}
             await exchange.whole(200 if ready else 503, _JSON, orjson.dumps(body))
-
-    async def _body(self, exchange: Exchange, limit: int) -> bytes:
-        """All of it, counted as in memory. Raises HttpError 413, 408, 429 and 503, ClientGone."""
-        kept: list[bytes] = []
-        while data := await exchange.read(limit):
-            self._state.take_body(exchange, len(data))
-            kept.append(data)
-        exchange.received_s = time.monotonic()
-        return b"".join(kept)
 
     async def _inference(self, exchange: Exchange) -> Inference | None:
         """Check a request, in order of cost: the key's limits, the body's content, the model, the work that is asked
         for. None: the controller has answered it."""
         state, route = self._state, exchange.route
-        body = await self._body(exchange, state.limits.inference_body_bytes)
+        pieces: list[bytes] = []
+        while piece := await exchange.read():
+            state.take_body(exchange, len(piece))  # refuses what is too much for the memory
+            pieces.append(piece)
+        body, exchange.received_s = b"".join(pieces), time.monotonic()
         caller, private = exchange.caller, exchange.connection.private
         state.spending.admit(caller, exchange.use)
         data = parsed_body(body, state.limits.json_depth)
@@ -206,12 +195,13 @@ class App:
             state.take_body(exchange, len(transcript.input))  # which is in memory twice until the answer arrives
             if transcript.previous_id and not background:
                 checked = await self._controller.with_previous(exchange, data, checked)
-        checked.model, exchange.ignored = name, checked.ignored
-        state.spending.opened(caller, exchange.use, checked.tokens, state.limits.owner_requests)
-        exchange.checked, exchange.routed_model = checked, name
-        if background:
+        exchange.extra += checked.ignored
+        if background:  # it asks again, in this gateway
             await self._controller.relay(exchange, body)
             return None
+        state.spending.opened(caller, exchange.use, checked.tokens, state.limits.owner_requests)
+        checked.model = exchange.routed_model = name
+        exchange.checked = checked
         if state.tracing is not None:
             state.tracing.begin(exchange)
         return Inference(state, self._controller, exchange, checked)
@@ -282,7 +272,7 @@ def cors_headers(exchange: Exchange, origins: Collection[str]) -> list[tuple[byt
 
 def check_head(exchange: Exchange, limits: Limits) -> None:
     """Raises HttpError 400, 413 or 415 for a body that can be refused unread."""
-    headers, length, limit = exchange.headers, exchange.content_length, exchange.route.body_bytes(limits)
+    headers, length, limit = exchange.headers, exchange.content_length, getattr(limits, exchange.route.body, 0)
     if (length or exchange.chunked) and exchange.method not in (b"POST", b"PUT", b"PATCH"):
         # A body has no meaning there, so servers differ about it: one that does not read it parses it as the next head.
         method = exchange.method.decode()

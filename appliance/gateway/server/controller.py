@@ -22,7 +22,7 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind
 from appliance.gateway.requests.answers import joined
 from appliance.gateway.requests.request_check import Checked, check_depth, check_object
-from appliance.gateway.server.exchange import ClientGone, Exchange, Headers
+from appliance.gateway.server.exchange import Exchange, Headers
 from appliance.gateway.server.state import State, read_up_to
 
 ERROR_BODY_BYTES: Final = 64 * 1024
@@ -76,7 +76,7 @@ class Controller:
         headers += identity(exchange.request_id, state.token, exchange)
         data: bytes | AsyncIterator[bytes] | None = body
         if body is None and (exchange.chunked or exchange.content_length):
-            data = exchange.pieces(exchange.route.body_bytes(state.limits))
+            data = exchange.pieces()
             if exchange.content_length is not None:
                 headers.append(("content-length", str(exchange.content_length)))
         async with self._ask(exchange.method, exchange.target, headers, data, wait_s) as response:
@@ -127,7 +127,7 @@ class Controller:
             except aiohttp.SocketTimeoutError:
                 raise HttpError(504, "The controller did not answer in time.", code="timeout") from None
             except (aiohttp.ClientError, OSError) as error:
-                if isinstance(error.__cause__, (HttpError, ClientGone)):
+                if isinstance(error.__cause__, HttpError):
                     raise error.__cause__ from None  # the body broke off
                 again = not answered and (isinstance(error, aiohttp.ClientConnectorError) or method == b"GET")
                 if again and time.monotonic() < until_s:

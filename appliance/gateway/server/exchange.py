@@ -54,20 +54,16 @@ _ONCE: Final = frozenset(
 _NO_USE: Final = KeyUse(OwnerUse())
 
 
-class ClientGone(Exception):
-    """The client left, or took nothing for too long; there is nobody to answer."""
-
-
 class Exchange:
     """Times by the monotonic clock. target: path and query. head_only: its answer has no body. session: the login of
     the page that it came by, empty for a key. received_s: when its head came, of inference its body; sent_s: when an
     engine got it last. trace: its W3C traceparent, empty without one; span: OpenTelemetry's, if traces are exported.
 
-    model: the one it names, once known to exist, without a version. checked: once it counts as open. infers: it is for
-    an engine. choice: the replica that has it; ticket: its place in the queue while it is held. routed_model: name in
-    the table by which it was placed, the model's or its canary's. replica, model_version: where it is or was last; the
-    version as the engine names it, once it answers. ignored: headers that name the parts of it that no engine gets.
-    tokens: its cost as the engine reported it.
+    model: the one it names, once known to exist, without a version. checked: while it counts as open, for an engine.
+    choice: the replica that has it; ticket: its place in the queue while it is held. routed_model: name in the table by
+    which it was placed, the model's or its canary's. replica, model_version: where it is or was last; the version as
+    the engine names it, once it answers. extra: headers of its answer that name the parts of it that no engine gets, or
+    tell a browser who may read it. tokens: its cost as the engine reported it.
 
     head_sent: the status is out. sse: as a stream of events, which an error can join; stream_events: events relayed.
     body_complete: all of the request's body was read. ended: why it was ended from outside. broke_off: an error
@@ -87,15 +83,13 @@ class Exchange:
     checked: Checked | None = None
     choice: Choice | None = None
     ticket: Ticket | None = None
-    ignored: Pairs = ()
-    cors: list[tuple[bytes, bytes]]
+    extra: list[tuple[bytes, bytes]]
     span: Any = None
-    infers = head_only = head_sent = sse = broke_off = response_complete = False
+    head_only = head_sent = sse = broke_off = response_complete = False
     more_body = True
     ended: HttpError | None = None
     task: asyncio.Task[None]
     _chunked = False
-    _waited_s = 0.0
 
     def __init__(
         self, connection: Connection, method: bytes, target: bytes, headers: Headers, keep_alive: bool
@@ -108,7 +102,7 @@ class Exchange:
         self.chunked = b"transfer-encoding" in headers
         self.body_complete = not (self.chunked or self.content_length)
         self.body, self.message_event, self.tokens = bytearray(), asyncio.Event(), Tokens()
-        self.cors = []
+        self.extra = []
         self._expects = headers.get(b"expect", b"").lower() == b"100-continue"
 
     @property
@@ -132,18 +126,17 @@ class Exchange:
 
     # -- the body
 
-    async def read(self, limit: int) -> bytes:
+    async def read(self) -> bytes:
         """The next piece of the body, empty at its end. Raises HttpError 413 and 408."""
         if self.body_complete:
             return b""
-        connection, limits = self.connection, self.connection.state.limits
+        connection = self.connection
         if self._expects:
             self._expects = False
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if self.more_body and not self.body:  # a small one has come with its head
-            began_s, left_s = time.monotonic(), limits.body_grace_s + self.body_bytes / limits.body_bytes_per_s
             try:
-                async with asyncio.timeout(left_s - self._waited_s):
+                async with asyncio.timeout(connection.state.limits.body_grace_s):
                     while self.more_body and not self.body and connection.refusal is None:
                         self.message_event.clear()
                         connection.flow.resume_reading()  # uvicorn pauses after much of it
@@ -151,26 +144,25 @@ class Exchange:
             except TimeoutError:
                 text = "The request body came too slowly."
                 raise HttpError(408, text, code="request_timeout", close=True) from None
-            self._waited_s += time.monotonic() - began_s
         data, self.body, self.body_complete = bytes(self.body), bytearray(), not self.more_body
         if self.more_body and connection.refusal is not None:
             raise connection.refusal
         self.body_bytes += len(data)
-        if self.body_bytes > limit:
+        if self.body_bytes > (limit := getattr(connection.state.limits, self.route.body)):
             raise errors.body_too_large(limit)
         if self.body_complete and not connection.pipeline:
             connection.flow.resume_reading()  # else a client that leaves is not seen
         return data
 
-    async def pieces(self, limit: int) -> AsyncIterator[bytes]:
-        while data := await self.read(limit):
+    async def pieces(self) -> AsyncIterator[bytes]:
+        while data := await self.read():
             yield data
 
     # -- the answer
 
     async def begin(self, status: int, headers: Pairs, data: bytes = b"") -> None:
         """Send the head, and what is there of the body: each write is a packet that wakes its reader."""
-        every = [*headers, (b"x-request-id", self.request_id), *self.ignored, *self.cors]
+        every = [*headers, (b"x-request-id", self.request_id), *self.extra]
         if self.route.kind is Kind.INFERENCE:
             every += self.use.headers()
         if is_anthropic(self.path):
@@ -245,13 +237,13 @@ class Exchange:
         self.connection.transport.write(data)
 
     async def _drained(self) -> None:
-        """Wait for a client that reads slowly. Raises ClientGone if it takes nothing for too long."""
+        """Wait for a client that reads slowly; one that takes nothing for too long is left, which cancels this."""
+        loop, stall_s = self.connection.loop, self.connection.state.limits.write_stall_s
+        stalled = loop.call_later(stall_s, self.connection.transport.abort)
         try:
-            async with asyncio.timeout(self.connection.state.limits.write_stall_s):
-                await self.connection.flow.drain()
-        except TimeoutError:
-            self.connection.transport.abort()
-            raise ClientGone from None
+            await self.connection.flow.drain()
+        finally:
+            stalled.cancel()
 
 
 def _head(status: int, headers: Pairs) -> bytes:
@@ -288,6 +280,7 @@ class Connection(HttpToolsProtocol):
         self.pipeline.clear()
         if self.running is not None:
             self.running.task.cancel()
+            self.running = self.cycle = None  # type: ignore[assignment] - no cycle of references is left
 
     def eof_received(self) -> None:
         """A client that closes its half counts as gone: an engine would compute for one that may not read."""
@@ -383,12 +376,12 @@ class Connection(HttpToolsProtocol):
             self._offers_upgrade = True
             return
         keep_alive = version != "1.0" and self.parser.should_keep_alive()
-        self.cycle: Any = Exchange(self, method, self.url, headers, keep_alive)
+        self.cycle = exchange = Exchange(self, method, self.url, headers, keep_alive)  # type: ignore[assignment]
         if self.running is None or self.running.response_complete:
-            self._start_asgi_task(self.cycle, self.app)
+            self._start_asgi_task(exchange, self.app)
         else:
             self.flow.pause_reading()
-            self.pipeline.appendleft((self.cycle, self.app))
+            self.pipeline.appendleft((exchange, self.app))  # type: ignore[arg-type]
 
     def on_message_complete(self) -> None:
         if not self._offers_upgrade:

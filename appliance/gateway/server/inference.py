@@ -104,7 +104,6 @@ class Inference:
         checked.data = {}  # it may be large, and the request may wait for long
         checked.owner, checked.batch = caller.owner, exchange.use.batch
         checked.beginning = zlib.crc32(salt.encode(), checked.beginning)
-        exchange.infers = True
         self.failures: dict[str, EngineFailure] = {}
         self.failed, self.waiting_since_s = 0, 0.0
         self.answer_begun = self.continues = self.stream_ended = self.has_error = False
@@ -128,14 +127,7 @@ class Inference:
                 self._prepare_retry(failure, choice)
             finally:
                 if failed is not None:
-                    first_s = exchange.first_byte_s - exchange.sent_s
-                    self.state.comparison.add(
-                        self.model,
-                        choice.replica.version,
-                        failed=failed,
-                        first_byte_s=first_s if first_s >= 0 else None,
-                        duration_s=time.monotonic() - exchange.sent_s,
-                    )
+                    self.state.comparison.add(self.model, choice.replica.version, exchange, failed=failed)
                 exchange.choice = None
                 self.state.ended(choice)
 
@@ -157,7 +149,6 @@ class Inference:
             choice = await self._wait((host, work.batch), names)
         exchange.routed_model, exchange.choice = choice.model, choice
         exchange.replica, exchange.model_version = choice.replica.id, choice.replica.version
-        state.report_due = True
         return choice
 
     def _names(self) -> tuple[str, ...]:
@@ -169,10 +160,6 @@ class Inference:
             return (self.model,)
         canary = self.state.router.canary_for(self.model, self.exchange.caller.id, self.checked.conversation)
         return (self.model,) if canary is None else (canary, self.model)
-
-    def _deaths(self) -> int:
-        """Engines that broke off while they had it."""
-        return sum(reason is EngineFailure.DIED for reason in self.failures.values())
 
     async def _wait(self, queue: tuple[str, bool], names: tuple[str, ...]) -> Choice:
         """Wait for a place. Raises HttpError 503 where it may not wait (any longer)."""
@@ -187,7 +174,6 @@ class Inference:
             raise state.not_ready(self.model, "too many requests are waiting")
         exchange.routed_model, exchange.ticket = self.model, ticket
         state.metrics.events["held"] += 1
-        state.report_due = True
         if is_first:
             state.report_now()  # a sleeping model wakes on it
         pause_s = state.config.holds.sse_grace_s
@@ -210,7 +196,6 @@ class Inference:
             raise
         finally:
             exchange.ticket = None
-            state.report_due = True
 
     def _span(self, name: str, **attributes: str | int) -> AbstractContextManager[bytes]:
         """A part of the request's trace, if traces are exported. It gives the `traceparent` of what is inside."""
@@ -422,7 +407,7 @@ class Inference:
         self.waiting_since_s = 0.0
         self.failed += 1
         self.failures[choice.replica.id] = reason
-        if self._deaths() >= MAX_DEATHS:
+        if [*self.failures.values()].count(EngineFailure.DIED) >= MAX_DEATHS:
             state.metrics.events["engines_died"] += 1
             message = (
                 "Two engines of this model ended while they had this request, so it is sent to no other. Please change "

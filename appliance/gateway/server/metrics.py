@@ -188,17 +188,17 @@ class Comparison:
                 known = before.get(model.name, new)
                 self.canaries[model.name] = known if known["since_s"] == new["since_s"] else new
 
-    def add(self, model: str, version: str, *, failed: bool, first_byte_s: float | None, duration_s: float) -> None:
-        """Count a finished attempt. first_byte_s: None where its times say nothing."""
+    def add(self, model: str, version: str, exchange: Exchange, *, failed: bool) -> None:
+        """Count a finished attempt."""
         if model not in self.canaries:
             return
         new = {"requests": 0, "errors": 0, "first_byte": Counter[int](), "duration": Counter[int]()}
         counts = self.canaries[model]["versions"].setdefault(version, new)
         counts["requests"] += 1
         counts["errors"] += failed
-        if not failed and first_byte_s is not None:
-            counts["first_byte"][bucket(first_byte_s)] += 1
-            counts["duration"][bucket(duration_s)] += 1
+        if not failed and exchange.first_byte_s >= exchange.sent_s:  # not of another engine that began its stream
+            counts["first_byte"][bucket(exchange.first_byte_s - exchange.sent_s)] += 1
+            counts["duration"][bucket(time.monotonic() - exchange.sent_s)] += 1
 
 
 # -- the access log

@@ -51,7 +51,7 @@ _HEALTH_S: Final = 2.0
 
 
 class State:
-    """State of one process. report_due: a load report is to go out within its interval; report_now: sends one at once.
+    """State of one process. report_now: sends a load report at once.
     generation: of the current table, -1 before the first. buffered_bytes: of request bodies in memory. token: proves to
     the controller that a request came through this gateway. sessions: logins of the page by their tokens' SHA-256.
     box_troubles: parts of the box that fail, as the controller last reported. access_lines: written by the sweep."""
@@ -59,7 +59,6 @@ class State:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.limits: Limits = config.limits
-        self.report_due = False
         self.report_now: Callable[[], None] = lambda: None
         self.server = ServerState()
         self.connections: set[Any] = self.server.connections
@@ -159,7 +158,6 @@ class State:
 
     def ended(self, choice: Choice) -> None:
         """A request left its replica, whose place others may wait for, by whatever name they call it."""
-        self.report_due = True
         if self.router.end(choice):
             self.report_now()
         if self.holds.queues:
@@ -169,12 +167,11 @@ class State:
 
     def finished(self, exchange: Exchange, now_s: float) -> None:
         """Account for a request whose response is complete, or whose client is gone."""
-        use, checked, tokens, status = exchange.use, exchange.checked, exchange.tokens, exchange.status
+        use, inferred, tokens, status = exchange.use, exchange.checked, exchange.tokens, exchange.status
         self.buffered_bytes -= exchange.buffered_bytes
         use.owner.body_bytes -= exchange.buffered_bytes
-        if checked is not None:
-            self.spending.closed(use, checked.tokens)
-        inferred = checked if exchange.infers else None
+        if inferred is not None:
+            self.spending.closed(use, inferred.tokens)
         if inferred is not None and use.batch and status == 503:
             use.spend(-1, -inferred.tokens)
             inferred = None  # it counts once, when it is answered

@@ -201,11 +201,6 @@ def list_metrics(db: Database, job_id: str, *, after_step: int = -1, limit: int 
     return JOB_METRICS.list_all(db, "job_id = ? AND step > ?", job_id, after_step, limit=limit)
 
 
-def steps_of(db: Database, job_id: str) -> set[int]:
-    """All steps that have metrics."""
-    return set(db.column("SELECT step FROM job_metrics WHERE job_id = ?", [job_id]))
-
-
 def factors(db: Database, model: str, method: str, full: bool) -> tuple[float | None, float]:
     """(speed, memory) of the newest ended jobs like this one over what arithmetic alone had estimated for them: the
     median speed, None without any. Memory is only corrected upwards: a job with fewer trained tokens takes less."""

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from appliance.store.database import Database
 from appliance.store.errors import RowNotFound
-from appliance.store.rows import CANARIES, DEPLOYMENTS, MODELS, VERSIONS, CanaryRow, DeploymentRow, ModelRow, VersionRow
+from appliance.store.rows import (
+    CANARIES,
+    DEPLOYMENTS,
+    MODEL_SETTINGS,
+    MODELS,
+    VERSIONS,
+    CanaryRow,
+    DeploymentRow,
+    ModelRow,
+    ModelSettingsRow,
+    VersionRow,
+)
 
 _VISIBLE = (
     "SELECT id FROM models WHERE (models.owner = ?1 OR EXISTS (SELECT 1 FROM model_shares"
@@ -201,3 +213,47 @@ def adapters_on(db: Database, base: str) -> list[AdapterRow]:
         "ORDER BY v.seq",
         [base],
     )
+
+
+MOST_KEPT = 50
+_NEWEST = "SELECT model, max(number) FROM model_settings GROUP BY model"
+
+
+def add_settings(
+    db: Database, model: str, settings: dict[str, Any], digest: str, by_whom: str, now_s: float, note: str = ""
+) -> ModelSettingsRow:
+    """Put new settings in force; the oldest of more than MOST_KEPT go."""
+    with db.transaction():
+        last = current_settings(db, model)
+        row = ModelSettingsRow(model, 1 if last is None else last.number + 1, now_s, digest, by_whom, settings, note)
+        MODEL_SETTINGS.insert(db, row)
+        db.execute("DELETE FROM model_settings WHERE model = ? AND number <= ?", [model, row.number - MOST_KEPT])
+    return row
+
+
+def current_settings(db: Database, model: str) -> ModelSettingsRow | None:
+    return MODEL_SETTINGS.first(db, "model = ?", model)
+
+
+def settings_digests(db: Database) -> dict[str, str]:
+    """Digests of the settings in force, by model; from an index alone: each round of the scheduler asks."""
+    newest = "SELECT model, digest, max(number) FROM model_settings GROUP BY model"
+    return {model: digest for model, digest, _ in db.execute(newest)}
+
+
+def settings_notes(db: Database) -> dict[str, str]:
+    """Why the box itself put the settings in force that are, by model."""
+    return dict(
+        db.execute(f"SELECT model, note FROM model_settings WHERE note != '' AND (model, number) IN ({_NEWEST})")
+    )
+
+
+def settings_with_chat_template(db: Database) -> set[str]:
+    """Models whose settings in force have a chat template of their own."""
+    given = f"(model, number) IN ({_NEWEST}) AND coalesce(settings ->> '$.chat_template', '') != ''"
+    return set(db.column(f"SELECT model FROM model_settings WHERE {given}"))
+
+
+def settings_history(db: Database, model: str) -> list[ModelSettingsRow]:
+    """Newest first."""
+    return MODEL_SETTINGS.list_all(db, "model = ?", model)

@@ -1,11 +1,15 @@
-"""Facts about the box itself, by name: its mode, cordoned devices, when it started. Values are JSON."""
+"""Facts about the box itself, by name: its mode, cordoned devices, when it started. Values are JSON. And the
+scheduler's journal, each step of which is durable before and after it runs."""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from typing import Any
 
 from appliance.store.database import Database
+from appliance.store.rows import HANDOVERS, HandoverRow
+from scheduler.handover.effects import HandoverState, StepRecord
 
 
 def get(db: Database, name: str, default: Any = None) -> Any:
@@ -26,3 +30,36 @@ def increment(db: Database, name: str) -> int:
         number = int(get(db, name, 0)) + 1
         put(db, name, number)
     return number
+
+
+class SqliteJournal:
+    """Implements `scheduler.handover.effects.Journal`.
+
+    ended: by outcome, the number of hand-overs that ended since this process began, and their seconds together.
+    """
+
+    def __init__(self, db: Database):
+        self._db = db
+        self.ended: defaultdict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+
+    def last_id(self) -> int:
+        return self._db.value("SELECT max(id) FROM handovers") or 0
+
+    def begin(self, handover_id: int, reason: str, started_s: float, asked_by: str, asked_for: str) -> None:
+        HANDOVERS.insert(self._db, HandoverRow(handover_id, reason, started_s, asked_by, asked_for))
+
+    def step(self, handover_id: int, record: StepRecord) -> None:
+        with self._db.transaction():
+            steps = {step.seq: step for step in HANDOVERS.get(self._db, handover_id).steps} | {record.seq: record}
+            HANDOVERS.update(self._db, handover_id, steps=[steps[seq] for seq in sorted(steps)])
+
+    def end(self, handover_id: int, state: HandoverState, ended_s: float, error: str = "") -> None:
+        HANDOVERS.update(self._db, handover_id, state=state, ended_s=ended_s, error=error)
+        count, seconds = self.ended[state]
+        self.ended[state] = count + 1, seconds + ended_s - HANDOVERS.get(self._db, handover_id).started_s
+
+    def unfinished(self) -> list[int]:
+        return self._db.column("SELECT id FROM handovers WHERE ended_s IS NULL ORDER BY id")
+
+    def steps_since(self, handover_id: int) -> list[StepRecord]:
+        return [step for row in HANDOVERS.list_all(self._db, "id > ?", handover_id) for step in row.steps]

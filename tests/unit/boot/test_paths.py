@@ -67,15 +67,6 @@ def test_a_data_directory_that_others_may_write_to_or_have_made_is_not_used(tmp_
         paths.create()
 
 
-def test_a_folder_that_somebody_else_has_made_in_shared_memory_is_not_used(tmp_path):
-    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path / "shm")
-    paths.shm_root.mkdir(parents=True)
-    os.chmod(paths.shm_root, 0o777)
-    with pytest.raises(UnsafeFolder):
-        paths.create()
-    assert not paths.run.exists()
-
-
 def test_what_the_main_process_makes_is_its_owners_alone(tmp_path, monkeypatch):
     async def fails(config, paths, state, show):
         (paths.logs / "ray.log").open("ab").close()  # as those of its children are opened

@@ -23,7 +23,7 @@ def test_findings_reads_this_machine_and_leaves_nothing(tmp_path: Path):
     config = load_config(None, {"data_dir": str(tmp_path / "box" / "not" / "there"), "devices": 2})
     found = {one.check: one for one in findings(config, runs=False)}
     assert found["devices"].found == "2 of kind cpu" and {found["box"].state, found["keys"].state} == {"skip"}
-    assert {"memory available", "swap", "shared memory", "disk free", "file system", "disk sync", "port"} <= set(found)
+    assert {"memory available", "swap", "shared memory", "disk free", "file system", "port"} <= set(found)
     assert all(one.remedy for one in found.values() if one.state in ("warn", "fail"))
     assert list(tmp_path.iterdir()) == []
 

@@ -16,6 +16,7 @@ import pytest
 
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.gates import Gates
+from appliance.controller.jobs.events import fail
 from appliance.controller.responses.objects import completion_row
 from appliance.store.database import Database
 from appliance.store.objects import jobs, responses
@@ -47,7 +48,7 @@ def finish(box: ControlledBox) -> Callable[[float | None], None]:
             events = box.job_events
             events.started(job_id, ["n0/0"], resumed=False)
             if loss is None:
-                events.failed(job_id, "diverged", "it diverged")
+                fail(box.context.db, job_id, "diverged", "it diverged")
                 return
             events.ingest(job_id, {"event": "validation", "step": 1, "loss": loss})
             events.ingest(

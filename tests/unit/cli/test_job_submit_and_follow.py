@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from appliance.controller.jobs.events import fail
 from tests.unit.cli.conftest import openai_error
 from tests.unit.cli.test_tables_and_json import make_job
 
@@ -139,7 +140,7 @@ def test_logs_of_a_real_job_until_it_succeeds(box, tmp_path):
 
 def test_a_job_that_fails(box, tmp_path):
     job_id = make_job(box, tmp_path)
-    box.do(lambda: box.job_events.failed(job_id, "out_of_memory", "the model does not fit"))
+    box.do(lambda: fail(box.context.db, job_id, "out_of_memory", "the model does not fit"))
     for command in (("job", "wait", job_id), ("job", "logs", "-f", job_id)):
         result = box.run(*command)
         assert result.exit_code == 1 and "failed: the model does not fit" in result.stderr

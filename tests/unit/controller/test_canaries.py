@@ -12,7 +12,7 @@ import pytest
 from appliance.controller.bus.bus import CanaryLoad, Report, VersionLoad
 from appliance.controller.interfaces.errors import SwapFailed
 from appliance.controller.models import activation
-from appliance.controller.models.canaries import Canaries, decide
+from appliance.controller.models.activation import Canaries, decide
 from appliance.gateway.core.table import bucket
 from appliance.store.objects import models
 from appliance.store.records import audit, canaries, deployments

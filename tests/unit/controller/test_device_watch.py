@@ -9,7 +9,7 @@ from appliance.controller.devices.cordons import DeviceWatch
 from appliance.store.records import audit
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from scheduler.devices.discovery import logical_devices
 
 

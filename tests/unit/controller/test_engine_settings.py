@@ -8,7 +8,7 @@ import pytest
 
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.store.objects import models
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from serve.core.config import EngineConfig
 from serve.core.model_settings import ModelSettings
 from tests.unit.controller.conftest import ADMIN

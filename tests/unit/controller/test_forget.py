@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from appliance.store.objects import jobs, models
-from appliance.store.records import audit, box, keys, model_settings, usage
+from appliance.store.records import audit, box, keys, usage
 from appliance.store.rows import HANDOVERS, HandoverRow
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 
@@ -142,7 +142,7 @@ async def test_an_administrator_who_leaves_has_asked_for_nothing_by_name(control
     insert_model(db, "of-all")
     for number, by in enumerate((NAME, "pager", OTHER), 1):
         HANDOVERS.insert(db, HandoverRow(number, "demand", 1.0, by, "x", "done"))
-        model_settings.add(db, "of-all", {}, str(number), by, 1.0)
+        models.add_settings(db, "of-all", {}, str(number), by, 1.0)
     box.put(db, "mode", {"by": NAME})
     box.put(db, "drained_devices", {"n0/1": {"by": "pager", "reason": "dust"}, "n0/2": {"by": OTHER}})
     who = (await ask(control))["pseudonym"]

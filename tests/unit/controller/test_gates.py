@@ -9,7 +9,7 @@ import pytest
 
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.gates import Gates, not_worse, threshold
-from appliance.controller.jobs.events import JobEvents
+from appliance.controller.jobs.events import JobEvents, fail
 from appliance.store.objects import jobs, models
 from appliance.store.records import audit, deployments
 from tests.unit.controller.conftest import Control
@@ -151,7 +151,7 @@ async def test_gate_that_cannot_be_decided_says_why_and_leaves_what_answers(
 ):
     evals = [await evaluation(control) for _ in range(3)]
     failed, cancelled, deleted = [await gated(control, one, pass_rate_at_least=0.5) for one in evals]
-    events.failed(failed, "training_failed", "x")
+    fail(control.db, failed, "training_failed", "x")
     for job_id in (cancelled, deleted):
         run(control, events, job_id)
     await control.sdk.evals.delete(evals[2])

@@ -28,7 +28,7 @@ def seen(verb: str, detail: dict[str, Any]) -> tuple[Any, ...]:
         ("swap_replica", IN_PLACE, (20_000_000_000, 2.0, "in place")),
         ("suspend_group", SNAPSHOT, (8_000_000_000, 1.0, "shared memory")),
         ("suspend_group", {"bytes": 0, "seconds": {}}, (None, None, None)),
-        ("start_replica", {"bytes": 10, "copied_bytes": 0}, (10, None, "shared memory")),
+        ("start_replica", {"bytes": 10}, (10, None, "shared memory")),
         ("drain_replica", {"model": "m"}, (None, None, None)),
     ],
 )

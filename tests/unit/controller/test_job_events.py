@@ -9,7 +9,7 @@ import io
 import openai
 import pytest
 
-from appliance.controller.jobs.events import JobEvents
+from appliance.controller.jobs.events import JobEvents, fail
 from appliance.store.objects import jobs, models
 from appliance.store.records import deployments
 from tests.unit.controller.conftest import ADMIN, Control
@@ -150,7 +150,7 @@ async def test_checkpoints_are_listed_however_the_job_ends_and_none_answers_for_
     if end == "succeeded":
         events.succeeded(job_id)
     else:
-        events.failed(job_id, "training_failed", "no")
+        fail(control.db, job_id, "training_failed", "no")
     found = (await control.sdk.fine_tuning.jobs.checkpoints.list(job_id)).data
     assert [one.step_number for one in found] == [4, 2]
     assert [one.metrics.train_loss for one in found] == [2.6, 2.8]
@@ -203,14 +203,12 @@ async def test_an_adapter_is_shown_and_keeps_its_base_in_place(control: Control,
     assert (await control.sdk.models.delete("starter", extra_headers=ADMIN)).deleted
 
 
-async def test_job_with_equal_rewards_warns_and_fails(control: Control, events: JobEvents):
+async def test_job_with_equal_rewards_fails(control: Control, events: JobEvents):
     job_id = await control.job()
     jobs.update(control.db, job_id, method="reinforcement")
     events.started(job_id, ["n0/0"], resumed=False)
     for step in range(1, 21):
         events.ingest(job_id, metrics(step, 0.0) | {"train_mean_reward": 1.0, "equal_rewards": 1.0})
-    warned = [e for e in (await control.sdk.fine_tuning.jobs.list_events(job_id, limit=100)).data if e.level == "warn"]
-    assert len(warned) == 1
     events.ingest(job_id, published(20))
     events.succeeded(job_id)
     failed = jobs.get(control.db, job_id)

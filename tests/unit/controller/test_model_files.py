@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -24,21 +26,18 @@ def folder(control: Control, tmp_path: Path) -> Path:
     return folder
 
 
-async def test_files_of_a_version_are_listed_and_downloaded(control: Control, folder: Path):
-    listed = (await control.http.get("/v1/models/starter/files")).json()
-    assert [file["name"] for file in listed["data"]] == ["config.json", "model.safetensors"]
-    for file in listed["data"]:
-        answer = await control.http.get(f"/v1/models/{listed['id']}/files/{file['name']}")
-        assert answer.content == (folder / file["name"]).read_bytes() and len(answer.content) == file["bytes"]
-
-
-async def test_download_resumes_at_a_range(control: Control, folder: Path):
-    path = "/v1/models/starter/files/model.safetensors"
-    answer = await control.http.get(path, headers={"Range": "bytes=100-199"})
-    assert (answer.status_code, answer.content) == (206, (folder / "model.safetensors").read_bytes()[100:200])
-
-
-@pytest.mark.parametrize("file", ["manifest.json", "..%2Fsecret", "none"])
-async def test_download_of_another_file_is_not_found(control: Control, folder: Path, file: str):
-    (folder.parent / "secret").write_text("x")
-    assert (await control.http.get(f"/v1/models/starter/files/{file}")).status_code == 404
+async def test_archive_is_a_tar_file_of_all_files_and_resumes_at_a_range(control: Control, folder: Path):
+    whole = await control.http.get("/v1/models/starter/archive")
+    assert int(whole.headers["content-length"]) == len(whole.content)
+    with tarfile.open(fileobj=io.BytesIO(whole.content)) as tar:
+        assert tar.getnames() == ["manifest.json", "config.json", "model.safetensors"]
+        assert all(tar.extractfile(name).read() == (folder / name).read_bytes() for name in tar.getnames())
+    for asked, if_range, status, sent in (
+        ("bytes=100-", None, 206, slice(100, None)),
+        ("bytes=5000-7000", whole.headers["etag"], 206, slice(5000, 7001)),
+        ("bytes=100-", '"another"', 200, slice(0, None)),
+        (f"bytes={len(whole.content)}-", None, 416, None),
+    ):
+        headers = {"range": asked} | ({"if-range": if_range} if if_range else {})
+        answer = await control.http.get("/v1/models/starter/archive", headers=headers)
+        assert answer.status_code == status and (sent is None or answer.content == whole.content[sent])

@@ -85,6 +85,7 @@ SPECIAL: dict[tuple[str, str], Any] = {
     ),
     ("POST", "/admin/v1/plan"): NOTHING,  # its body names a job's model and file: test_plan.py
     ("GET", "/v1/fine_tuning/methods"): NOTHING,
+    ("GET", "/v1/models/{name:path}/files/{file}"): Named({"name": "model"}),
     ("POST", "/v1/responses"): InBody(
         {"model": "model", "previous_response_id": "response"}, {"model": "starter", "input": "1", "background": True}
     ),

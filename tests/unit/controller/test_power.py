@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.devices.mode import Mode, write_mode
-from appliance.controller.devices.power import EnergyMeter, PowerKeeper, of_job
+from appliance.controller.devices.mode import EnergyMeter, Mode, PowerKeeper, of_job, write_mode
 from appliance.store.objects import jobs
 from appliance.store.records import usage
 from runtime.devices.kind import PowerLimits, PowerRefused, Reading
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from tests.unit.controller.conftest import SCOPES, Control
 
 

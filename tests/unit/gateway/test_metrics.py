@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.gateway.core.table import NOBODY
-from appliance.gateway.server.metrics import LEAST_SAMPLES, MOST_SERIES, Metrics, prefill_tokens_per_s
+from appliance.gateway.server.metrics import MOST_SERIES, Metrics, prefill_tokens_per_s
 
 from .conftest import Box, Start, chat
 from .upstreams import Reply, UpstreamRequest
@@ -96,17 +96,3 @@ def starts(count: int, *, rate: float, fixed_s: float = 0.03, jitter: float = 0.
 @pytest.mark.parametrize("rate", [500.0, 20_000.0])
 def test_the_rate_is_found_below_the_time_that_every_request_takes(rate):
     assert prefill_tokens_per_s(starts(48, rate=rate)) == pytest.approx(rate, rel=0.2)
-
-
-@pytest.mark.parametrize(
-    "samples",
-    [
-        [],
-        starts(LEAST_SAMPLES - 1, rate=5000.0),
-        [(500, 0.1 + i / 1000) for i in range(48)],
-        [(n, 5.0 - n / 1000) for n, _ in starts(48, rate=1.0)],
-    ],
-    ids=["none", "too few", "all alike", "shorter for long prompts"],
-)
-def test_what_does_not_tell_a_rate_gives_none(samples):
-    assert prefill_tokens_per_s(samples) is None

@@ -64,25 +64,6 @@ async def test_engine_gets_a_quarter_more_than_its_slots_and_the_rest_waits(star
     assert waiting(box) == 0 and box.state.router.loads["e0"].inflight == 0
 
 
-async def test_owner_with_one_request_waits_for_one_of_anothers_many(start_box: Start) -> None:
-    box, engine = await crowded(start_box, 1)
-    many = [await send(box, f"many{n}") for n in range(6)]
-    await box.until(lambda: waiting(box) == 5)
-    one = await send(box, "one", key=ANN)
-    await box.until(lambda: waiting(box) == 6)
-    engine.end(engine.running[0])
-    await box.until(lambda: len(engine.running) == 2)
-    engine.end(engine.running[1])
-    await box.until(lambda: len(engine.running) == 3)
-    assert "one" in engine.running
-    engine.end("one")
-    assert (await one.response()).status == 200
-    first, *_, last = (int(request.headers["x-vllm-priority"]) for request in engine.seen)
-    assert last > first
-    for wire in many:
-        wire.close()
-
-
 async def test_batch_waits_for_half_of_the_slots_and_is_no_demand(start_box: Start) -> None:
     box, engine = await crowded(start_box, 4)
     wires = [await send(box, f"line{n}", BATCH) for n in range(3)]

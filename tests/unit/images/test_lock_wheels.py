@@ -1,18 +1,21 @@
-"""The CUDA lock installs on every Python that the appliance supports."""
+"""The CUDA lock installs on every Python that the appliance supports; and the extras of the wheel."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import setuptools
 from packaging.requirements import Requirement
 
-REQUIREMENTS = Path(__file__).resolve().parents[3] / "images" / "requirements"
+PROJECT = Path(__file__).resolve().parents[3]
+REQUIREMENTS = PROJECT / "images" / "requirements"
 CUDA = (REQUIREMENTS / "cuda.txt").read_text()
 PYTHONS = ("3.11", "3.12", "3.13")
 # Pure Python, built by pip: without a wheel for any Python.
@@ -82,3 +85,24 @@ def test_every_wheel_exists_for_every_python(python, tmp_path, uv):
     assert done.returncode == 0, done.stderr[-3000:]
     named = [line for line in done.stderr.splitlines() if line.startswith(" + ")]
     assert len(named) == sum(_for(python, block) for block in kept) > 150
+
+
+@pytest.fixture
+def extras(monkeypatch):
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", given.update)
+    runpy.run_path(str(PROJECT / "setup.py"))
+    return given["extras_require"]
+
+
+def torch_of(extra):
+    return next(one.specifier for one in map(Requirement, extra) if one.name == "torch")
+
+
+def test_the_extra_for_gpus_never_takes_the_build_for_processors(extras):
+    """pip holds 2.13.0+cpu for a 2.13.0, and for a newer one, wherever an index has both."""
+    cpu, cuda = torch_of(extras["cpu"]), torch_of(extras["cuda"])
+    version = next(iter(cpu)).version
+    plain = version.partition("+")[0]
+    assert cpu.contains(version) and not cuda.contains(version)
+    assert cuda.contains(plain) and cuda.contains(f"{plain}+cu130")

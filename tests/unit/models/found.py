@@ -28,7 +28,6 @@ TOKENIZER: dict[str, Any] = {
     "differs": "",
     "class": "TokenizersBackend",
     "mended": False,
-    "changed": [],
     "generation": "",
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.processes import numa
+from runtime.processes import kernel
 from runtime.processes.child import Child
 
 SOCKETS = {0: frozenset(range(4)), 1: frozenset(range(4, 8))}
@@ -38,12 +38,12 @@ def node_tree(root: Path, cpulists: dict[int, str]) -> Path:
     ],
 )
 def test_beside_where_that_is_known_and_possible(nodes, cpus_of, allowed, expected):
-    assert numa.cpus_beside(nodes, cpus_of, allowed) == expected
+    assert kernel.cpus_beside(nodes, cpus_of, allowed) == expected
 
 
 def test_the_kernels_list_format():
-    assert numa.parse_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert numa.parse_list("\n") == frozenset()
+    assert kernel.parse_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert kernel.parse_list("\n") == frozenset()
 
 
 def two_nodes(root: Path) -> tuple[Path, int, int]:
@@ -60,8 +60,8 @@ async def test_a_forked_process_and_what_it_forks_run_beside_its_device(tmp_path
     socket_path, log = tmp_path / "w.sock", tmp_path / "w.log"
     program = (
         "import pathlib, sys\n"
-        "from runtime.processes import numa, warm_parent\n"
-        f"numa.NODES = pathlib.Path({str(root)!r})\n"
+        "from runtime.processes import kernel, warm_parent\n"
+        f"kernel.NUMA_NODES = pathlib.Path({str(root)!r})\n"
         f"sys.exit(warm_parent.main(['--socket', {str(socket_path)!r}, '--preload', 'tests.unit.runtime.entries', "
         f"'--log', {str(log)!r}]))"
     )

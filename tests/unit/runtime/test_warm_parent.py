@@ -60,23 +60,11 @@ async def test_forks_a_process_that_has_the_preload_already(warm, tmp_path):
     assert group_rss_bytes(child.pid) > 0
     assert os.stat(warm).st_mode & 0o777 == 0o600
     assert os.stat(tmp_path / "child.log").st_mode & 0o777 == 0o600
+    assert await child.call("let_go") == [answer["preloaded_in"]], "of drivers: the parent, once, after its imports"
+    assert await child.call("asked") == [child.pid], "for instructions, before its entry began"
+    assert await child.call("core_bytes") == [0, 0], "what is aborted is written nowhere"
     assert await child.stop(10)
     assert not child.alive
-
-
-async def test_a_parent_lets_go_of_drivers_before_it_forks(warm, tmp_path):
-    child = await spawn(warm, tmp_path)
-    (by,) = await child.call("let_go")
-    assert by == (await child.call("echo"))["preloaded_in"], "the parent, once, after what it imports"
-    assert await child.stop(10)
-
-
-async def test_a_child_asks_for_instructions_before_its_entry_begins(warm, tmp_path):
-    """Each kind of child is forked here, so that none can be without it."""
-    for entry in ("echo", "echo"):
-        child = await spawn(warm, tmp_path, entry=entry)
-        assert await child.call("asked") == [child.pid]
-        assert await child.stop(10)
 
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGILL, signal.SIGSEGV, 3], ids=str)
@@ -91,12 +79,6 @@ async def test_how_a_child_ended_is_known_to_its_supervisor(warm, tmp_path, by):
     await child.kill_and_wait()
     expected = by.name if isinstance(by, signal.Signals) else f"exit code {by}"
     assert expected in await child.how_it_ended()
-
-
-async def test_the_memory_of_what_is_aborted_is_written_nowhere(warm, tmp_path):
-    child = await spawn(warm, tmp_path)
-    assert await child.call("core_bytes") == [0, 0]
-    assert await child.stop(10)
 
 
 async def test_exceptions_futures_and_events_travel(warm, tmp_path):

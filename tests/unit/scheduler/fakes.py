@@ -16,8 +16,7 @@ from typing import Any
 from benchmarks.simulator import virtual_time
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Failure
-from scheduler.core.inventory import Device
-from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Policy, ReplicaView, Workload
+from scheduler.core.workload import Build, Demand, DeploymentView, Device, JobView, Policy, ReplicaView, Workload
 from scheduler.handover.effects import Box, GroupEnded, GroupView
 
 
@@ -49,39 +48,19 @@ class Crash(BaseException):
     """The controller is killed here. Not an Exception: nothing may catch it on the way."""
 
 
-@dataclass
-class FakeReplica:
-    id: str
-    model: str
-    version: str
-    state: str
-    devices: tuple[str, ...]
-    has_requests: bool = False
-    """It has been opened and neither drained nor died since: to stop it would cut requests off."""
-    settings: str = ""
-    failed: str = ""
-    blame: Blame = "own"
-
-
-@dataclass
-class FakeGroup:
-    job_id: str
-    run: str
-    devices: tuple[str, ...]
-    ended: GroupEnded | None = None
-
-
 def box_of(count: int, nodes: int = 1) -> tuple[Device, ...]:
     return tuple(Device(f"n{n}/{i}", f"n{n}", i, numa_node=i * 2 // count) for n in range(nodes) for i in range(count))
 
 
 @dataclass
 class World:
-    """The truth: devices and processes. Shared by the loops that come and go."""
+    """The truth: devices and processes. Shared by the loops that come and go. answering: engines that were opened and
+    neither drained nor died since: to stop one would cut requests off."""
 
     devices: tuple[Device, ...]
-    replicas: dict[str, FakeReplica] = field(default_factory=dict)
-    groups: dict[str, FakeGroup] = field(default_factory=dict)
+    replicas: dict[str, ReplicaView] = field(default_factory=dict)
+    groups: dict[str, GroupView] = field(default_factory=dict)
+    answering: set[str] = field(default_factory=set)
     verbs_done: list[tuple[str, str]] = field(default_factory=list)
 
     def check(self) -> None:
@@ -91,19 +70,13 @@ class World:
     @property
     def held(self) -> dict[tuple[str, str], tuple[str, ...]]:
         """The devices on which an engine is awake or a group has ranks, by (kind, id)."""
-        awake = ("starting", "ready", "open", "draining")
-        engines = {("replica", r.id): r.devices for r in self.replicas.values() if r.state in awake}
+        engines = {("replica", r.id): r.devices for r in self.replicas.values() if r.awake}
         return engines | {("job", g.job_id): g.devices for g in self.groups.values()}
 
-    def observed(self) -> Box:
-        replicas = (
-            ReplicaView(
-                r.id, r.model, r.version, r.state, r.devices, settings=r.settings, failed=r.failed, blame=r.blame
-            )
-            for r in self.replicas.values()
-        )
-        groups = (GroupView(g.job_id, g.devices, ended=g.ended, run=g.run) for g in self.groups.values())
-        return Box.of(self.devices, replicas, groups)
+    def change(self, replica_id: str, **changes: Any) -> None:
+        self.replicas[replica_id] = replace(self.replicas[replica_id], **changes)
+        if changes.get("state") in ("dead", "draining"):
+            self.answering.discard(replica_id)
 
 
 class FakeEffects:
@@ -158,96 +131,91 @@ class FakeEffects:
                 self.not_yet.pop(target, None)
             raise
         except EffectFailed:
-            if verb == "open_replica" and (replica := self.world.replicas.get(target)) is not None:
-                replica.has_requests = False  # nobody was told that it is open
+            if verb == "open_replica":
+                self.world.answering.discard(target)  # nobody was told that it is open
             raise
         finally:
             self.under_way.discard(target)
         return {"seconds": self.seconds[verb]}
 
-    def _replica(self, verb: str, replica_id: str) -> FakeReplica:
+    def _living(self, replica_id: str) -> ReplicaView:
         replica = self.world.replicas.get(replica_id)
         if replica is None or replica.state == "dead":
             raise EffectFailed("the engine is dead")
         return replica
 
-    def _are_there(self, verb: str, target: str, devices: tuple[str, ...]) -> None:
+    def _are_there(self, devices: tuple[str, ...]) -> None:
         """A device may have gone with its node."""
         if not set(devices) <= {d.id for d in self.world.devices}:
             raise EffectFailed("a device is gone with its node")
 
     async def start_replica(self, plan: ReplicaView) -> dict[str, float]:
         def effect() -> None:
-            self._are_there("start_replica", plan.id, plan.devices)
-            if plan.id in self.world.replicas:
-                assert self.world.replicas[plan.id].state == "ready"
-            self.world.replicas[plan.id] = FakeReplica(
-                plan.id, plan.model, plan.version, "ready", plan.devices, settings=plan.settings
-            )
+            self._are_there(plan.devices)
+            assert plan.id not in self.world.replicas or self.world.replicas[plan.id].state == "ready"
+            self.world.replicas[plan.id] = replace(plan, state="ready", since_s=0.0)
 
         return await self._verb("start_replica", plan.id, effect)
 
     async def stop_replica(self, replica_id: str) -> dict[str, float]:
         def effect() -> None:
-            replica = self.world.replicas.pop(replica_id, None)
-            assert replica is None or not replica.has_requests, f"{replica} stopped with requests"
+            assert replica_id not in self.world.answering, f"{replica_id} stopped with requests"
+            self.world.replicas.pop(replica_id, None)
 
         return await self._verb("stop_replica", replica_id, effect)
 
     async def open_replica(self, replica_id: str) -> dict[str, float]:
         def effect() -> None:
-            replica = self._replica("open_replica", replica_id)
-            if replica.state == "asleep":
+            if self._living(replica_id).state == "asleep":
                 raise EffectFailed("it sleeps")
-            replica.state, replica.has_requests = "open", True
+            self.world.change(replica_id, state="open")
+            self.world.answering.add(replica_id)
 
         return await self._verb("open_replica", replica_id, effect)
 
     async def drain_replica(self, replica_id: str) -> dict[str, float]:
         def effect() -> None:
-            replica = self._replica("drain_replica", replica_id)
-            replica.state, replica.has_requests = "draining", False
+            self._living(replica_id)
+            self.world.change(replica_id, state="draining")
 
         return await self._verb("drain_replica", replica_id, effect)
 
     async def sleep_replica(self, replica_id: str) -> dict[str, float]:
         def effect() -> None:
-            replica = self._replica("sleep_replica", replica_id)
+            replica = self._living(replica_id)
             assert replica.state in ("draining", "ready", "asleep"), f"{replica} put to sleep with requests"
-            replica.state = "asleep"
+            self.world.change(replica_id, state="asleep")
 
         return await self._verb("sleep_replica", replica_id, effect)
 
     async def wake_replica(self, replica_id: str, model: str, version: str) -> dict[str, float]:
         def effect() -> None:
-            replica = self._replica("wake_replica", replica_id)
-            replica.state, replica.model, replica.version = "ready", model, version
+            self._living(replica_id)
+            self.world.change(replica_id, state="ready", model=model, version=version)
 
         return await self._verb("wake_replica", replica_id, effect)
 
     async def swap_replica(self, replica_id: str, model: str, version: str) -> dict[str, float]:
         def effect() -> None:
-            replica = self._replica("swap_replica", replica_id)
-            replica.model, replica.version = model, version
+            self._living(replica_id)
+            self.world.change(replica_id, model=model, version=version)
 
         return await self._verb("swap_replica", replica_id, effect)
 
     async def start_group(self, job_id: str, devices: tuple[str, ...], run: str) -> dict[str, float]:
         def effect() -> None:
-            self._are_there("start_group", job_id, devices)
+            self._are_there(devices)
             group = self.world.groups.get(job_id)
             assert group is None or group.run == run, f"{job_id} would train twice"
-            self.world.groups[job_id] = FakeGroup(job_id, run, devices)
+            self.world.groups[job_id] = GroupView(job_id, devices, run=run)
 
         return await self._verb("start_group", job_id, effect)
 
     async def suspend_group(self, job_id: str) -> dict[str, float]:
         def effect() -> None:
-            group = self.world.groups.get(job_id)
+            group = self.world.groups.pop(job_id, None)
             if group is not None and group.ended is not None:
-                group.devices = ()
-            elif group is not None:
-                del self.world.groups[job_id]
+                self.world.groups[job_id] = replace(group, devices=())
 
         detail = await self._verb("suspend_group", job_id, effect)
         return detail | ({"ended": 1.0} if job_id in self.world.groups else {})
@@ -256,7 +224,7 @@ class FakeEffects:
         return await self._verb("stop_group", job_id, lambda: self.world.groups.pop(job_id, None) and None)
 
     async def observe(self) -> Box:
-        return self.world.observed()
+        return Box.of(self.world.devices, self.world.replicas.values(), self.world.groups.values())
 
     async def changed(self) -> None:
         await self.hint.wait()
@@ -277,16 +245,14 @@ class FakeEffects:
             self.end_group(holder_id, "failed", error="a rank was killed")
 
     def kill_replica(self, replica_id: str, reason: str = "killed", blame: Blame = "own") -> None:
-        replica = self.world.replicas[replica_id]
-        replica.state, replica.has_requests = "dead", False
-        replica.failed, replica.blame = reason, blame
+        self.world.change(replica_id, state="dead", failed=reason, blame=blame)
         self.hint.set()
 
     def end_group(
         self, job_id: str, outcome: str, *, step: int = 0, error: str = "", retryable: bool = True, blame: Blame = "own"
     ) -> None:
-        group = self.world.groups[job_id]
-        group.ended = GroupEnded(outcome, step, error, retryable, blame)
+        ended = GroupEnded(outcome, step, error, retryable, blame)
+        self.world.groups[job_id] = replace(self.world.groups[job_id], ended=ended)
         self.hint.set()
 
     def lose_node(self, node: str) -> None:
@@ -295,9 +261,11 @@ class FakeEffects:
         self.gone = tuple(d for d in world.devices if d.id in gone)
         world.devices = tuple(d for d in world.devices if d.id not in gone)
         world.replicas = {k: r for k, r in world.replicas.items() if gone.isdisjoint(r.devices)}
-        for group in world.groups.values():
+        world.answering &= world.replicas.keys()
+        for group in list(world.groups.values()):
             if not gone.isdisjoint(group.devices):
-                group.devices = tuple(d for d in group.devices if d not in gone)
+                left = tuple(d for d in group.devices if d not in gone)
+                world.groups[group.job_id] = replace(group, devices=left)
                 if group.ended is None:
                     self.end_group(group.job_id, "failed", error="its node was lost")
         self.hint.set()

@@ -11,7 +11,7 @@ import pytest
 from runtime.devices.kind import Reading
 from runtime.devices.nvml import fault_of
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from scheduler.devices.health import DeviceReadings, failing
 from tests.devices_support.nvml import Machine, eight_h100, four_4090
 

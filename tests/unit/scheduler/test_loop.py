@@ -13,13 +13,12 @@ from benchmarks.simulator import virtual_time
 from benchmarks.simulator.journal import MemoryJournal
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
-from scheduler.core.inventory import Holder
-from scheduler.core.workload import Allocation, Build, DeploymentView, JobView, Policy, ReplicaView
+from scheduler.core.workload import Allocation, Build, DeploymentView, Holder, JobView, Policy, ReplicaView
 from scheduler.handover.effects import Box, GroupEnded, GroupView
-from scheduler.handover.moves import moves
+from scheduler.handover.handover import moves
 from scheduler.loop.cluster_state import ClusterState
 from scheduler.loop.loop import SchedulerLoop
-from tests.unit.scheduler.fakes import FakeEffects, FakeReplica, FakeStore, World, box_of, in_virtual_time
+from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of, in_virtual_time
 
 
 class Rig:
@@ -131,20 +130,17 @@ async def test_an_engine_and_its_supervisor_that_die_within_a_second_are_replace
         await rig.settle()
         (engine,) = rig.world.replicas.values()
 
-        def engine_dies() -> None:
+        def dies(blame: Blame, **changes: object) -> None:
             if engine.id in rig.world.replicas:
-                engine.state, engine.has_requests = "dead", False
-                tell("own")
+                rig.world.change(engine.id, state="dead", failed="killed", blame=blame, **changes)
+                if heard:
+                    rig.effects.hint.set()
+
+        def engine_dies() -> None:
+            dies("own")
 
         def supervisor_dies() -> None:
-            engine.model, engine.version, engine.devices = "", "", ()
-            engine_dies()
-            tell("outside")
-
-        def tell(blame: Blame) -> None:
-            engine.failed, engine.blame = "killed", blame
-            if heard:
-                rig.effects.hint.set()
+            dies("outside", model="", version="", devices=())
 
         deaths = [engine_dies, supervisor_dies]
         for die in reversed(deaths) if supervisor_first else deaths:
@@ -178,7 +174,7 @@ async def test_what_a_silent_supervisor_holds_stays_as_it_was_known() -> None:
 
 @in_virtual_time
 async def test_observe_counts_the_death_of_a_moving_engine_once_its_move_has_ended() -> None:
-    world = World(box_of(1), {"r": FakeReplica("r", "m", "v1", "open", ("n0/0",))})
+    world = World(box_of(1), {"r": ReplicaView("r", "m", "v1", "open", ("n0/0",))})
     effects = FakeEffects(world)
     state = ClusterState(effects, virtual_time.now_s, SchedulerConfig(), FakeStore())
     await state.observe({})
@@ -322,7 +318,7 @@ def no_engine_starts(rig: Rig, settings: str, blame: Blame = "own", *, of_settin
     def hook(when: str, verb: str, target: str) -> None:
         engine = rig.world.replicas.get(target)
         if (when, verb) == ("in", "start_replica") and engine is not None and engine.settings == settings:
-            engine.state = "dead"
+            rig.world.change(target, state="dead")
             raise EffectFailed("the engine refused", blame, of_settings=of_settings)
 
     rig.effects.hook = hook

@@ -1,4 +1,4 @@
-"""Who gets what under each policy. Every allocation is also turned into a ledger, which refuses two holders."""
+"""Who gets what under each policy: no plan gives a device to two holders."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from scheduler.core.workload import (
     Allocation,
     Demand,
     DeploymentView,
+    Device,
     Hysteresis,
     JobView,
     PlanInput,
@@ -18,7 +19,9 @@ from scheduler.core.workload import (
     ReplicaView,
 )
 from scheduler.plan import queue
-from scheduler.plan.plan import plan
+from scheduler.plan.free_devices import FreeDevices
+from scheduler.plan.plan import Round, plan
+from scheduler.plan.queue import allot, order, positions, urgent_from_s
 from tests.unit.scheduler.fakes import box_of
 
 EIGHT = box_of(8)
@@ -205,3 +208,109 @@ def test_job_and_the_engine_that_samples_for_it_take_turns_on_one_device(policy:
     replica = opened("r1", 0, model="s")
     a = planned(policy=policy, devices=one, jobs=(back,), deployments=(idle,), replicas=(replica,))
     assert sizes(a) == {"j1": 1} and awake(a) == {}
+
+
+def queued(name: str, submitted_s: float, owner: str = "", **fields) -> JobView:  # noqa: ANN003
+    return job(name, submitted_s=submitted_s, owner=owner, **fields)
+
+
+def names(jobs: list[JobView], now_s: float = 100.0) -> list[str]:
+    return [j.id for j in order(jobs, now_s)]
+
+
+def test_everybodys_first_job_before_anybodys_second() -> None:
+    jobs = [queued(f"a{n}", n, "ann") for n in range(3)] + [queued("b0", 10, "bob"), queued("c0", 11, "cyd")]
+    assert names(jobs) == ["a0", "b0", "c0", "a1", "a2"]
+
+
+def test_jobs_that_cannot_run_do_not_push_their_owners_next_back() -> None:
+    jobs = [queued("a0", 0, "ann", phase="paused"), queued("a1", 1, "ann"), queued("b0", 0.5, "bob")]
+    assert names(jobs).index("a1") == 2 and names([replace(j, phase="wanted") for j in jobs])[-1] == "a1"
+
+
+def test_a_deadline_presses_when_the_work_left_hardly_fits_before_it() -> None:
+    pressed = queued("d", 50, deadline_s=1000.0, remaining_device_s=8 * 400.0)
+    assert urgent_from_s(pressed) == 1000.0 - 1.5 * 400.0
+    assert names([queued("x", 1), pressed], now_s=399.0) == ["x", "d"]
+    assert names([queued("x", 1), pressed], now_s=400.0) == ["d", "x"]
+    higher = queued("p", 60, priority=1)
+    assert names([higher, pressed], now_s=900.0) == ["p", "d"], "priority comes first"
+    queue = allot([queued("x", 1), pressed], 8, 10.0, 0.0, "", {"n0": 8})
+    assert 400.0 in queue.reviews, "and the plan is looked at again by then"
+
+
+def test_positions_say_in_slurms_words_why_a_job_waits() -> None:
+    jobs = [
+        JobView("running", (1, 2), devices=("n0/0",), phase="running", submitted_s=1.0),
+        JobView("paused", phase="paused", submitted_s=2.0, priority=9),
+        JobView("backoff", not_before_s=20.0, submitted_s=2.0, priority=7),
+        JobView("next", (4,), submitted_s=3.0, priority=6),
+        JobView("after", submitted_s=4.0),
+        JobView("leaving", devices=("n0/1",), phase="running", busy="leaving", submitted_s=9.0, priority=-1),
+    ]
+    assert [(job.id, reason) for job, reason in positions(jobs, 10.0)] == [
+        ("paused", "JobHeldUser"),
+        ("backoff", "BeginTime"),
+        ("next", "Resources"),
+        ("running", None),
+        ("after", "Priority"),
+        ("leaving", "Priority"),
+    ]
+
+
+def test_a_job_that_leaves_keeps_no_devices_from_serving_though_it_must_not_be_preempted() -> None:
+    leaves = JobView("j", devices=("n0/0", "n0/1"), phase="running", preemptible=False, busy="leaving")
+    model = DeploymentView("m", "v1", max_replicas=2, demand=Demand(inflight=9, last_request_s=9.0))
+    given = PlanInput(
+        Policy("serve"), box_of(2), (leaves,), (model,), busy_devices=frozenset(leaves.devices), hysteresis={}
+    )
+    replicas, _, jobs = Round(given, 10.0, SchedulerConfig(target_inflight=1)).count({}, {})
+    assert replicas == {"m": 2} and jobs.sizes == {}
+
+
+def linked(pairs: list[tuple[int, int]], count: int = 8) -> list[Device]:
+    def peers(i: int) -> frozenset[str]:
+        return frozenset(f"n0/{b if a == i else a}" for a, b in pairs if i in (a, b))
+
+    return [Device(f"n0/{i}", "n0", i, "cuda", numa_node=i // 4, linked=peers(i)) for i in range(count)]
+
+
+def test_best_fit_over_nodes_keeps_whole_nodes_free() -> None:
+    free = FreeDevices(box_of(8, nodes=3))
+    free.take(["n1/0", "n1/1", "n1/2", "n1/3"])
+    assert free.choose(4) == ("n1/4", "n1/5", "n1/6", "n1/7")
+    assert free.choose(5) == ("n0/0", "n0/1", "n0/2", "n0/3", "n0/4")
+
+
+def test_one_numa_node_if_it_fits() -> None:
+    free = FreeDevices(box_of(8))
+    free.take(["n0/0", "n0/1"])
+    assert free.choose(4) == ("n0/4", "n0/5", "n0/6", "n0/7")
+    assert free.choose(2) == ("n0/2", "n0/3"), "the tightest NUMA node that fits"
+
+
+def test_nvlink_bridges_win_over_numa() -> None:
+    free = FreeDevices(linked([(0, 5), (1, 4), (2, 7), (3, 6)]))
+    assert free.choose(2) == ("n0/0", "n0/5")
+    free.take(["n0/0"])
+    assert free.choose(2) == ("n0/1", "n0/4")
+    four = free.choose(4)
+    assert four is not None
+    assert len({frozenset(p) & frozenset(four) for p in (("n0/1", "n0/4"), ("n0/2", "n0/7"), ("n0/3", "n0/6"))}) == 3
+
+
+def test_what_a_holder_has_is_taken_again() -> None:
+    free = FreeDevices(box_of(8, nodes=2))
+    assert free.choose(2, near=("n1/5", "n1/6", "n1/7", "n1/4")) == ("n1/4", "n1/5")
+    assert set(free.choose(4, near=("n1/2", "n1/3")) or ()) >= {"n1/2", "n1/3"}
+
+
+def test_wholly_on_one_of_the_nodes_named() -> None:
+    free = FreeDevices(box_of(8, nodes=3))
+    free.take([f"n0/{i}" for i in range(6)] + ["n1/0"])
+    assert free.choose(2, nodes=("n1", "n2")) == ("n1/1", "n1/2"), "tighter than n2, and n0 is not named"
+    assert free.choose(8, nodes=("n0", "n1")) is None
+    assert free.choose(4, nodes=("n0", "n2"), near=("n2/5", "n2/6")) == ("n2/4", "n2/5", "n2/6", "n2/7")
+    idle = FreeDevices(box_of(8, nodes=3))
+    idle.take([f"n1/{i}" for i in range(8)])
+    assert free.choose(3, nodes=("n1", "n2"), only=idle) == ("n2/0", "n2/1", "n2/2"), "nobody has to leave n2"

@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from scheduler.core.errors import EffectFailed
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from scheduler.ray import actors, groups
 from scheduler.ray.groups import RANK, Groups, is_whole
 
@@ -99,7 +99,6 @@ class Box:
         )
         jobs = SimpleNamespace(
             answer=self.nothing,
-            catch_up=self.nothing,
             prepare=self.nothing,
             spec=lambda job, device_kind: SimpleNamespace(job_id="j", device_kind=device_kind),
             newest_snapshot=lambda job: None,

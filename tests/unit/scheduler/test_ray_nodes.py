@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError
 
 from scheduler.core.errors import EffectFailed
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from scheduler.devices.discovery import logical_devices
 from scheduler.devices.host_reading import MemoryReading
 from scheduler.ray import nodes as ray_nodes

@@ -11,8 +11,8 @@ import pytest
 
 from scheduler.core.errors import EffectFailed
 from scheduler.ray import actors as ray_actors
-from scheduler.ray import replicas
-from scheduler.ray.replicas import REPLICA, Replicas
+from scheduler.ray import effects
+from scheduler.ray.effects import REPLICA, RayEffects
 from serve.core.config import EngineConfig
 from serve.core.sizing import NotServable
 
@@ -53,13 +53,13 @@ async def two(monkeypatch):
     async def names() -> list[str]:
         return list(actors)
 
-    monkeypatch.setattr(replicas, "actor_names", names)
-    monkeypatch.setattr(replicas, "find_actor", actors.get)
+    monkeypatch.setattr(effects, "actor_names", names)
+    monkeypatch.setattr(effects, "find_actor", actors.get)
     monkeypatch.setattr(ray_actors, "LOOK_S", 0.02)
     monkeypatch.setattr(ray_actors, "ANSWER_S", 0.05)
     nodes = SimpleNamespace(config=lambda node: None)
     routing = SimpleNamespace(version=lambda replica_id: "v1", close=lambda replica_id: None)
-    found = Replicas(nodes, routing, None, EngineConfig(), lambda: None)
+    found = RayEffects(nodes, routing, None, None, EngineConfig())
     yield found, list(actors.values())
     for engine in found._engines.values():
         if engine.watcher is not None:
@@ -109,12 +109,12 @@ def test_a_model_that_no_longer_fits_fails_its_start_and_not_the_scheduler(
         raise error
 
     device = SimpleNamespace(index=0, kind="cpu")
-    replicas = Replicas(
+    replicas = RayEffects(
         SimpleNamespace(device=lambda device_id: device, home=SimpleNamespace(name="n0")),  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
         SimpleNamespace(engine_settings=refuses),  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
         EngineConfig(),
-        lambda: None,
     )
     order = SimpleNamespace(id="r1-0", model="m", devices=("n0/0",))
     with pytest.raises(EffectFailed, match=says) as failed:

@@ -36,7 +36,7 @@ class Nodes:
         await self.gate.wait()
         if name.kind in self.lost:
             raise EffectFailed("node n1 is gone")
-        return Path("/dev/shm/home") / remote.relative_to(THERE), 10
+        return Path("/dev/shm/home") / remote.relative_to(THERE)
 
     async def on(self, node, method, job_id, leases_only):
         self.forgotten.append((job_id, leases_only))

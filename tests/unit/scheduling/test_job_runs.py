@@ -12,11 +12,10 @@ from appliance.controller.scheduling.job_runs import JobRuns
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
 from appliance.store.rows import JobJudgeRow, VersionRow
-from scheduler.loop.inbox import Inbox
+from scheduler.loop.cluster_state import Inbox
 from tests.unit.scheduling.fakes import NO_ROUTING
 from tests.unit.scheduling.test_tier_flow import damage
 from tests.unit.weights.conftest import check, write
-from train.trainer.event_log import EventLog, read_events
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import Name, policy_name
 from weights.memory.lease import StoredVersion
@@ -28,29 +27,6 @@ def runs(db, events, store, tmp_path, tiers):
     return JobRuns(
         db, store, jobs_dir, tmp_path / "shm", events, tiers, NO_ROUTING, Inbox(), SimpleNamespace(follow=lambda: None)
     )
-
-
-def metrics(step):
-    return {"event": "metrics", "step": step, "total_steps": 9, "loss": 1.0 / step, "epoch": 0.1}
-
-
-async def test_missed_steps_are_read_in_once(runs, db, events, add_job, tmp_path):
-    add_job(phase="running")
-    folder = tmp_path / "data" / "jobs" / "ftjob-1"
-    folder.mkdir(parents=True)
-    passed_on = []
-    log = EventLog(folder, lambda event, **data: passed_on.append(event))
-    for step in (1, 2, 3):
-        event = metrics(step)
-        log(event.pop("event"), **event)
-    with open(folder / "events.jsonl", "a") as file:
-        file.write('{"event": "metrics", "st')  # cut short by a kill
-    assert passed_on == ["metrics"] * 3 and len(list(read_events(folder))) == 3
-    events.ingest("ftjob-1", metrics(1))
-    await runs.catch_up("ftjob-1")
-    await runs.catch_up("ftjob-1")
-    assert [row.step for row in jobs.list_metrics(db, "ftjob-1")] == [1, 2, 3]
-    assert len(jobs.page_events(db, "ftjob-1", after=None, limit=50).data) == 3
 
 
 async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow, store, add_job, tmp_path, tiers):

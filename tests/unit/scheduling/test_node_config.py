@@ -5,7 +5,7 @@ from pathlib import Path
 from appliance.config import BoxConfig
 from appliance.node_config import device_environment, node_config_of
 from appliance.paths import BoxPaths
-from scheduler.core.inventory import Device
+from scheduler.core.workload import Device
 from scheduler.devices.discovery import logical_devices
 
 

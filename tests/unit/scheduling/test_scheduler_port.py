@@ -16,7 +16,7 @@ from appliance.controller.interfaces.errors import SwapFailed
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import deployments
-from appliance.store.records.journal import SqliteJournal
+from appliance.store.records.box import SqliteJournal
 from appliance.store.rows import HANDOVERS
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Policy

@@ -14,7 +14,7 @@ from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.scheduling.state_store import Wishes, job_host_bytes
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
-from appliance.store.records import audit, canaries, deployments, model_settings, windows
+from appliance.store.records import audit, canaries, deployments, windows
 from appliance.store.rows import CanaryRow, JobJudgeRow, VersionRow, WindowRow
 from scheduler.core.workload import Build, Demand, Policy
 from scheduler.loop.mode_schedule import Window
@@ -140,23 +140,23 @@ def test_settings_that_served_are_put_in_force_again_and_it_is_said(db, states, 
     old, new = Build("v1", 1, ""), Build("v1", 1, "digest")
     assert states.load(free_devices=0).deployments[0].served == Build()
     states.model_served("starter", old)
-    model_settings.add(db, "starter", {"max_num_seqs": 4}, new.settings, "someone", 1.0)
+    models.add_settings(db, "starter", {"max_num_seqs": 4}, new.settings, "someone", 1.0)
     (view,) = states.load(free_devices=0).deployments
     assert (view.build, view.served) == (new, old)
     assert states.settings_failed("starter", new, old, "the engine refused")
-    row = model_settings.current(db, "starter")
+    row = models.current_settings(db, "starter")
     assert (row.number, row.settings, row.by_whom) == (2, {}, "box") and states.load(free_devices=0).deployments[
         0
     ].build == old
     assert row.note == "no engine starts with settings 1, so those before, 0, serve again: the engine refused"
-    assert model_settings.notes(db) == {"starter": row.note} and refreshed
+    assert models.settings_notes(db) == {"starter": row.note} and refreshed
     (told,) = audit.page(db).data
     assert (told.action, told.target, told.key_id) == ("model.settings", "starter", None)
     assert told.detail == {"failed": 1, "back_to": 0, "reason": "the engine refused"}
     assert states.settings_failed("starter", new, old, "again"), "they are in force no more"
-    assert model_settings.current(db, "starter") == row
-    model_settings.add(db, "starter", {"max_num_seqs": 4}, new.settings, "someone", 2.0)
-    assert not model_settings.notes(db), "what a person set is not the box's"
+    assert models.current_settings(db, "starter") == row
+    models.add_settings(db, "starter", {"max_num_seqs": 4}, new.settings, "someone", 2.0)
+    assert not models.settings_notes(db), "what a person set is not the box's"
     assert not states.settings_failed("starter", new, Build("v1", 1, "kept no more"), "the engine refused")
 
 

@@ -13,10 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir
-from train.model import adapter
-from train.model.model import load_model
+from train.model.model import config_json, is_factor, load_model, merge_into, stored_name
 from train.plan.errors import UnsupportedModel
-from train.plan.spec import TrainSpec
 
 
 @pytest.fixture
@@ -35,16 +33,16 @@ def trained(tmp_path):
 
 def test_names_and_configuration_are_those_that_peft_reads(trained, tmp_path):
     base, model = trained
-    names = [n.removeprefix("base_model.model.") for n, _ in model.named_parameters() if adapter.is_factor(n)]
+    names = [n.removeprefix("base_model.model.") for n, _ in model.named_parameters() if is_factor(n)]
     model.save_pretrained(tmp_path / "peft")
     ours = tmp_path / "ours"
     ours.mkdir()
-    (ours / "adapter_config.json").write_bytes(adapter.config_json(model.peft_config["default"], "starter"))
+    (ours / "adapter_config.json").write_bytes(config_json(model.peft_config["default"], "starter"))
     read = PeftConfig.from_pretrained(str(ours))
     assert (read.r, read.lora_alpha, set(read.target_modules)) == (4, 16, {"q_proj", "down_proj"})
     assert json.loads((ours / "adapter_config.json").read_text())["base_model_name_or_path"] == "starter"
     with safe_open(tmp_path / "peft" / "adapter_model.safetensors", "pt") as stored:
-        assert {adapter.stored_name(name) for name in names} == set(stored.keys())
+        assert {stored_name(name) for name in names} == set(stored.keys())
 
 
 def test_a_job_on_an_adapter_starts_from_the_weights_that_peft_merges(trained, tmp_path):
@@ -70,11 +68,4 @@ def test_what_does_not_fit_is_not_merged(trained, tmp_path, fault):
         save_file(stray, tmp_path / "a" / "adapter_model.safetensors")
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with pytest.raises(UnsupportedModel, match="adapter"):
-        adapter.merge_into(plain, tmp_path / "a")
-
-
-def test_what_is_published_follows_from_the_spec():
-    common = {"job_id": "j", "base_path": "", "train_path": "", "run_dir": "", "shm_root": "", "output_model": "m"}
-    assert TrainSpec(**common, lora_publish="adapter", device_kind="cpu").published_kind == "version"  # not LoRA at all
-    assert TrainSpec(**common, full=False, device_kind="cpu").published_kind == "version"
-    assert TrainSpec(**common, full=False, lora_publish="adapter", device_kind="cpu").published_kind == "adapter"
+        merge_into(plain, tmp_path / "a")

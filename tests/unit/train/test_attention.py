@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from train.model import attention
 from train.model.attention import packed_attention
-from train.model.model import _refuse_unsupported
 from train.plan.errors import UnsupportedModel
 
 LENGTHS = (5, 1, 17, 9)
@@ -40,12 +37,6 @@ def test_what_it_does_not_do_is_refused(further):
     with pytest.raises(UnsupportedModel, match=f"Module computes its attention with {further}"):
         packed_attention(torch.nn.Module(), *row(), None, segments=SEGMENTS, **{further: torch.ones(1)})
     packed_attention(torch.nn.Module(), *row(), None, segments=SEGMENTS, position_ids=torch.ones(1), **{further: None})
-
-
-def test_a_model_whose_indexer_picks_tokens_is_refused_before_its_first_step():
-    config = SimpleNamespace(model_type="deepseek_v32", index_topk=2048)
-    with pytest.raises(UnsupportedModel, match="deepseek_v32 attends to the tokens that an indexer picks"):
-        _refuse_unsupported(SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config)))
 
 
 def outcome(attend, **shape):

@@ -9,7 +9,7 @@ from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir
 from train.model.model import load_model
 from train.plan.spec import TrainSpec
-from train.trainer.prepare import hold_base
+from train.trainer.worker import hold_base
 from weights.format.errors import VersionNotFound
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.segment import forget_mappings

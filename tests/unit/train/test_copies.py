@@ -1,13 +1,53 @@
 """A rank's memory goes into a snapshot and comes back, wherever its elements are."""
 
+import threading
+
 import pytest
 import torch
 
-from tests.unit.train.test_staging import Late
+from runtime.devices.kinds import Cpu
 from train.state import copies
+from train.state.copies import StagingRing
 from weights.format.layout import Layout, TensorSpec
 from weights.format.torch_views import Strided, as_tensor, narrow, part
 from weights.memory.store import WeightStore
+
+
+class LateBuffer(torch.Tensor):
+    """Page-locked memory: copies in and out of it that do not block are only queued."""
+
+    queue: list = []
+
+    def copy_(self, source, non_blocking=False):
+        if not non_blocking:
+            return super().copy_(source)
+        LateBuffer.queue.append((self.as_subclass(torch.Tensor), source))
+        return self
+
+
+class Late(Cpu):
+    """Its copies run in order, and no sooner than somebody waits for a mark behind them."""
+
+    def __init__(self):
+        self.lock, self.waits = threading.Lock(), 0
+        LateBuffer.queue = []
+
+    def locked_buffer(self, elements):
+        return torch.full((elements,), -1.0).as_subclass(LateBuffer)
+
+    def mark(self):
+        queued = len(LateBuffer.queue)
+
+        def wait():
+            with self.lock:
+                self.waits += 1
+                for place in range(queued):
+                    job = LateBuffer.queue[place]
+                    if job is not None:
+                        job[0].copy_(job[1])
+                        LateBuffer.queue[place] = None
+
+        return wait
 
 
 def test_copies_of_ranges_and_columns_round_trip(tmp_path):
@@ -61,3 +101,13 @@ def test_copies_of_a_device_reach_every_file(tmp_path, monkeypatch, dtype, code)
         copies.read(lease, back)
     assert len(layout.files) == 3
     assert all(torch.equal(ours, was) for (_, _, ours), (_, _, was) in zip(back, pieces, strict=True))
+
+
+def test_a_failed_copy_is_raised_and_no_thread_is_left():
+    def fails(buffer):
+        raise OSError("no space")
+
+    before = threading.active_count()
+    with pytest.raises(OSError, match="no space"), StagingRing(Late(), 8) as ring:
+        ring.to_host(torch.ones(8), fails)
+    assert threading.active_count() == before

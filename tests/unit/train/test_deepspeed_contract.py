@@ -1,21 +1,17 @@
 """What `train.state.fragments` and `train.trainer.engine` take from DeepSpeed's inside is there and means the same."""
 
-import inspect
 import os
-from functools import partial
 
 import deepspeed
 import pytest
 import torch
 from deepspeed import comm
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 
 from tests.train_support.specs import host_spec
 from train.plan.errors import InvalidSpec
 from train.state import fragments
-from train.trainer.engine import _groups, init_world, meeting_url, place_buffers
+from train.trainer.engine import _groups, init_world, meeting_url
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -140,14 +136,3 @@ def test_accumulated_gradients_are_summed_not_averaged(stage):
     (2 * plain(torch.ones(1, 7, dtype=torch.bfloat16))).backward()
     norm = torch.cat([p.grad.float().flatten() for p in plain.parameters() if p.grad is not None]).norm()
     assert float(engine.get_global_grad_norm()) == pytest.approx(norm.item(), rel=1e-2)
-
-
-def test_zero_3_is_left_to_bring_parameters_to_the_device_one_by_one():
-    module = Tiny()
-    module.register_buffer("frequencies", torch.ones(2))
-    module.to = partial(place_buffers, module)
-    assert module.to(torch.device("meta")) is module
-    assert module.frequencies.is_meta and not any(p.is_meta for p in module.parameters())
-    assert "self.module.to(self.device)" in inspect.getsource(DeepSpeedEngine._configure_distributed_model)
-    brings = inspect.getsource(partition_parameters.Init._convert_to_zero_parameters)
-    assert "param.data = param.data.to(self.local_device)" in brings

@@ -13,7 +13,7 @@ from tests.train_support.world import METHODS
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from tests.unit.train.test_reinforcement import Box, learnt_row, run_spec
 from train.methods.methods import method_of
-from train.methods.packed_objective import to_batch_of_samples as to_batch
+from train.methods.packed_objective import PackedObjective, to_batch
 from train.model.model import load_model
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, NothingGraded
@@ -60,7 +60,7 @@ def test_over_all_answers_the_gradient_is_that_of_the_reverse_divergence(tmp_pat
     advantages = Taught(verdict, [sampled[i : i + 1] for i in range(384)], 1).advantages
     answers = [(prompt, np.array([token])) for token in range(384)]
     row = learnt_row(answers, np.concatenate([one * share[token] for token, one in enumerate(advantages)]), sampled)
-    objective = DISTILLATION.objective(plain_model(tmp_path), {})
+    objective = PackedObjective(plain_model(tmp_path), DISTILLATION, {})
     loss = objective(to_batch(row, 1.0, "cpu"))
     loss.backward()
     assert loss.item() == pytest.approx(divergence.item(), rel=1e-5)

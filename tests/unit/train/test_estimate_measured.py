@@ -11,14 +11,16 @@ import torch
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir, write_chat_file
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
+from train.control.progress import Progress
 from train.methods.methods import DEFAULT as SUPERVISED
+from train.methods.packed_objective import PackedObjective
 from train.model.model import load_model
 from train.plan import estimate
 from train.plan.estimate import ModelShape
 from train.plan.spec import TrainSpec
 from train.state import fragments
 from train.state.publish import publish
-from train.state.snapshot import snapshot_layout, write_snapshot
+from train.state.snapshot import Snapshots, Validations
 from train.trainer.engine import build_engine
 from weights.memory.store import WeightStore
 
@@ -27,7 +29,7 @@ HEADERS_BYTES = 32 * 1024  # names and offsets, manifest, config and tokenizer
 
 @pytest.mark.parametrize("full", [True, False], ids=["full", "lora"])
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2, 3])
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", pytest.param("qwen2_moe", marks=pytest.mark.soak)])
 def test_what_is_held_and_written_is_what_was_estimated(tmp_path, family, stage, full):
     base = make_model_dir(tmp_path / "base", family=family, hidden_size=128, intermediate_size=256, head_dim=32)
     spec = spec_of(tmp_path, base, zero_stage=stage, full=full, lora_rank=8, batch_size=1)
@@ -36,7 +38,7 @@ def test_what_is_held_and_written_is_what_was_estimated(tmp_path, family, stage,
     assert estimate.trained_parameters(shape, asdict(spec)) == sum(
         p.numel() for p in model.parameters() if p.requires_grad
     )
-    engine = build_engine(SUPERVISED.objective(model, {}), spec)
+    engine = build_engine(PackedObjective(model, SUPERVISED, {}), spec)
     fragments.create_moments(engine, 1)
     memory = estimate.rank_memory(shape, asdict(spec), 1)
 
@@ -47,7 +49,7 @@ def test_what_is_held_and_written_is_what_was_estimated(tmp_path, family, stage,
     assert held == pytest.approx(memory.optimizer_bytes, rel=0.01)  # ZeRO pads its partitions
 
     store = WeightStore(spec.shm_root, budget_bytes=None)
-    snapshot = write_snapshot(engine, spec, store, snapshot_layout(engine, {}), {}, step=1, tokens="")
+    snapshot = Snapshots(spec, store, engine, "", Validations(), lambda *_, **__: None, Progress()).suspend(1)
     assert 0 <= snapshot.bytes - estimate.snapshot_bytes(shape, asdict(spec)) < HEADERS_BYTES
     version = publish(engine, spec, store, version="v1", meta={})
     assert 0 <= version.bytes - estimate.version_bytes(shape, asdict(spec)) < HEADERS_BYTES
@@ -93,7 +95,7 @@ def test_what_offloading_holds_in_host_memory_is_what_was_estimated(tmp_path, st
     spec = spec_of(tmp_path, base, zero_stage=stage, offload=offload, precision=precision)
     model = load_model(spec)
     shape = shape_of(base, model)
-    engine = build_engine(SUPERVISED.objective(model, {}), spec)
+    engine = build_engine(PackedObjective(model, SUPERVISED, {}), spec)
     step(engine)
     zero = engine.optimizer
     state = zero.optimizer.state

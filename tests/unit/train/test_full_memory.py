@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from functools import partial
 
 import pytest
 
@@ -11,8 +10,7 @@ from tests.train_support.specs import host_spec
 from tests.unit.train.test_deepspeed_contract import engine_of, steps, world_of_one  # noqa: F401
 from train.control.progress import Progress
 from train.plan.errors import SnapshotMismatch
-from train.state import snapshot
-from train.trainer.checkpointer import Checkpointer
+from train.state.snapshot import Snapshots, Validations
 from weights.memory import store as store_module
 from weights.memory.store import WeightStore
 
@@ -28,8 +26,7 @@ def run(world_of_one, tmp_path):  # noqa: F811
     def emit(event, **data):
         told.append((event, data))
 
-    checkpointer = Checkpointer(spec, store, engine, "digest", emit, Progress())
-    return checkpointer, store, told
+    return Snapshots(spec, store, engine, "digest", Validations({1: 0.5}, [1]), emit, Progress()), store, told
 
 
 def fail(code):
@@ -40,17 +37,17 @@ def fail(code):
 
 
 def test_snapshot_whose_manifest_finds_no_room_is_left_out(run, monkeypatch):
-    checkpointer, store, told = run
+    snapshots, store, told = run
     monkeypatch.setattr(store_module, "write_file", fail(errno.ENOSPC))
     for _ in range(2):
-        checkpointer.save(2)
+        snapshots.save(2)
     assert [(event, data["level"]) for event, data in told] == [("message", "warn")], "once, not at each try"
     assert store.list("snapshot") == [] and store.usage().draft_bytes == 0, "it is given back"
     monkeypatch.undo()
-    checkpointer.save(2)
+    snapshots.save(2)
     assert [event for event, _ in told] == ["message", "snapshot"] and store.list("snapshot", "j")
     monkeypatch.setattr(store_module, "write_file", fail(errno.ENOSPC))
-    checkpointer.save(3)
+    snapshots.save(3)
     assert [event for event, _ in told] == ["message", "snapshot", "message"]
 
 
@@ -61,10 +58,11 @@ def test_other_error_of_a_commit_ends_the_world(run, monkeypatch):
 
 
 def test_read_snapshot_of_other_tokens_is_refused(run):
-    checkpointer, store, _ = run
-    checkpointer.save(2)
+    snapshots, store, _ = run
+    snapshots.save(2)
     (stored,) = store.list("snapshot", "j")
-    read = partial(snapshot.read_snapshot, checkpointer._engine, checkpointer._spec, store, stored.path)
-    assert read("digest") == 2
+    snapshots._validations = Validations()
+    assert snapshots.read(str(stored.path)) == 2 and snapshots._validations == Validations({1: 0.5}, [1])
+    snapshots._tokens = "other"
     with pytest.raises(SnapshotMismatch):
-        read("other")
+        snapshots.read(str(stored.path))

@@ -10,7 +10,7 @@ from train.model import attention
 from train.model.model import keeps_state
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
-from train.trainer.prepare import refuse_shared_rows
+from train.trainer.worker import refuse_shared_rows
 
 SHAPE = {
     "vocab_size": 64,

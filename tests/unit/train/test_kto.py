@@ -15,7 +15,7 @@ from train.data.formats import convert
 from train.data.packing import build_row
 from train.data.records import BadRecord
 from train.methods.methods import METHODS, method_of
-from train.methods.packed_objective import to_batch
+from train.methods.packed_objective import PackedObjective, to_batch
 from train.model.model import load_model, load_tokenizer
 
 KTO = method_of("kto")
@@ -56,7 +56,7 @@ def test_kto_loss_and_gradients_match_trl(tmp_path, shift):
     expected.backward()
     wanted = gradients(model)
 
-    objective, losses = KTO.objective(model, OPTIONS), []
+    objective, losses = PackedObjective(model, KTO, OPTIONS), []
     rows = [build_row([sequences[n : n + 2]], 64, 0, packing=True) for n in (0, 2, 4)]
     assert all(row.marks == (True, False) for row in rows)
     for n, row in zip((0, 2, 4), rows, strict=True):
@@ -65,7 +65,7 @@ def test_kto_loss_and_gradients_match_trl(tmp_path, shift):
         losses[-1].backward()
     assert sum(losses).item() == pytest.approx(expected.item(), abs=1e-5)
     assert all(torch.allclose(gradient, wanted[name], atol=1e-5) for name, gradient in gradients(model).items())
-    found = dict(zip(KTO.metric_names, objective.take_metrics()[0][2:], strict=True))
+    found = dict(zip(KTO.metric_names, objective.take_metrics()[2:], strict=True))
     assert found["kl"] == pytest.approx(kl.item(), abs=1e-4) and (kl > 0) == (shift < 0)
     right = (torch.cat((ratios[::2] - kl, kl - ratios[1::2])) > 0).float().mean().item()
     assert found["rewards/accuracies"] == pytest.approx(right)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -11,13 +9,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from train.data.packing import build_row
 from train.methods.methods import method_of
+from train.methods.packed_objective import PackedObjective, to_batch
 from train.model import attention
-from train.model.model import add_lora
 from train.plan.estimate import ModelShape, layer_bytes
 
 META = torch.device("meta")
 TOKENS = 2048
-LORA = SimpleNamespace(lora_targets=(), lora_rank=8, lora_alpha=16.0, lora_dropout=0.0, seed=0)
 DENSE = {
     "vocab_size": 64,
     "hidden_size": 512,
@@ -50,26 +47,17 @@ FAMILIES = {
 }
 
 
-def objective_of(config, layers: int, full: bool):
-    """Its loss, the model, and a batch of one row."""
+def kept_bytes(config, layers: int) -> int:
+    """By the whole model, but for its own weights, in the forward pass of one row."""
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1] * layers
     with META:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention.NAME)
-        if not full:
-            model.requires_grad_(False)
-            add_lora(model, LORA)
-            model.to(torch.bfloat16).enable_input_require_grads()
     model.config.use_cache = False
     method = method_of("supervised")
     row = build_row([[(np.zeros(TOKENS, np.int32), np.arange(TOKENS) > 2)]], TOKENS, 0, packing=True)
-    return method.objective(model.train(), {}), model, method.batch(row, 0.1, META)
-
-
-def kept_bytes(config, layers: int) -> int:
-    """By the whole model, but for its own weights, in the forward pass."""
-    objective, model, batch = objective_of(config, layers, full=True)
+    objective, batch = PackedObjective(model.train(), method, {}), to_batch(row, 0.1, META)
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 

@@ -13,7 +13,7 @@ from tests.train_support.tiny import gradients, make_model_dir
 from train.data.packing import StepPlan, build_row
 from train.methods import packed_objective
 from train.methods.methods import DEFAULT as SUPERVISED
-from train.methods.packed_objective import to_batch
+from train.methods.packed_objective import PackedObjective, to_batch
 from train.model.model import linear_layers, load_model
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
@@ -58,7 +58,7 @@ def test_packed_loss_and_gradients_equal_those_of_single_examples(spec, monkeypa
     expected.backward()
     wanted = gradients(model)
 
-    objective = SUPERVISED.objective(model, {})
+    objective = PackedObjective(model, SUPERVISED, {})
     row = build_row([data[:4], data[4:]], 256, 0, packing=True)
     got = objective(to_batch(row, 1.0, "cpu"))
     got.backward()
@@ -75,7 +75,7 @@ def test_step_has_the_same_loss_and_gradients_in_micro_batches_of_one_and_four_r
         plan, total = StepPlan(len(packs), 8, micro_batch, 1, spec.seed), 0.0
         for _, numbers in plan.micro_batches(0, 0, 1):
             row = build_row([packs[number] for number in numbers], 256, 0, packing=True)
-            part = SUPERVISED.objective(model, {})(to_batch(row, 1 / 100, "cpu"))
+            part = PackedObjective(model, SUPERVISED, {})(to_batch(row, 1 / 100, "cpu"))
             part.backward()
             total += float(part.detach())
         steps[micro_batch] = total, gradients(model)
@@ -88,37 +88,39 @@ def test_step_has_the_same_loss_and_gradients_in_micro_batches_of_one_and_four_r
 @pytest.mark.parametrize("rows", [1000, 7])
 def test_tokens_that_are_the_likeliest_are_counted(spec, monkeypatch, rows):
     monkeypatch.setattr(packed_objective, "HOST_LOGITS_BYTES", 4 * 384 * rows)
-    objective = SUPERVISED.objective(load_model(spec), {})
+    objective = PackedObjective(load_model(spec), SUPERVISED, {})
     row = build_row([examples(6)], 512, 0, packing=True)
     batch = to_batch(row, 1.0, "cpu")
     with torch.no_grad():
         # A third of what is to be learnt is what the model says.
-        said = objective.logits(batch).argmax(-1)
+        row = {name: batch[name] for name in ("input_ids", "position_ids", "segments")}
+        logits = objective.model(**row, logits_to_keep=batch["predict_at"], use_cache=False).logits
+        said = logits[0].argmax(-1)
         batch["labels"] = torch.where(torch.arange(len(said)) % 3 == 0, said, (said + 1) % 384)
     objective(batch).backward()  # with gradients, which are made of the logits in their place
     with torch.no_grad():
         objective(batch)
     right = -(-len(said) // 3)
-    assert objective.take_metrics()[0] == [2 * right, 2 * len(said)] and objective.take_metrics()[0] == [0, 0]
+    assert objective.take_metrics() == [2 * right, 2 * len(said)] and objective.take_metrics() == [0, 0]
     with torch.no_grad():
         objective._fused = False  # by the model's own forward
         objective(batch)
         objective(batch | {"as_reference": True})
-    assert objective.take_metrics()[0] == [right, len(said)]
+    assert objective.take_metrics() == [right, len(said)]
 
 
 def test_a_row_that_only_fills_a_step_moves_and_counts_nothing(spec):
     model = load_model(spec)
-    objective = SUPERVISED.objective(model, {})
+    objective = PackedObjective(model, SUPERVISED, {})
     loss = objective(to_batch(build_row([examples(2)], 128, 0, packing=True), 0.0, "cpu"))
     loss.backward()
     # Every weight has a gradient: ZeRO's ranks wait for each.
     assert loss == 0 and all(not gradient.any() for gradient in gradients(model).values())
-    assert objective.take_metrics()[0] == [0, 0]
+    assert objective.take_metrics() == [0, 0]
 
 
 def test_what_stands_in_one_example_never_reaches_another(spec):
-    objective = SUPERVISED.objective(load_model(spec), {})
+    objective = PackedObjective(load_model(spec), SUPERVISED, {})
     a, b, c = examples(3, seed=1)
     with torch.no_grad():
         alone = objective(to_batch(build_row([[a]], 128, 0, packing=True), 1.0, "cpu"))
@@ -135,7 +137,7 @@ def test_lora_freezes_all_but_its_factors_and_starts_as_the_base(spec, tmp_path)
     assert set(linear_layers(base)) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     row = build_row([examples(2)], 128, 0, packing=True)
     with torch.no_grad():
-        losses = [SUPERVISED.objective(m, {})(to_batch(row, 1.0, "cpu")) for m in (base, lora)]
+        losses = [PackedObjective(m, SUPERVISED, {})(to_batch(row, 1.0, "cpu")) for m in (base, lora)]
     assert losses[0] == losses[1]
     with pytest.raises(UnsupportedModel, match="lora_targets"):
         load_model(TrainSpec(**{**spec.__dict__, "full": False, "lora_targets": ("nowhere",)}))

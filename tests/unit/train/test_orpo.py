@@ -8,7 +8,7 @@ from tests.train_support.specs import host_spec
 from tests.train_support.tiny import gradients, log_probs_of, make_model_dir
 from train.data.packing import build_row
 from train.methods.methods import method_of
-from train.methods.packed_objective import to_batch
+from train.methods.packed_objective import PackedObjective, to_batch
 from train.model.model import load_model
 
 ORPO = method_of("orpo")
@@ -42,13 +42,13 @@ def test_orpo_loss_and_metrics_match_trl(model):
     expected = (nll - BETA * torch.nn.functional.logsigmoid(log_odds)).mean()
     expected.backward()
     wanted = gradients(model)
-    objective = ORPO.objective(model, {"beta": BETA})
+    objective = PackedObjective(model, ORPO, {"beta": BETA})
     loss = objective(to_batch(build_row([sequences], 160, 0, packing=True), 1 / 3, "cpu"))
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
     for name, gradient in gradients(model).items():
         assert torch.allclose(gradient, wanted[name], atol=1e-5), name
-    (_, _, *told), _ = objective.take_metrics()
+    _, _, *told = objective.take_metrics()
     found = dict(zip(ORPO.metric_names, told, strict=True))
     assert found["nll_loss"] == pytest.approx(nll.mean().item(), abs=1e-5)
     assert found["log_odds_chosen"] == pytest.approx(log_odds.mean().item(), abs=1e-5)
@@ -57,12 +57,12 @@ def test_orpo_loss_and_metrics_match_trl(model):
 
 
 def test_orpo_split_step_keeps_loss_and_gradients(model):
-    objective, sequences, found = ORPO.objective(model, {"beta": BETA}), pairs(4), []
+    objective, sequences, found = PackedObjective(model, ORPO, {"beta": BETA}), pairs(4), []
     for each in (8, 4, 2):
         rows = [build_row([sequences[n : n + each]], 40 * each, 0, packing=True) for n in range(0, 8, each)]
         losses = [objective(to_batch(row, 1 / 4, "cpu")) for row in rows]
         sum(losses).backward()
-        found.append((sum(losses).item(), gradients(model), objective.take_metrics()[0]))
+        found.append((sum(losses).item(), gradients(model), objective.take_metrics()))
     whole, *others = found
     for loss, gradient, metrics in others:
         assert loss == pytest.approx(whole[0], abs=1e-5) and metrics == pytest.approx(whole[2], abs=1e-4)

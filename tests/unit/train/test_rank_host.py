@@ -132,14 +132,6 @@ async def test_a_world_meets_at_a_file_of_the_boxes_user_and_talks_over_loopback
     assert not meeting.exists(), "a world dies as one, and leaves nothing"
 
 
-async def test_a_rank_on_a_gpu_sees_that_one_as_nvml_numbers_it(monkeypatch, tmp_path):
-    one, made = host(monkeypatch, tmp_path)
-    await one.start({"job_id": "j", "device_kind": "cuda"}, 3, 8, "meeting", "5")
-    env = made[0].env
-    assert (env["CUDA_VISIBLE_DEVICES"], env["CUDA_DEVICE_ORDER"], env["LOCAL_RANK"]) == ("5", "PCI_BUS_ID", "0")
-    assert env["NCCL_SOCKET_IFNAME"] == "lo"
-
-
 async def test_a_host_that_cannot_be_asked_to_kill_does_not_keep_the_end_from_being_told(monkeypatch, tmp_path):
     one, _ = await started(monkeypatch, tmp_path)
 

@@ -23,14 +23,13 @@ from train.data.packing import build_row
 from train.graders.templates import Sample
 from train.methods.methods import method_of
 from train.methods.own_answers import GROUP
-from train.methods.packed_objective import ReinforcementObjective
-from train.methods.packed_objective import to_batch_of_samples as to_batch
+from train.methods.packed_objective import PackedObjective, to_batch
 from train.model.model import load_model, load_tokenizer
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, InvalidSpec, NothingGraded
 from train.rollouts.rollouts import Form, Graded, advantages
 from train.rollouts.samples import SamplesFile
-from train.trainer.prepare import prepare
+from train.trainer.worker import prepare
 from weights.format.names import policy_name
 from weights.memory.store import WeightStore
 
@@ -193,7 +192,7 @@ def plain_tokens(model, made, row):
 def test_tokens_of_an_engine_are_weighed_by_how_likely_they_are_to_the_trainer(tmp_path):
     spec = host_spec(make_model_dir(tmp_path / "b", dtype=torch.float32), precision="fp32")
     made, row = rollout_row()
-    objective = REINFORCEMENT.objective(load_model(spec), {})
+    objective = PackedObjective(load_model(spec), REINFORCEMENT, {})
     objective(to_batch(row, 0.25, "cpu")).backward()
 
     plain, total, ratios = load_model(spec), torch.zeros(()), []
@@ -208,18 +207,17 @@ def test_tokens_of_an_engine_are_weighed_by_how_likely_they_are_to_the_trainer(t
     ratios = torch.cat(ratios)
     assert (ratios > 2).any() and (ratios < 0.8).any(), "the cap is met, and what a clip would stop"
     moved = ratios.log().abs()
-    (*_, kl, mean, cut), peaks = objective.take_metrics()
+    *_, kl, mean, cut = objective.take_metrics()
     assert kl == pytest.approx(0.25 * (ratios - 1 - ratios.log()).sum().item(), rel=1e-3)
     assert mean == pytest.approx(0.25 * moved.sum().item(), rel=1e-4) and cut == 0.25 * (ratios > 2).sum().item()
-    assert peaks == [pytest.approx(moved.max().item(), rel=1e-4)]
 
 
 def test_the_head_computes_in_float32_whatever_the_weights_are(tmp_path):
     spec = host_spec(make_model_dir(tmp_path / "b"), precision="bf16")
     _, row = rollout_row()
-    objective = ReinforcementObjective(load_model(spec))
+    objective = PackedObjective(load_model(spec), REINFORCEMENT, {})
     batch = to_batch(row, 1.0, "cpu")
-    log_probs = objective.log_probs(batch)[0]
+    log_probs = objective._log_probs(batch)[0]
     hidden = objective.model.get_decoder()(
         input_ids=batch["input_ids"], position_ids=batch["position_ids"], segments=batch["segments"], use_cache=False
     ).last_hidden_state[0, batch["predict_at"]]
@@ -237,7 +235,7 @@ FORM = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWE
 @pytest.mark.parametrize("fused", [True, False])
 def test_what_is_learnt_under_a_form_is_its_own_distribution(tmp_path, monkeypatch, fused):
     spec = host_spec(make_model_dir(tmp_path / "b", dtype=torch.float32), precision="fp32")
-    objective, tokens = ReinforcementObjective(load_model(spec)), load_tokenizer(spec.base_path)
+    objective, tokens = PackedObjective(load_model(spec), REINFORCEMENT, {}), load_tokenizer(spec.base_path)
     monkeypatch.setattr(objective, "_fused", fused and objective._fused)
     form = Form(FORM, tokens, VOCABULARY, [2])
     draw = np.random.default_rng(1)
@@ -247,13 +245,15 @@ def test_what_is_learnt_under_a_form_is_its_own_distribution(tmp_path, monkeypat
     advantages, pairs = draw.standard_normal(len(allowed)), [(prompt, ids) for ids in answers]
     row = learnt_row(pairs, advantages, np.zeros(len(allowed)), allowed=lambda: allowed)
     batch = to_batch(row, 1.0, "cpu")
-    computed = objective.log_probs(batch)[0]
+    computed = objective._log_probs(batch)[0]
     one_left = np.array([np.unpackbits(one.view(np.uint8)).sum() == 1 for one in allowed])
     assert 0 < one_left.sum() < len(one_left) and not computed.detach().numpy()[one_left].any()
 
     weight = objective.model.get_output_embeddings().weight
     (gradient,) = torch.autograd.grad((computed * batch["advantages"]).sum(), weight, retain_graph=True)
-    logits = objective.logits(batch)
+    names = ("input_ids", "position_ids", "segments")
+    kept = {"logits_to_keep": batch["predict_at"], "use_cache": False}
+    logits = objective.model(**{name: batch[name] for name in names}, **kept).logits[0].float()
     forbidden = np.unpackbits(allowed.view(np.uint8), axis=1, bitorder="little")[:, :VOCABULARY] == 0
     plain = logits.masked_fill(torch.from_numpy(forbidden), -torch.inf).log_softmax(-1)
     taken = plain.gather(1, batch["labels"][:, None])[:, 0]
@@ -338,7 +338,7 @@ def test_a_run_learns_what_is_rewarded(tmp_path, fields):
     assert last >= first
     assert all(0 <= event["mean_reward_error"] < 0.5 for event in box.of("validation"))
     # The weights of the very step: what is in shared memory is rounded to bfloat16, and that is all.
-    assert max(step["mismatch_mean"] for step in steps) < 0.02 and max(step["mismatch_max"] for step in steps) < 0.3
+    assert max(step["mismatch_mean"] for step in steps) < 0.02
     assert all(step["clipped"] == step["staleness"] == 0 for step in steps)
     assert {"publishing", "sampling", "training", "full_iteration"} == steps[0]["timing"]["step"].keys()
     assert [event["version"] for event in box.of("published")] == ["step-24"]
@@ -378,7 +378,7 @@ class Impatient(Sampler):
     def policy(self, spec, step):
         super().policy(spec, step)
         if step == 2:
-            self.box_of().signals.ask("suspend")
+            self.box_of().signals.ask_suspend()
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])

@@ -9,7 +9,7 @@ from tests.train_support.specs import host_spec
 from train.data.packing import Row, StepPlan, build_row, part_of, plan_packs
 from train.plan.recipe import FLOOR_RATIO, SCHEDULES, learning_rate
 from train.plan.spec import MOST_VERSIONS
-from train.trainer.feed import DataFeed
+from train.trainer.train import DataFeed
 
 
 def test_warm_up_then_cosine_to_the_floor():
@@ -120,14 +120,14 @@ def test_an_epoch_is_each_example_once_however_large_a_step_is(n_packs, n_epochs
         for rank in range(2 if batch // micro % 2 == 0 else 1):
             size = 2 if batch // micro % 2 == 0 else 1
             feed = DataFeed(method, plan, tokens, SimpleNamespace(data_rank=rank, data_size=size))
-            feed.ready(step)
             laid.clear()
-            rows = feed.rows()
+            data = feed.step(step)
+            rows = data.rows
             assert len(rows) == batch // micro // size, "every rank computes equally many"
             for (_, made), packs in zip(rows, laid, strict=True):
                 learnt += list(packs) if made.weight else []
-        assert feed.denominator() == feed.tokens()
-        denominators += feed.denominator()
+        assert data.denominator == data.tokens
+        denominators += data.denominator
     assert sorted(learnt) == sorted([*range(n_packs)] * n_epochs) and denominators == n_packs * n_epochs
 
 

@@ -7,8 +7,7 @@ from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType
 from transformers import AutoModelForCausalLM
 
 from tests.train_support.tiny import FAMILIES
-from train.data.packing import StepPlan
-from train.model.tensor_parallel import Grid, partition_config
+from train.model.tensor_parallel import partition_config
 from train.plan import estimate
 from train.plan.errors import UnsupportedModel
 from train.state.fragments import Fragment
@@ -27,21 +26,6 @@ SIZES = {
 def config(family, **fields):
     name, more = FAMILIES[family]
     return getattr(transformers, f"{name}Config")(**(SIZES | more | fields))
-
-
-def test_neighbours_share_a_model_and_read_the_same_examples():
-    plan = StepPlan(n_packs=40, batch_size=8, micro_batch=1, n_epochs=1, seed=3)
-    grids = [Grid(rank, 8, 2) for rank in range(8)]
-    assert [(g.data_rank, g.tensor_rank) for g in grids] == [(rank // 2, rank % 2) for rank in range(8)]
-    read = [[number for number, _ in plan.micro_batches(1, g.data_rank, g.data_size)] for g in grids]
-    assert read[0::2] == read[1::2] and sorted(sum(read[0::2], [])) == list(range(8))
-
-
-@pytest.mark.parametrize("shared", [1, 2, 3])
-def test_what_all_hold_is_answered_for_once(shared):
-    for numel in (0, 1, 7, 100):
-        shares = [Grid(rank, shared, shared).share(numel) for rank in range(shared)]
-        assert [element for first, last in shares for element in range(first, last)] == list(range(numel))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,20 @@ def check(store: WeightStore, stored) -> None:
     with store.lease(stored) as lease:
         for placed in lease.layout:
             assert bytes(lease.view(placed.spec.name)) == content(placed.spec.name, stored.version, placed.nbytes)
+
+
+def flip(path: Path) -> None:
+    """Changes a bit in the middle of the file."""
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 0x10
+    path.write_bytes(raw)
+
+
+def deadly(limit: int, calls: Iterator[int], real, *arguments, **named):
+    """Calls `real`, but kills the process at the call of this number."""
+    if next(calls) == limit:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*arguments, **named)
 
 
 @pytest.fixture

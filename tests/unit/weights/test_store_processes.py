@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.weights.conftest import SPECS, check, content, fill, write
+from tests.unit.weights.conftest import SPECS, check, content, deadly, fill, write
 from weights.format.errors import StoreError, StoreFull
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.store import WeightStore
@@ -102,16 +102,8 @@ def test_killed_at_every_change_it_makes(root, change):
     layout = Layout.plan([*SPECS, TensorSpec("pad", "U8", (1 << 20,))])
 
     def life(limit):
-        calls = itertools.count()
-        real = getattr(os, change)
-
-        def deadly(*args, **keywords):
-            if next(calls) == limit:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **keywords)
-
         store = WeightStore(root, budget_bytes=budget_bytes)
-        setattr(os, change, deadly)
+        setattr(os, change, partial(deadly, limit, itertools.count(), getattr(os, change)))
         for round_number in range(2):
             for version in ("a", "b", "c", "d"):
                 with store.reserve(layout, kind="version", model="m", version=version) as draft:
