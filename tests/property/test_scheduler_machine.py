@@ -330,7 +330,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if job.sizes[0] > room_for(job, [d.id for d in self.world.devices]):
                 del self.store.jobs[job.id]  # it fits none of the nodes that it may run on
                 continue
-            self.store.jobs[job.id] = replace(job, held=False, phase="wanted" if job.phase == "paused" else job.phase)
+            self.store.jobs[job.id] = replace(job, phase="wanted" if job.phase == "paused" else job.phase)
         for _ in range(len(self.store.jobs) + 1):
             self.settle()
             self.pass_time(30.0)
