@@ -132,7 +132,7 @@ async def test_bad_lines_are_listed_of_file_and_job(control: Control):
     job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
     assert (job.status, job.error.code, job.error.param) == ("failed", "invalid_training_file", "training_file")
     message = job.error.message
-    assert "line 4 " in message and "line 5 " not in message, "each cause once"
+    assert "line 4:" in message and "line 5:" not in message, "each cause once"
     assert (await control.sdk.files.retrieve(file_id)).status == "error"
     for url in (f"/v1/fine_tuning/jobs/{job_id}/errors", f"/v1/files/{file_id}/errors"):
         assert url in message or "files" in url
