@@ -42,7 +42,8 @@ from appliance.controller.http.routers import FORM_BYTES, StrictBody, takes, una
 from appliance.controller.interfaces.errors import BadRequest, Conflict, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store.ids import new_id
-from appliance.store.objects import batches, files, uploads
+from appliance.store.objects import batches, files
+from appliance.store.rows import UPLOADS as uploads
 from appliance.store.rows import FileRow, UploadRow
 
 MAX_FILENAME_BYTES = 255
@@ -54,7 +55,7 @@ UPLOADS = Resource(
     "upload",
     "/v1/uploads",
     (FINE_TUNING,),
-    uploads.find,
+    uploads.find_visible,
     missing="No such Upload object: {}",
     fields=("filename", "purpose", "bytes"),
 )
@@ -316,11 +317,11 @@ async def _complete(context: ControllerContext, row: UploadRow, body: UploadComp
 
 def end_uploads(context: ControllerContext, now_s: float) -> None:
     """End expired uploads, and delete the records of those that ended long ago."""
-    for row in uploads.overdue(context.db, now_s=now_s):
+    for row in uploads.list_all(context.db, "status = 'pending' AND expires_s <= ?", now_s):
         uploads.update(context.db, row.id, status="expired")
         _remove_bytes(context, row.id)
     before_s = now_s - IDEMPOTENCY_KEEP_S - context.config.upload_open_s
-    uploads.delete_ended(context.db, before_s)
+    context.db.delete("uploads", "status != 'pending' AND created_s < ?", [before_s])
 
 
 def _pending(context: ControllerContext, upload_id: str, caller: Principal) -> UploadRow:

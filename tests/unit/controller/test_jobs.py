@@ -354,15 +354,6 @@ async def test_answers_of_a_job_are_graded_by_its_grader(control: Control):
         await graded(control.context, job_id, "4", item={"answer": "4"})
 
 
-async def test_a_call_of_a_tool_is_graded_and_an_answer_without_one_is_no_error(control: Control):
-    called = {"input": "{{ sample.output_tools[0].function.arguments.city }}", "reference": "{{ item.answer }}"}
-    method = rewarded(grader={**GRADER, **called})
-    job_id = await control.job(training_file=await control.upload(prompts()), method=method)
-    call = '<tool_call>{"name": "f", "arguments": {"city": "4"}}</tool_call>'
-    told = await graded(control.context, job_id, call, "4", item={"answer": "4"}, tools=True)
-    assert told == {"rewards": [1.0, 0.0], "errors": ["", ""]}
-
-
 @pytest.mark.parametrize(("scopes", "sees"), [("read", False), ("admin", True)])
 async def test_grader_of_another_owner_is_shown_to_admins_alone(control: Control, scopes: str, sees: bool):
     job_id = await control.job(training_file=await control.upload(prompts()), method=rewarded())
