@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from appliance.controller.access.naming import Resolved
+from appliance.controller.access.model_access import Resolved
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue

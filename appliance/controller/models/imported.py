@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from appliance.controller.access.naming import made_by_jobs
+from appliance.controller.access.model_access import made_by_jobs
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import BadRequest, Conflict, OperationFailed, shown
 from appliance.controller.interfaces.principal import Principal
