@@ -236,7 +236,6 @@ def test_positions_say_in_slurms_words_why_a_job_waits() -> None:
     jobs = [
         JobView("running", (1, 2), devices=("n0/0",), phase="running", submitted_s=1.0),
         JobView("paused", phase="paused", submitted_s=2.0, priority=9),
-        JobView("held", held=True, submitted_s=2.0, priority=8),
         JobView("backoff", not_before_s=20.0, submitted_s=2.0, priority=7),
         JobView("next", (4,), submitted_s=3.0, priority=6),
         JobView("after", submitted_s=4.0),
@@ -244,7 +243,6 @@ def test_positions_say_in_slurms_words_why_a_job_waits() -> None:
     ]
     assert [(job.id, reason) for job, reason in positions(jobs, 10.0)] == [
         ("paused", "JobHeldUser"),
-        ("held", "Held"),
         ("backoff", "BeginTime"),
         ("next", "Resources"),
         ("running", None),
