@@ -120,7 +120,7 @@ class Group:
         self._ready: dict[int, dict] = {}
         self._done: dict[int, dict] = {}
         self._fatal: dict[int, dict] = {}
-        self._killed: asyncio.Future[str] | None = None  # the reason
+        self._killed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
         self._following: asyncio.Task[Outcome] | None = None
         self._started_s: float | None = None  # of a world that was not adopted
 
@@ -144,8 +144,7 @@ class Group:
             if isinstance(result, BaseException):
                 await self._kill_all()
                 raise RankFailed(rank, f"was not started: {result}", retryable=True, blame="outside") from result
-        self._begin()
-        assert self._following is not None
+        self._following = asyncio.create_task(self._follow(), name=f"{self._job_id} ranks")
         while len(self._ready) < len(hosts) and not self._following.done():
             await asyncio.wait([self._following], timeout=0.01)
         if self._following.done() and (error := self._following.result().error) is not None:
@@ -158,18 +157,9 @@ class Group:
         It delivers unacknowledged events now, the last of them perhaps a second time.
         """
         self._hosts, self._job_id = list(hosts), job_id
-        self._begin()
         if not whole:
-            self._end("belongs to a world of which other ranks are missing")
-
-    def _begin(self) -> None:
-        self._killed = asyncio.get_running_loop().create_future()
+            self._killed.set_result("belongs to a world of which other ranks are missing")
         self._following = asyncio.create_task(self._follow(), name=f"{self._job_id} ranks")
-
-    def _end(self, reason: str) -> None:
-        assert self._killed is not None, "start the group first"
-        if not self._killed.done():
-            self._killed.set_result(reason)
 
     async def suspend(self) -> SuspendReport | None:
         """Leave the devices with a snapshot of the last step boundary, or of the next if it is near; returns when they
@@ -194,7 +184,8 @@ class Group:
 
     async def kill(self) -> Outcome:
         """End now, as a failure that can be retried (the devices are needed, or the box goes down)."""
-        self._end("was killed on request")
+        if not self._killed.done():
+            self._killed.set_result("was killed on request")
         return await self.wait()
 
     async def wait(self) -> Outcome:
@@ -218,16 +209,13 @@ class Group:
             for task in (*self._listeners, *watchers):
                 task.cancel()
         await asyncio.gather(*self._listeners, *watchers, return_exceptions=True)
-        outcome = Outcome("failed", self._step, error)
-        if error is None:
-            detail = self._done[0]
-            outcome = Outcome(detail["outcome"], detail["step"], None, detail)
+        detail = {"outcome": "failed", "step": self._step} if error else self._done[0]
+        outcome = Outcome(detail["outcome"], detail["step"], error, detail)
         self._report("finished", outcome=outcome.outcome, step=outcome.step, error=outcome.error)
         return outcome
 
     async def _failure(self, watchers: Sequence[asyncio.Task[None]]) -> dict[str, Any] | None:
         """Wait until a rank fails and return the error, or None once all are done."""
-        assert self._killed is not None
         pending: set[asyncio.Future[Any]] = {*self._listeners, *watchers, self._killed}
         try:
             while not all(listener.done() for listener in self._listeners):
@@ -248,7 +236,7 @@ class Group:
     async def _listen(self, rank: int) -> None:
         """Take the events of a rank until it is done."""
         acknowledged = 0
-        while rank not in self._done:
+        while True:
             try:
                 event = await self._hosts[rank].next_event(acknowledged)
             except RuntimeLayerError as error:  # its supervisor is gone
@@ -256,23 +244,22 @@ class Group:
             if event is None:
                 raise _Lost(rank)
             acknowledged = event["number"]
+            if event["event"] == "fatal":
+                self._fatal[rank] = event
+                raise _Lost(rank)
+            if event["event"] == "done":
+                self._done[rank] = event | {"left_s": time.monotonic()}
+                return
             try:
                 self._take(rank, event)
             except Exception as error:  # it must not be lost silently, with all later ones
                 raise _Failed(rank, f"sent an event that could not be handled: {error!r}") from error
-            if event["event"] == "fatal":
-                raise _Lost(rank)
 
     def _take(self, rank: int, event: dict[str, Any]) -> None:
-        name = event["event"]
-        if name == "ready":
+        if event["event"] == "ready":
             self._ready[rank] = event
             if len(self._ready) == len(self._hosts) and self._started_s is not None:
                 self._report_started(time.monotonic() - self._started_s)
-        elif name == "done":
-            self._done[rank] = event | {"left_s": time.monotonic()}
-        elif name == "fatal":
-            self._fatal[rank] = event
         else:
             self._step = event.get("step", self._step)
             self._report(**{key: value for key, value in event.items() if key != "number"})
@@ -341,11 +328,8 @@ class Group:
     async def _kill_all(self) -> list[int]:
         """Kill all ranks; returns those whose supervisors did. An unreachable one must not block the report of the
         group's end: its rank died with it. Such an error once left a suspend waiting for ever."""
-        killed = []
-        results = await asyncio.gather(*(host.kill() for host in self._hosts), return_exceptions=True)
-        for rank, error in enumerate(results):
-            if error is None:
-                killed.append(rank)
-            else:
+        failures = await asyncio.gather(*(host.kill() for host in self._hosts), return_exceptions=True)
+        for rank, error in enumerate(failures):
+            if error is not None:
                 log.warning("rank %d could not be killed: %s", rank, error, extra={"job_id": self._job_id})
-        return killed
+        return [rank for rank, error in enumerate(failures) if error is None]

@@ -317,12 +317,10 @@ class Run:
         return self.metrics.end_validation(sums)
 
     def _warn_of_fewer_validations(self) -> None:
-        interval, most = self.spec.eval_interval, self.spec.most_validations
-        apart = self.plan.apart(interval, most)
-        if apart > interval:
-            text = (
-                f"validations are {apart} steps apart, not {interval} (eval_interval): publish=best has at most {most}"
-            )
+        every, most = self.spec.eval_interval, self.spec.most_validations
+        apart = self.plan.apart(every, most)
+        if apart > every:
+            text = f"validations are {apart} steps apart, not {every} (eval_interval): publish=best has at most {most}"
             self.emit("message", level="warn", text=text)
 
     def _best_is_published(self) -> bool:
