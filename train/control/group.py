@@ -209,7 +209,7 @@ class Group:
             for task in (*self._listeners, *watchers):
                 task.cancel()
         await asyncio.gather(*self._listeners, *watchers, return_exceptions=True)
-        detail = {"outcome": "failed", "step": self._step} if error else self._done[0]
+        detail: dict[str, Any] = {"outcome": "failed", "step": self._step} if error else self._done[0]
         outcome = Outcome(detail["outcome"], detail["step"], error, detail)
         self._report("finished", outcome=outcome.outcome, step=outcome.step, error=outcome.error)
         return outcome
