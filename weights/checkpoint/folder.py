@@ -119,7 +119,7 @@ def read_json(path: Path, name: str, *, kind: type = dict) -> Any:
     """The JSON object in `path`, or another value of a `kind`. Raises NotACheckpoint naming `name`."""
     raw = path.read_bytes() if (size := path.stat().st_size) <= MAX_CONFIG_BYTES else b""
     values = sum(map(raw.count, (b",", b"[", b"{")))
-    if not raw or values > MAX_VALUES:
+    if size > MAX_CONFIG_BYTES or values > MAX_VALUES:
         raise NotACheckpoint(name, f"{size} bytes, {values} values; at most {MAX_CONFIG_BYTES}, {MAX_VALUES} are read")
     try:
         body = json.loads(raw)
