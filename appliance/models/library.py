@@ -30,7 +30,7 @@ from weights.checkpoint.folder import CheckpointRefused, NotACheckpoint, read_js
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
 from weights.format.names import Name, encode_name, sync
-from weights.tiers.copies import DirectoryTier, seal_dir
+from weights.tiers.copies import DirectoryCopies, seal_dir
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME_CHARACTERS = 128
@@ -260,7 +260,7 @@ class ModelLibrary:
 
     def remove(self, name: str, version: str) -> None:
         """Deletes a version, out of sight in one step. Idempotent."""
-        DirectoryTier(self._root).remove(Name("version", name, version))
+        DirectoryCopies(self._root).remove(Name("version", name, version))
 
     def _private(self, directory: Path) -> Path:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

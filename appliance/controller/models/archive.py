@@ -21,12 +21,12 @@ Part = bytes | tuple[Path, int]
 
 
 def answer(
-    folder: Path, name: str, wanted: str | None, if_range: str | None, done: BackgroundTask | None
+    folder: Path, name: str, range_header: str | None, if_range: str | None, done: BackgroundTask | None
 ) -> StreamingResponse:
     """Answer with the archive of a version directory, its manifest first, or with a part of it (RFC 9110, 14.2).
 
     Args:
-        wanted: The Range header.
+        range_header: The request's; a form that it does not know means the whole.
         done: Runs after the last byte, or when the client leaves.
 
     Raises:
@@ -45,10 +45,10 @@ def answer(
     start, end, status = 0, total, 200
     headers = {"etag": tag, "accept-ranges": "bytes", "x-content-type-options": "nosniff"}
     headers["content-disposition"] = f'attachment; filename="{re.sub(r"[^A-Za-z0-9._-]", "-", name)}.tar"'
-    if (match := _RANGE.fullmatch(wanted or "")) and if_range in (None, tag):
+    if (match := _RANGE.fullmatch(range_header or "")) and if_range in (None, tag):
         start, end = int(match[1]), min(total, int(match[2]) + 1 if match[2] else total)
         if start >= end:
-            message = f"The archive has {total} bytes and none at {wanted}."
+            message = f"The archive has {total} bytes and none at {range_header}."
             raise ApiError(416, message, code="range_not_satisfiable", param="range")
         status, headers["content-range"] = 206, f"bytes {start}-{end - 1}/{total}"
     headers["content-length"] = str(end - start)
