@@ -55,7 +55,7 @@ class Copies(ABC):
 
     @abstractmethod
     def collect(self) -> None:
-        """Removes what a dead process was copying or removing. Call it while nothing is copied."""
+        """Removes leftovers of copies and removals of a dead process. Call it while nothing is copied."""
 
     @abstractmethod
     def _open(self, name: Name) -> tuple[str, Manifest, Chunks]:
