@@ -109,9 +109,8 @@ def decide(
     state = replace(state, calm_since_s=now_s)  # its use shows before the next item
     if state.jobs:
         job = state.jobs[-1]  # the job suspended last is first in the queue
-        return replace(state, jobs=state.jobs[:-1]), Action(
-            "job", True, f"job {job} may continue: {_have(reading)} again", job
-        )
+        why = f"job {job} may continue: {_have(reading)} again"
+        return replace(state, jobs=state.jobs[:-1]), Action("job", True, why, job)
     return replace(state, sleepers=None), Action("sleeper", True, f"engines may sleep as before: {_have(reading)}")
 
 
@@ -125,10 +124,8 @@ def _short(reading: MemoryReading, holdings: Holdings, reserve: int) -> str:
     if reading.stalled >= STALLED_PERCENT and reading.available < int(reserve * ENOUGH_OF_RESERVE):
         return f"{_have(reading)}, processes stalled on memory for {reading.stalled:.0f} % of the last ten seconds"
     if holdings.wanted and reading.available < reserve + holdings.wanted:
-        return (
-            f"{_have(reading)}, engines with waiting requests need {gb(holdings.wanted)} besides the reserve of "
-            f"{gb(reserve)}"
-        )
+        need = f"engines with waiting requests need {gb(holdings.wanted)} besides the reserve of {gb(reserve)}"
+        return f"{_have(reading)}, {need}"
     return ""
 
 

@@ -163,8 +163,7 @@ class TierFlow:
             if row.disk_path != path and models.find_version(self._db, row.model, row.version) is not None:
                 models.update_version(self._db, row.model, row.version, disk_path=path)
         for name, version in stored.items():
-            is_safe = name in facts.kept and (name in disk.here or name not in push)
-            if is_safe and version.path.is_dir() and version.pinned:
+            if name in facts.kept and (name in disk.here or name not in push) and version.pinned:
                 with suppress(VersionNotFound):
                     unpin(version)
 

@@ -151,10 +151,9 @@ class Tiers:
         for tier in self.all:
             try:
                 known = [*tier.copies.manifests()]  # at once: the tier's thread changes it
+                names |= {name for name in known if name[:2] == ("snapshot", job_id)}
             except (TierUnavailable, OSError) as error:
                 self.note(tier, str(error))
-                continue
-            names |= {name for name in known if name.kind == "snapshot" and name.model == job_id}
         return sorted(names, key=lambda name: step_of(name.version), reverse=True)
 
     def newest_snapshot(self, job_id: str) -> StoredVersion | None:

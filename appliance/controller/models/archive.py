@@ -25,13 +25,8 @@ def answer(
 ) -> StreamingResponse:
     """Answer with the archive of a version directory, its manifest first, or with a part of it (RFC 9110, 14.2).
 
-    Args:
-        range_header: The request's; a form that it does not know means the whole.
-        done: Runs after the last byte, or when the client leaves.
-
-    Raises:
-        ApiError: 416 if the range is beyond the end.
-        IntegrityError, OSError: The directory cannot be read.
+    range_header: an unknown form means the whole. done: runs after the last byte, or when the client leaves. Raises
+    ApiError 416, IntegrityError, OSError.
     """
     manifest, parts = Manifest.read(folder), list[Part]()
     own_bytes = (folder / MANIFEST_FILE).read_bytes()
