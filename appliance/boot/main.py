@@ -112,8 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.error("a box already runs on %s; `appliance down` stops it", paths.data_dir)
         return 5
     except (UnsafeFolder, BoxError, ray_head.RayStartError, InvitationError) as error:
-        state.update(state="failed", message=str(error))
         log.error("the box did not start: %s", error)
+        with suppress(BoxError):  # the folder may be what is wrong
+            state.update(state="failed", message=str(error))
         return 1
 
 
