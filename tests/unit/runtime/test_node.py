@@ -62,10 +62,11 @@ async def test_wait_warm_reports_how_the_parent_ended_last(tmp_path, monkeypatch
     monkeypatch.setattr(warm_parents, "how_it_ended", lambda _code: next(ways, "ended often"))
     agent = NodeAgent([spec(tmp_path, "no_such_module_at_all")])
     await agent.start()
-    reasons = ""
+    reason = ""
     async with asyncio.timeout(60):
-        while "ended twice" not in reasons:
+        while "ended twice" not in reason:
+            await asyncio.sleep(0.05)
             with pytest.raises(WarmParentError) as refused:
                 await agent.wait_warm("t", 60)
-            reasons += str(refused.value)
+            reason = str(refused.value)
     await agent.stop()
