@@ -97,13 +97,12 @@ class JobView:
     """A training job that is not over.
 
     phase: "wanted" (never ran, or to be restarted), "running", "suspended" (its snapshot waits), "paused" (a person
-    asked; it gets no devices until resumed). `held`: an operator keeps it in the queue. `devices`: held now, or from
-    the end of the hand-over in progress on (`busy` "coming"). `sizes`: device counts it may run at, ascending.
-    `priority`: higher first. `not_before_s`: end of backoff. `lacks`: what the box lacks for it to start, as a
-    sentence; it starts only when this is "". `failed`: its last failure. `pause_s`: what a change of size costs it on
-    each of its devices, as measured; None: the scheduler's setting. `nodes`: it runs wholly on one of these; empty: on
-    any. `sampled_by`: the deployment whose engine writes the answers that it learns from; `starved`: it has nothing to
-    do until they are there.
+    asked; it gets no devices until resumed). `devices`: held now, or from the end of the hand-over in progress on
+    (`busy` "coming"). `sizes`: device counts it may run at, ascending. `priority`: higher first. `not_before_s`: end of
+    backoff. `lacks`: what the box lacks for it to start, as a sentence; it starts only when this is "". `failed`: its
+    last failure. `pause_s`: what a change of size costs it on each of its devices, as measured; None: the scheduler's
+    setting. `nodes`: it runs wholly on one of these; empty: on any. `sampled_by`: the deployment whose engine writes
+    the answers that it learns from; `starved`: it has nothing to do until they are there.
     """
 
     id: str

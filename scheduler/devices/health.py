@@ -101,9 +101,10 @@ class DeviceReadings:
         """As `read`, beside the event loop and one at a time. Empty while a driver does not answer: a call about a GPU
         that hangs may never end, and each would keep a thread. Its late answer is for the next look, because a driver
         reports an error once. Raises the driver's error."""
-        self._reading = self._reading or asyncio.create_task(asyncio.to_thread(self.read, let_go))
-        done, _ = await asyncio.wait({self._reading}, timeout=PATIENCE_S)
-        reading, self._reading = self._reading, None if done else self._reading
+        reading = self._reading = self._reading or asyncio.create_task(asyncio.to_thread(self.read, let_go))
+        done, _ = await asyncio.wait({reading}, timeout=PATIENCE_S)
+        if done and self._reading is reading:  # another look may have taken its answer, and begun the next
+            self._reading = None
         error = reading.exception() if done else TimeoutError(f"no answer for {PATIENCE_S} s")
         trouble = "" if error is None else f"{type(error).__name__}: {error}"
         if trouble and trouble != self._trouble:  # the box takes a node that raises for one that does not answer

@@ -125,11 +125,11 @@ class RayEffects(Groups):
 
     async def stop_everything(self) -> None:
         """End all engines and ranks; the box is stopping. Processes that remain end with Ray."""
-        stops = [self.stop_replica(replica_id) for replica_id in self._engines]
-        stops += [self.stop_group(job_id) for job_id in self._groups]
-        for failed in await asyncio.gather(*stops, return_exceptions=True):
+        stops = {f"replica {replica_id}": self.stop_replica(replica_id) for replica_id in self._engines}
+        stops |= {f"job {job_id}": self.stop_group(job_id) for job_id in self._groups}
+        for holder, failed in zip(stops, await asyncio.gather(*stops.values(), return_exceptions=True), strict=True):
             if isinstance(failed, EffectFailed):
-                log.warning("%s", failed)
+                log.warning("%s was not stopped: %s", holder, failed)
             elif isinstance(failed, BaseException):
                 raise failed
 
