@@ -178,11 +178,11 @@ class Standby:
     replicas: int
     backlog_share: float = PATIENT
 
-    def asked_by_load(self, load: float) -> int:
+    def for_load(self, load: float) -> int:
         """Replicas needed for requests in flight that fill this many replicas, without an upper bound."""
         return math.ceil(load / FULL)
 
-    def asked_by_backlog(self, backlog_s: float, target_s: float) -> int:
+    def for_backlog(self, backlog_s: float, target_s: float) -> int:
         """Replicas needed for a backlog of this many replica-seconds, without an upper bound."""
         return math.ceil(backlog_s / (self.backlog_share * target_s))
 
@@ -265,8 +265,8 @@ class ReplicaView:
 
     state: "starting", "ready" (awake, takes no requests yet), "open", "draining" (awake, takes no new requests),
     "asleep", "dead". `since_s`: when the state began. `settings`: those that it was started with. `answered`: False if
-    it did not answer when it was observed: what else is here means nothing. `refused`: a version that
-    engines of the model do not load while they run, so that a new one takes its place. `failed`, `blame`: why it died.
+    it did not answer when it was observed; then the other fields mean nothing. `refused`: a version that engines of the
+    model do not load while they run, so that a new one takes its place. `failed`, `blame`: why it died.
     """
 
     id: str

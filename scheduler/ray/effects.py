@@ -14,7 +14,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass
-from functools import partialmethod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -205,6 +204,9 @@ class RayEffects(Groups):
     async def sleep_replica(self, replica_id: str) -> Detail:
         return await self._ask_replica(replica_id, "sleep")
 
+    async def wake_replica(self, replica_id: str, model: str, version: str) -> Detail:
+        return await self._load("wake", replica_id, model, version)
+
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
         try:
             detail = await self._load("swap", replica_id, model, version)
@@ -231,8 +233,6 @@ class RayEffects(Groups):
                 detail = await engine.supervisor.call(method, model, version, str(path))
         self._watch(replica_id, engine)
         return detail
-
-    wake_replica = partialmethod(_load, "wake")
 
     async def unload_adapter(self, name: str) -> None:
         """Make every engine unload the adapter `NAME@VERSION` once its requests have ended. Asks all engines; raises
