@@ -176,7 +176,7 @@ class RayEffects(Groups):
         return None
 
     async def open_replica(self, replica_id: str) -> Detail:
-        status = await self._ask_replica(replica_id, "status")
+        status = await self._call_replica(replica_id, "status")
         if status["state"] != "ready":
             raise EffectFailed(f"the engine is {status['state']}")
         opening = self._routing.open(replica_id, status["model"], status["version"], status["address"])
@@ -202,7 +202,7 @@ class RayEffects(Groups):
             task.cancel()
 
     async def sleep_replica(self, replica_id: str) -> Detail:
-        return await self._ask_replica(replica_id, "sleep")
+        return await self._call_replica(replica_id, "sleep")
 
     async def wake_replica(self, replica_id: str, model: str, version: str) -> Detail:
         return await self._load("wake", replica_id, model, version)
@@ -214,7 +214,7 @@ class RayEffects(Groups):
             self._routing.offer_adapters(replica_id)
             raise
         if self._routing.version(replica_id):
-            status = await self._ask_replica(replica_id, "status")
+            status = await self._call_replica(replica_id, "status")
             opening = self._routing.open(replica_id, model, version, status["address"])
             await self._while_alive(replica_id, opening, "right after it loaded the new weights")
         return detail
@@ -240,7 +240,7 @@ class RayEffects(Groups):
         failed: EffectFailed | None = None
         for replica_id, engine in list(self._engines.items()):
             try:
-                await self._ask_replica(replica_id, "unload_adapter", name)
+                await self._call_replica(replica_id, "unload_adapter", name)
             except EffectFailed as error:
                 if not engine.stopping:
                     failed = failed or error
@@ -290,7 +290,7 @@ class RayEffects(Groups):
         finally:
             self._versions.taken(model, version)
 
-    async def _ask_replica(self, replica_id: str, method: str, *arguments: Any) -> Any:
+    async def _call_replica(self, replica_id: str, method: str, *arguments: Any) -> Any:
         if (engine := self._engines.get(replica_id)) is None:
             raise EffectFailed("there is no such engine", "outside")
         with errors_as_failures():

@@ -114,10 +114,10 @@ class Nodes:
                     if name == self.home.name:
                         raise
                     log.warning("the node's agent does not start; the node seems to be dying", extra={"node": name})
-        await asyncio.gather(*map(self._ask_report, self._known.values()))
+        await asyncio.gather(*map(self._read_report, self._known.values()))
         return {name: known.leaves for name, known in self._known.items()} != before
 
-    async def _ask_report(self, known: _Known) -> None:
+    async def _read_report(self, known: _Known) -> None:
         began_s = time.monotonic()
         report: NodeReport | None = await _answer(known.actor.report.remote())
         known.answered_s = None if report is None else time.monotonic() - began_s
