@@ -48,9 +48,7 @@ _ANTHROPIC_TYPES: Final = {
     529: "overloaded_error",
 }
 # With two of them two parsers could disagree.
-_ONCE: Final = frozenset(
-    {b"host", b"content-length", b"transfer-encoding", b"authorization", b"content-type", b"expect"}
-)
+_ONCE: Final = frozenset(b"host content-length transfer-encoding authorization content-type expect".split())
 _NO_USE: Final = KeyUse(OwnerUse())
 
 
@@ -172,18 +170,18 @@ class Exchange:
         self._chunked = all(name != b"content-length" for name, _ in headers) and status not in (204, 304)
         if self._chunked and not self.head_only:
             every.append((b"transfer-encoding", b"chunked"))
-        self.head_sent, self.status = True, status
         await self._send(_head(status, every) + self._framed(data))
+        self.head_sent, self.status = True, status
 
     async def events(self, data: bytes, version: bytes = b"") -> None:
         """Send events, the first with the head. version: of the model, if an engine has answered."""
         if self.head_sent:
             return await self.write(data)
-        self.sse = True
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         if version:
             headers.append((VERSION, version))
         await self.begin(200, [*headers, (b"x-accel-buffering", b"no")], data)
+        self.sse = True
 
     async def write(self, data: bytes) -> None:
         if data:
@@ -195,18 +193,17 @@ class Exchange:
         if last := self._framed(data) + end:
             await self._send(last)
         self.response_complete = True
-        if self.keep_alive:
-            self.connection.on_response_complete()
-        elif self.more_body:
+        if self.more_body:  # it may still come, or never, if the client expected a 100 Continue
             self.connection.linger()
+        elif self.keep_alive:
+            self.connection.on_response_complete()
         else:
-            self.connection.transport.close()
+            self.connection.close()
 
     async def whole(self, status: int, content_type: bytes, body: bytes, headers: Pairs = ()) -> None:
         length = (b"content-length", b"%d" % len(body))
         await self.begin(status, [(b"content-type", content_type), *headers, length], body)
-        if self.connection.flow.write_paused:
-            await self._drained()  # the end waits for a client that reads slowly
+        await self._drained()  # the end waits for a client that reads slowly
         await self.finish()
 
     async def fail(self, error: HttpError) -> None:
@@ -232,12 +229,13 @@ class Exchange:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
 
     async def _send(self, data: bytes) -> None:
-        if self.connection.flow.write_paused:
-            await self._drained()
+        await self._drained()
         self.connection.transport.write(data)
 
     async def _drained(self) -> None:
         """Wait for a client that reads slowly; one that takes nothing for too long is left, which cancels this."""
+        if not self.connection.flow.write_paused:
+            return
         loop, stall_s = self.connection.loop, self.connection.state.limits.write_stall_s
         stalled = loop.call_later(stall_s, self.connection.transport.abort)
         try:
@@ -264,7 +262,7 @@ class Connection(HttpToolsProtocol):
         self.running: Exchange | None = None
         self.refusal: HttpError | None = None
         self._awaits_since_s: float | None = time.monotonic()  # a head
-        self._head_bytes = 0
+        self._unparsed_bytes = 0
         self._in_head, self._offers_upgrade = True, False
 
     # -- life
@@ -280,16 +278,17 @@ class Connection(HttpToolsProtocol):
         self.pipeline.clear()
         if self.running is not None:
             self.running.task.cancel()
-            self.running = self.cycle = None  # type: ignore[assignment] - no cycle of references is left
+            self.running = self.cycle = None  # type: ignore[assignment]  # leave no cycle of references
 
     def eof_received(self) -> None:
         """A client that closes its half counts as gone: an engine would compute for one that may not read."""
-        self._close()
+        self.close()
 
-    def _close(self) -> None:
-        """End the connection once the client has read what is on its way, or after a while."""
+    def close(self) -> None:
+        """End the connection once the client has read what is on its way, or after a while: by uvicorn's timer, which
+        ends with the connection."""
         self.transport.close()
-        self.loop.call_later(self.state.limits.write_stall_s, self.transport.abort)
+        self.timeout_keep_alive_task = self.loop.call_later(self.state.limits.write_stall_s, self.transport.abort)
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self.running = cycle
@@ -298,21 +297,21 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
         else:
             self._awaits_since_s = time.monotonic()
+        if not self.pipeline:  # else each answer would let in as many requests as the socket has
+            self.flow.resume_reading()
 
     # -- bytes
 
     def data_received(self, data: bytes) -> None:
         if self.parser is None or self.transport.is_closing():
             return
-        if self._in_head:
-            if not self._head_bytes and self._awaits_since_s is not None:
-                self._awaits_since_s = time.monotonic()
-            self._head_bytes += len(data)
+        if not self._unparsed_bytes and self._awaits_since_s is not None:
+            self._awaits_since_s = time.monotonic()
+        self._unparsed_bytes += len(data)
         try:
             while data:
                 try:
@@ -326,8 +325,10 @@ class Connection(HttpToolsProtocol):
             self._refuse(error.__context__)
         except httptools.HttpParserError as error:
             self._refuse(errors.protocol_error(f"The request is not well-formed HTTP/1.1: {error}."))
-        if self.parser is not None and self._head_bytes > self.state.limits.head_bytes:
-            self._refuse(errors.protocol_error("The head of the request is too long.", 431))
+        if self.parser is not None and self._unparsed_bytes > self.state.limits.head_bytes:
+            # Neither a name without end, nor a trailer or an extension of a chunk, which the parser would keep.
+            status = 431 if self._in_head else 400
+            self._refuse(errors.protocol_error("The request has too many bytes besides its body.", status))
 
     def _without_offer(self, rest: bytes) -> bytes:
         """The head without its offer of another protocol, which a server may ignore (RFC 9110, 7.8), and what followed
@@ -351,7 +352,7 @@ class Connection(HttpToolsProtocol):
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._head_bytes, self._awaits_since_s = False, 0, None
+        self._in_head, self._unparsed_bytes, self._awaits_since_s = False, 0, None
         version, method, headers = self.parser.get_http_version(), self.parser.get_method(), dict[bytes, bytes]()
         head_bytes = len(self.url)
         for name, value in self.headers:
@@ -383,7 +384,12 @@ class Connection(HttpToolsProtocol):
             self.flow.pause_reading()
             self.pipeline.appendleft((exchange, self.app))  # type: ignore[arg-type]
 
+    def on_body(self, body: bytes) -> None:
+        self._unparsed_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self._unparsed_bytes = 0
         if not self._offers_upgrade:
             self._in_head = True
             super().on_message_complete()
@@ -413,17 +419,17 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self.loop.call_later(LINGER_S, self._close)
+        self.timeout_keep_alive_task = self.loop.call_later(LINGER_S, self.close)
 
     def end_if_late(self, now_s: float) -> None:
         """End a connection that is idle for too long, or whose head takes too long. now_s: the monotonic clock."""
-        limits, begun = self.state.limits, self._head_bytes or self.running is None
+        limits, begun = self.state.limits, self._unparsed_bytes or self.running is None
         longest_s = limits.head_timeout_s if begun else limits.keepalive_s
         if self._awaits_since_s is None or now_s - self._awaits_since_s < longest_s:
             return
         self._awaits_since_s = None
-        if not self._head_bytes:
-            self._close()  # it has said nothing
+        if not self._unparsed_bytes:
+            self.close()  # it has said nothing
         else:
             self._refuse(HttpError(408, "The request head came too slowly.", code="request_timeout", close=True))
 
