@@ -85,7 +85,7 @@ class App:
             state.finished(exchange, time.monotonic())
             exchange.checked = None  # which may be large, and an idle connection keeps its last exchange
 
-    # -- who asks, and whether they may
+    # -- keys, logins and scopes
 
     def _admit(self, exchange: Exchange) -> None:
         """Check everything that a request's head determines. Raises HttpError."""
@@ -133,7 +133,7 @@ class App:
             message = f"This API key expired at {minute(caller.expires_s)}. Ask whoever runs this box for another one."
         raise HttpError(401, message, code="invalid_api_key")
 
-    # -- what its route says
+    # -- routes
 
     async def _serve(self, exchange: Exchange) -> None:
         state, kind = self._state, exchange.route.kind
@@ -207,7 +207,7 @@ class App:
         return Inference(state, self._controller, exchange, checked)
 
 
-# -- what a head brings
+# -- heads
 
 
 def key_digest(headers: Headers) -> str:

@@ -53,11 +53,11 @@ _NO_USE: Final = KeyUse(OwnerUse())
 
 
 class Exchange:
-    """Times by the monotonic clock. target: path and query. head_only: its answer has no body. session: the login of
-    the page that it came by, empty for a key. received_s: when its head came, of inference its body; sent_s: when an
-    engine got it last. trace: its W3C traceparent, empty without one; span: OpenTelemetry's, if traces are exported.
+    """One request and its answer. Times by the monotonic clock. target: path and query. head_only: the answer has no
+    body. session: the page's login, empty for a key. received_s: time of the head, for inference of the body; sent_s:
+    when an engine got it last. trace: W3C traceparent, empty without one; span: OpenTelemetry's, if exported.
 
-    model: the one it names, once known to exist, without a version. checked: while it counts as open, for an engine.
+    model: the requested one, once known to exist, without a version. checked: while it counts as open, for an engine.
     choice: the replica that has it; ticket: its place in the queue while it is held. routed_model: name in the table by
     which it was placed, the model's or its canary's. replica, model_version: where it is or was last; the version as
     the engine names it, once it answers. extra: headers of its answer that name the parts of it that no engine gets, or
@@ -159,18 +159,18 @@ class Exchange:
     # -- the answer
 
     async def begin(self, status: int, headers: Pairs, data: bytes = b"") -> None:
-        """Send the head, and what is there of the body: each write is a packet that wakes its reader."""
-        every = [*headers, (b"x-request-id", self.request_id), *self.extra]
+        """Send the head with the first bytes of the body: each write is a packet that wakes its reader."""
+        fields = [*headers, (b"x-request-id", self.request_id), *self.extra]
         if self.route.kind is Kind.INFERENCE:
-            every += self.use.headers()
+            fields += self.use.headers()
         if is_anthropic(self.path):
-            every.append((b"request-id", self.request_id))
+            fields.append((b"request-id", self.request_id))
         if not self.keep_alive:
-            every.append((b"connection", b"close"))
+            fields.append((b"connection", b"close"))
         self._chunked = all(name != b"content-length" for name, _ in headers) and status not in (204, 304)
         if self._chunked and not self.head_only:
-            every.append((b"transfer-encoding", b"chunked"))
-        await self._send(_head(status, every) + self._framed(data))
+            fields.append((b"transfer-encoding", b"chunked"))
+        await self._send(_head(status, fields) + self._framed(data))
         self.head_sent, self.status = True, status
 
     async def events(self, data: bytes, version: bytes = b"") -> None:
@@ -252,8 +252,8 @@ def _head(status: int, headers: Pairs) -> bytes:
 
 
 class Connection(HttpToolsProtocol):
-    """running: the exchange that is being answered, or was answered last; `cycle` is uvicorn's name for the last one
-    parsed. refusal: why its bytes are not read any more. private: it came by the private socket.
+    """One client's connection. running: the exchange that is being answered, or was answered last; `cycle` is uvicorn's
+    name for the last one parsed. refusal: why its bytes are not read any more. private: it came by the private socket.
     state: the process's `State`, whose module imports this one."""
 
     def __init__(self, config: Config, server_state: ServerState, state: Any, *, private: bool = False) -> None:
@@ -429,7 +429,7 @@ class Connection(HttpToolsProtocol):
             return
         self._awaits_since_s = None
         if not self._unparsed_bytes:
-            self.close()  # it has said nothing
+            self.close()  # no byte of a head came
         else:
             self._refuse(HttpError(408, "The request head came too slowly.", code="request_timeout", close=True))
 

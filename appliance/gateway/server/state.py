@@ -111,7 +111,7 @@ class State:
         self.buffered_bytes += nbytes
         exchange.buffered_bytes += nbytes
 
-    # -- models, and who waits for them
+    # -- models and held requests
 
     def callable_model(self, name: str, caller: Caller, private: bool = False) -> Model:
         """The model of this name, which this key may call; private: for the box itself, which alone may call models in
