@@ -329,7 +329,7 @@ class Box:
                 if (await process.probe.ask()).status_code == 200:
                     return
             why = ""
-            if process.restarts >= 3:
+            if process.failures >= 3:
                 why = "ended three times while it started"
             elif time.monotonic() - began_s > timeout_s:
                 why = f"did not come up within {timeout_s:.0f} s ([box] start_timeout_s; a slow machine needs more)"

@@ -66,7 +66,6 @@ class Supervised:
         self._process: asyncio.subprocess.Process | None = None
         self._runs = asyncio.Event()
         self._answered: tuple[int | None, float] = (None, 0.0)
-        self.restarts = 0
         self.failures = 0  # restarts without a steady run in between; a slow start that fails is none
 
     @property
@@ -123,7 +122,6 @@ class Supervised:
     async def _watched(self) -> None:
         """Start it unless it runs, and wait for its end. Raises ProcessEnded."""
         if not self._runs.is_set():
-            self.restarts += 1
             self.failures += 1
             self._process = await self._start()
             self._runs.set()

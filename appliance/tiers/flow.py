@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from appliance.controller.access.naming import resolve
+from appliance.controller.access.model_access import resolve
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.records import box, tier_removals

@@ -114,7 +114,6 @@ class JobView:
     submitted_s: float = 0.0
     preemptible: bool = True
     phase: JobPhase = "wanted"
-    held: bool = False
     lacks: str = ""
     deadline_s: float | None = None
     owner: str = ""
@@ -129,7 +128,7 @@ class JobView:
     starved: bool = False
 
     def wants_devices(self, now_s: float) -> bool:
-        return self.phase != "paused" and not self.held and not self.lacks and self.not_before_s <= now_s
+        return self.phase != "paused" and not self.lacks and self.not_before_s <= now_s
 
     @property
     def interruptible(self) -> bool:

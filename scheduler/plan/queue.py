@@ -66,7 +66,7 @@ def order(jobs: Sequence[JobView], now_s: float) -> list[JobView]:
 def positions(jobs: Sequence[JobView], now_s: float) -> list[tuple[JobView, str | None]]:
     """Every job in queue order, with the reason why it waits as one of Slurm's codes; None while it has devices.
 
-    Held: an operator keeps it. JobHeldUser: paused by request. BeginTime: in backoff after a failure. Priority: others
+    JobHeldUser: paused by request. BeginTime: in backoff after a failure. Priority: others
     are ahead of it. Resources: next to run, it waits for devices, or for something the box lacks.
     """
     out, waiting = [], False
@@ -105,8 +105,6 @@ def _barred(job: JobView, now_s: float) -> tuple[str, str, float | None] | None:
     if job.phase == "paused":
         why = "Paused by request; `appliance job resume` puts it back into the queue."
         return "JobHeldUser", why, None
-    if job.held:
-        return "Held", "Held by an operator; release it to let it run.", None
     if job.lacks:
         return "Resources", job.lacks, None
     if job.not_before_s > now_s:

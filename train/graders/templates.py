@@ -136,7 +136,8 @@ def value(path: str, sample: Sample, item: Any) -> Any:
 @lru_cache(maxsize=64)
 def _pieces(template: str) -> tuple[str | Path, ...]:
     """Its texts and the paths of its variables. Raises ValueError for another expression, and what Jinja raises."""
-    return tuple(map(_piece, (node for output in _JINJA.parse(template).body for node in output.nodes)))
+    outputs = _JINJA.parse(template).find_all(nodes.Output)
+    return tuple(_piece(node) for output in outputs for node in output.nodes)
 
 
 def _piece(node: nodes.Node) -> str | Path:

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from appliance.controller.access.naming import checkpoint_name, resolve
+from appliance.controller.access.model_access import checkpoint_name, resolve
 from appliance.controller.files import storage
 from appliance.controller.models.capacity import gb
 from appliance.store.database import Database

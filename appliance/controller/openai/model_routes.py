@@ -12,12 +12,17 @@ from fastapi.responses import StreamingResponse
 from pydantic import Field
 from starlette.background import BackgroundTask
 
-from appliance.controller.access.model_access import caller_may_use, unknown_model, usable_model
-from appliance.controller.access.naming import OwnerName, Resolved, resolve
+from appliance.controller.access.model_access import (
+    OwnerName,
+    Resolved,
+    caller_may_use,
+    resolve,
+    unknown_model,
+    usable_model,
+)
 from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.context.scheduler import ModelStates
-from appliance.controller.http.routers import Status, audited, make_router, needs
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import Status, StrictBody, audited, make_router, needs
 from appliance.controller.interfaces.errors import (
     ApiError,
     BadRequest,

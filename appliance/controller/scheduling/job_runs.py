@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from appliance.controller.access.model_access import base_of
-from appliance.controller.access.naming import version_prefix
+from appliance.controller.access.model_access import base_of, version_prefix
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.interfaces.errors import OperationFailed

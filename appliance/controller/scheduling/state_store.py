@@ -247,7 +247,6 @@ class SqliteStateStore:
             submitted_s=row.created_s,
             phase="paused" if row.wanted == "pause" else "suspended" if row.phase == "suspended" else "wanted",
             preemptible=bool(row.preemptible),
-            held=bool(row.held),
             deadline_s=row.deadline_s,
             owner=row.owner,
             sampled_by=self._routing.host(policy) if (policy := policy_name(row.id)) in self._routing.policies else "",

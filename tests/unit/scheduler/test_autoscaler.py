@@ -21,11 +21,9 @@ from scheduler.core.workload import (
     ReplicaView,
     Standby,
 )
-from scheduler.loop.explain import explain
 from scheduler.plan import autoscaler
 from scheduler.plan.autoscaler import Bounds, StandbyLearner, required
-from scheduler.plan.plan import Round, plan
-from tests.unit.scheduler.fakes import box_of
+from scheduler.plan.plan import Round
 
 CONFIG = SchedulerConfig()
 LOOK_S = 0.25
@@ -89,20 +87,6 @@ def test_time_per_token_above_its_target_asks_for_more() -> None:
     assert autoscaler.wanted_now(replace(model, tpot_target_s=None), 10.0, CONFIG) == 2
 
 
-def test_standby_is_kept_while_the_model_is_in_use_and_no_longer() -> None:
-    model = DeploymentView(
-        "m", "v1", max_replicas=8, target_inflight=10, standby=Standby(3), demand=Demand(1, last_request_s=1000.0)
-    )
-    hysteresis, _ = autoscaler.required(model, Hysteresis(), 1000.0, CONFIG)
-    assert hysteresis.replicas == 3
-    quiet = replace(model, demand=Demand(0, last_request_s=1000.0))
-    hysteresis, _ = autoscaler.required(quiet, hysteresis, 1000.0 + CONFIG.give_back_at_latest_s - 1, CONFIG)
-    assert hysteresis.replicas == 3
-    for after_s in (1, 12, 40):
-        hysteresis, _ = autoscaler.required(quiet, hysteresis, 1000.0 + CONFIG.give_back_at_latest_s + after_s, CONFIG)
-    assert hysteresis.replicas == 0
-
-
 MODEL = DeploymentView("m", "v1", min_replicas=1, max_replicas=8, target_inflight=10)
 
 
@@ -135,15 +119,6 @@ def asleep_after_s(model: DeploymentView) -> float:
 def test_an_operators_number_is_obeyed_while_others_want_the_devices() -> None:
     for own_s in (5.0, 60.0, 600.0, 1500.0):
         assert asleep_after_s(replace(BUSY, idle_sleep_s=own_s)) == own_s
-
-
-def test_explain_says_until_when_an_idle_model_stays_awake() -> None:
-    idle = replace(BUSY, idle_sleep_s=600.0, demand=Demand(last_request_s=LAST_S))
-    plan_input = PlanInput(Policy("auto"), box_of(2), deployments=(idle,))
-    now_s = LAST_S + 100.0
-    allocation = plan(plan_input, now_s, CONFIG)
-    told = explain((), allocation, plan_input, now_s)
-    assert told["idle"] == {"m": "Stays awake for 500 s more without a request: its idle_sleep_s is 600 s."}
 
 
 def held_for_s(pause_s: float | None) -> float:

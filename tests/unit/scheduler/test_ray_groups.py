@@ -23,7 +23,6 @@ class RankHost:
 
     def __init__(self) -> None:
         self.dead: BaseException | None = None
-        self.raised: tuple[str, str] | None = None
         self.stopped = False
         self.reported = dict(IDLE)
         self.asked: list[str] = []
@@ -67,9 +66,6 @@ class RankHost:
         if after == 0:
             return {"number": 1, "event": "ready", "step": 0, "seconds": {"join": 0.0, "prepare": 0.0}}
         await self.died.wait()
-        if self.raised:
-            fatal = {"number": 2, "event": "fatal", "type": self.raised[0], "message": self.raised[1]}
-            return fatal if after == 1 else None
         raise self.dead
 
     async def do_call(self, method: str, **_: Any) -> Any:
