@@ -181,7 +181,7 @@ class Router:
 @dataclass(slots=True, eq=False)
 class Ticket:
     """A request that waits. queue: the model whose engines it waits for, and whether it is of class batch; names,
-    avoided: of `Router.choose`. place: its replica, or why it gets none. start: where it stands in its queue."""
+    avoided: of `Router.choose`. place: its replica, or why it gets none. start: its place in the order, in tokens."""
 
     model: str
     queue: tuple[str, bool]
