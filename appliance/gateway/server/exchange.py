@@ -101,7 +101,7 @@ class Exchange:
         self.body_complete = not (self.chunked or self.content_length)
         self.body, self.message_event, self.tokens = bytearray(), asyncio.Event(), Tokens()
         self.extra = []
-        self._expects = headers.get(b"expect", b"").lower() == b"100-continue"
+        self._expects = headers.get(b"expect", b"").lower() == b"100-continue" and not self.body_complete
 
     @property
     def ids(self) -> dict[str, str]:
@@ -165,6 +165,7 @@ class Exchange:
             fields += self.use.headers()
         if is_anthropic(self.path):
             fields.append((b"request-id", self.request_id))
+        self.keep_alive &= not self._expects  # its body may still come, or never
         if not self.keep_alive:
             fields.append((b"connection", b"close"))
         self._chunked = all(name != b"content-length" for name, _ in headers) and status not in (204, 304)
@@ -193,10 +194,10 @@ class Exchange:
         if last := self._framed(data) + end:
             await self._send(last)
         self.response_complete = True
-        if self.more_body:  # it may still come, or never, if the client expected a 100 Continue
-            self.connection.linger()
-        elif self.keep_alive:
+        if self.keep_alive:
             self.connection.on_response_complete()
+        elif self.more_body:
+            self.connection.linger()
         else:
             self.connection.close()
 
@@ -285,8 +286,7 @@ class Connection(HttpToolsProtocol):
         self.close()
 
     def close(self) -> None:
-        """End the connection once the client has read what is on its way, or after a while: by uvicorn's timer, which
-        ends with the connection."""
+        """End the connection once the client has read its answer, or after a while, by uvicorn's timer."""
         self.transport.close()
         self.timeout_keep_alive_task = self.loop.call_later(self.state.limits.write_stall_s, self.transport.abort)
 
@@ -309,7 +309,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.parser is None or self.transport.is_closing():
             return
-        if not self._unparsed_bytes and self._awaits_since_s is not None:
+        if self._in_head and not self._unparsed_bytes and self._awaits_since_s is not None:
             self._awaits_since_s = time.monotonic()
         self._unparsed_bytes += len(data)
         try:
