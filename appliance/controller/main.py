@@ -164,7 +164,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     asking = Asking(db, transport, lambda: bus.models, inbox.nudge)
 
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
-    tiers = Tiers(db, weights, config.weights, paths)
+    tiers = Tiers(weights, config.weights, paths)
     versions = VersionProvider(db, weights, tiers, config, home[0], sizes)
     flow = TierFlow(db, tiers, owner=paths.box_id, is_held=versions.holds)
     hub = HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
