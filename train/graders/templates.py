@@ -22,6 +22,7 @@ MAX_TEXT = 1 << 20
 """Characters of what a template becomes."""
 _SHOWN = 200
 _PLACE = re.compile(r"[0-9]{1,9}")
+_LONG = re.compile(r"\{\{[^{}]{256}")  # no name is: Jinja takes seconds for a path of a million steps
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 # Only variables are special: {% and {# are texts.
 _JINJA = Environment(block_start_string="\0block", comment_start_string="\0comment", keep_trailing_newline=True)
@@ -136,7 +137,10 @@ def value(path: str, sample: Sample, item: Any) -> Any:
 @lru_cache(maxsize=64)
 def _pieces(template: str) -> tuple[str | Path, ...]:
     """Its texts and the paths of its variables. Raises ValueError for another expression, and what Jinja raises."""
-    return tuple(map(_piece, (node for output in _JINJA.parse(template).body for node in output.nodes)))
+    if _LONG.search(template):
+        raise ValueError("it has a variable of more than 256 characters")
+    body = _JINJA.parse(template).body
+    return tuple(_piece(node) for output in body for node in getattr(output, "nodes", [output]))
 
 
 def _piece(node: nodes.Node) -> str | Path:

@@ -364,9 +364,7 @@ def _learning_rate(given: Given, dataset: DatasetStats, model: ModelStats, field
         name, factor = "learning_rate_multiplier", auto
         if given.is_set("learning_rate"):
             name, factor = "learning_rate", multiplier
-        expected = (
-            f"at most {most / factor:.3g}: a rate above {most:.2g}, {HIGHEST_RATE:g} times {auto:.2g}, ruins a model"
-        )
+        expected = f"at most {most / factor:.3g}: {HIGHEST_RATE:g} times the automatic rate {auto:.2g} ruins a model"
         raise InvalidHyperparameter(name, given.value(name, auto), expected)
     return rate * multiplier
 
