@@ -450,10 +450,12 @@ def _by_name(graders: Any) -> Any:
 
 
 def _refuse(error: ValidationError) -> NoReturn:
-    found = error.errors(include_url=False, include_input=False)
-    first = found[0]
+    faults = error.errors(include_url=False, include_input=False)
+    first = faults[0]
     if first["type"] == "missing":  # a misspelt name is both missing and unknown: report the one that was written
-        unknown = (one for one in found if one["type"] == "extra_forbidden" and one["loc"][:-1] == first["loc"][:-1])
+        unknown = (
+            fault for fault in faults if fault["type"] == "extra_forbidden" and fault["loc"][:-1] == first["loc"][:-1]
+        )
         first = next(unknown, first)
     # A union adds what it tried to the path.
     path = [

@@ -121,10 +121,10 @@ class GraderHosts:
         """(place, why) of the items that do not follow a JSON schema; place -1: it is not a schema. Raises WorkerBroke,
         for one that takes more than its bounds ForkBroke."""
         async with self._turn(owner, "check"):
-            found = await self._together({"kind": "jsonschema", "schema": schema}, items, bounds)
-        if found and found[0][0]:
-            return [(-1, found[0][1])]
-        return [(place, why) for place, (_, why) in enumerate(found) if why]
+            verdicts = await self._together({"kind": "jsonschema", "schema": schema}, items, bounds)
+        if verdicts and verdicts[0][0]:
+            return [(-1, verdicts[0][1])]
+        return [(place, why) for place, (_, why) in enumerate(verdicts) if why]
 
     async def refused_schema(self, owner: str, schema: Mapping[str, Any]) -> str:
         """Why it is not a JSON schema, "" if it is one. Raises WorkerBroke."""
@@ -148,7 +148,7 @@ class GraderHosts:
         a model's answer does to its process changes no other result."""
         results: list[Any] = []
         for row in rows:
-            if len(results) == MOST_BROKEN and all(isinstance(one, ForkBroke) for one in results):
+            if len(results) == MOST_BROKEN and all(isinstance(result, ForkBroke) for result in results):
                 why = f"it was not run: the first {MOST_BROKEN} calls all ended without a result"
                 return results + [NotRun(why)] * (len(rows) - MOST_BROKEN)
             try:
