@@ -57,7 +57,8 @@ class Control:
         return answer.raise_for_status().json()["id"]
 
     def create(self) -> None:
-        self.post("fine_tuning/jobs", {"model": MODEL, "training_file": self.file, "held": True})
+        made = self.post("fine_tuning/jobs", {"model": MODEL, "training_file": self.file})
+        self.post(f"fine_tuning/jobs/{made['id']}/pause", {})
 
     def list_jobs(self) -> None:
         """All jobs, as the SDK reads them: pages of 100."""

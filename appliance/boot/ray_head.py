@@ -23,9 +23,10 @@ class RayStartError(RuntimeError):
     """Ray's head did not come up; the message holds the end of its log."""
 
 
-def environment(paths: BoxPaths, start_timeout_s: float, *, joinable: bool = False) -> dict[str, str]:
-    """Settings that every process needs that joins this Ray. joinable: other nodes may join. Then Ray's processes speak
-    TLS alone, and both sides show a certificate (appliance/invitation.py). Otherwise Ray listens on 127.0.0.1 alone.
+def box_environment(paths: BoxPaths, start_timeout_s: float, *, joinable: bool = False) -> dict[str, str]:
+    """The environment of the processes of a box or node: ours, Ray's settings, and what tells whose they are. joinable:
+    other nodes may join. Then Ray's processes speak TLS alone, and both sides show a certificate
+    (appliance/invitation.py). Otherwise Ray listens on 127.0.0.1 alone.
 
     A token authenticates: whoever reaches one of Ray's servers has to show it, because loopback is open to every user
     of this machine. Workers are not started ahead: actors are few, and each idle worker costs about 90 MB.
@@ -42,7 +43,13 @@ def environment(paths: BoxPaths, start_timeout_s: float, *, joinable: bool = Fal
             "RAY_TLS_SERVER_KEY": str(paths.certificates / "node.key"),
         }
     return {
+        **os.environ,
         **secure,
+        BOX_VARIABLE: paths.box_id,
+        "OMP_NUM_THREADS": "1",
+        # Numba keeps what it compiled beside the source, or in the home directory, and its import of a module that asks
+        # for that fails where it can write to neither, as in a container on a root that is read-only.
+        "NUMBA_CACHE_DIR": str(paths.caches / "numba"),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(paths.ray_token),
         "RAY_enable_worker_prestart": "0",
@@ -73,15 +80,6 @@ def environment(paths: BoxPaths, start_timeout_s: float, *, joinable: bool = Fal
         # Ray hides GPUs from actors that reserve none; ours reserve devices as custom resources instead.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
-
-
-def box_environment(paths: BoxPaths, start_timeout_s: float, *, joinable: bool) -> dict[str, str]:
-    """The environment of the processes of a box or node: ours, Ray's settings, and what tells whose they are."""
-    settings = environment(paths, start_timeout_s, joinable=joinable)
-    # Numba keeps what it compiled beside the source, or in the home directory, and its import of a module that asks for
-    # that fails where it can write to neither, as in a container on a root that is read-only.
-    kept = {"NUMBA_CACHE_DIR": str(paths.caches / "numba")}
-    return {**os.environ, **settings, **kept, BOX_VARIABLE: paths.box_id, "OMP_NUM_THREADS": "1"}
 
 
 def head(node_address: str | None, node_port: int) -> list[str]:

@@ -43,13 +43,13 @@ class Probe(NamedTuple):
 
 
 class ProcessEnded(RuntimeError):
-    """It says which process, and how it ended."""
+    """The message says which process, and how it ended."""
 
 
 class Supervised:
     """One process that must run: `background` starts it again when it ends or could not be started.
 
-    say: told in words when it ends or hangs. probe: how `look` finds out that it hangs.
+    say: gets a message when it ends or hangs. probe: how `look` finds out that it hangs.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class Supervised:
         self._process: asyncio.subprocess.Process | None = None
         self._runs = asyncio.Event()
         self._answered: tuple[int | None, float] = (None, 0.0)
-        self.restarts = 0
         self.failures = 0  # restarts without a steady run in between; a slow start that fails is none
 
     @property
@@ -96,7 +95,7 @@ class Supervised:
         return await process.wait() == 0
 
     async def running(self) -> None:
-        """Returns once it was started and is not known to have ended."""
+        """Return once it was started and is not known to have ended."""
         await self._runs.wait()
 
     def restart(self) -> None:
@@ -105,7 +104,7 @@ class Supervised:
             kill_group(self._process.pid)
 
     async def look(self) -> None:
-        """Asks once; any answer will do, even a refusal. Kills a process that has not answered for `HUNG_S`, or not
+        """Ask once; any answer will do, even a refusal. Kill a process that has not answered for `HUNG_S`, or not
         since its start that long ago."""
         assert self.probe is not None
         pid, now_s = self.pid, self._clock()
@@ -123,7 +122,6 @@ class Supervised:
     async def _watched(self) -> None:
         """Start it unless it runs, and wait for its end. Raises ProcessEnded."""
         if not self._runs.is_set():
-            self.restarts += 1
             self.failures += 1
             self._process = await self._start()
             self._runs.set()
@@ -165,7 +163,7 @@ def locked(paths: BoxPaths) -> Iterator[None]:
 
 
 def clear_leftovers(paths: BoxPaths) -> list[int]:
-    """Ends what an earlier run left, and removes its shared memory and sockets; returns the pids."""
+    """End what an earlier run left, and remove its shared memory and sockets; return the pids."""
     found = kill_leftovers(paths.box_id)
     remove_segments_below(paths.replica_sockets)
     shutil.rmtree(paths.worlds, ignore_errors=True)

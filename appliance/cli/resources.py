@@ -188,7 +188,7 @@ GROUPS = {
     "mode schedule": "Mode windows: modes that come and go by the clock, such as serve by day and train by night.",
     "model": "Models: base models, fine-tuned ones, and their versions.",
     "node": "Nodes: the machines of the box, invitations for others, and taking one out.",
-    "plan": "Show whether a job or a model would fit, before anything is started.",
+    "plan": "Show whether a job would fit, and what it would choose, before anything is started.",
     "tier": "Tiers: where the bytes of models and jobs are kept.",
 }
 
@@ -240,12 +240,6 @@ ROWS = (
     Row("mode schedule remove", "DELETE /admin/v1/mode/schedule/{id}",
         "Remove a window. If it holds now, the mode that holds without it takes over at once.", "removed {id}",
         (opt("id WINDOW", "As `mode schedule list` names it."),)),
-    Row("mode schedule preview", "GET /admin/v1/mode/schedule/preview",
-        """Show what will hold over the coming 24 hours, in this machine's local time.
-
-        Without a window the mode that was set by hand holds.""",
-        "from=from_s to=to_s mode=policy ?>train=train_devices >floor=serving_floor ?window ?instead_of=overridden",
-        ),
     Row("tier list", "GET /admin/v1/tiers",
         "List tiers: what each holds, what is still to be copied to it, its last error.",
         "tier=name where >versions >snapshots >size=bytes >backlog >bytes_of_it=backlog_bytes now=busy last_error",
@@ -288,13 +282,6 @@ ROWS = (
             output.listing("", answer["owners"]) if answer["data"] else None,
         ),
         watch=True),
-    *(
-        Row(f"job {name}", f"POST /admin/v1/jobs/{{id}}/{name}", help, f"{{id}} is {done}", _MANY_JOBS)
-        for name, done, help in (
-            ("hold", "held", "Keep jobs in the queue; one that runs is suspended at its next step."),
-            ("release", "released", "Release held jobs: they get devices again in their turn."),
-        )
-    ),
     *(
         Row(
             f"job {name}", f"POST {JOBS}/{{id}}/{name}", help, f"{{id}}: {name} accepted, status {{status}}", _MANY_JOBS

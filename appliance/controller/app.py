@@ -10,16 +10,15 @@ from functools import partial
 
 from fastapi import FastAPI
 
-from appliance.controller import data_checks, gates, retention
-from appliance.controller.admin import box, devices, forget, keys, logins, mode, operations, queue
+from appliance.controller import batches, data_checks, gates, retention
+from appliance.controller.admin import box, keys, logins, mode, queue
 from appliance.controller.admin import models as admin_models
-from appliance.controller.batches import batches
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.evals import eval_routes
-from appliance.controller.evals.runner import EvalRunner
+from appliance.controller.evals import evals
+from appliance.controller.evals.evals import EvalRunner
 from appliance.controller.files import file_routes, storage
-from appliance.controller.grading import grader_routes
-from appliance.controller.grading.grading import Grading
+from appliance.controller.grading import checks
+from appliance.controller.grading.judging import Grading
 from appliance.controller.http import error_handlers
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import ADMIN, READ
@@ -39,8 +38,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     background work; run it with uvicorn, or enter `app.router.lifespan_context(app)` in tests.
     """
     JobValidation(context)
-    context.tasks.add(operations.kind(context))
-    checks = data_checks.DataWork(context)
+    context.tasks.add(admin_models.import_kind(context))
     context.tasks.add(batches.kind(context))
     canaries, stored = Canaries(context), StoredResponses(context)
     grading = Grading(context.db, context.graders, context.asking)
@@ -70,7 +68,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     error_handlers.install(app)
 
     admin = make_router("/admin/v1", ADMIN, reads=(READ,))
-    for module in (box, devices, forget, keys, mode, operations, queue):
+    for module in (box, keys, mode, queue):
         module.routes(context, admin)
     job_routes.plan_routes(context, admin)
     admin_models.routes(context, admin, canaries)
@@ -78,13 +76,13 @@ def create_app(context: ControllerContext) -> FastAPI:
         logins.routes(context, admin),
         file_routes.file_routes(context),
         file_routes.upload_routes(context),
-        data_checks.routes(context, checks),
+        data_checks.routes(context),
         batches.routes(context),
         *responses.routes(context, stored),
         job_routes.routes(context),
         job_routes.method_routes(),
-        grader_routes.routes(context, grading),
-        *eval_routes.routes(context, evaluations),
+        checks.routes(context, grading),
+        *evals.routes(context, evaluations),
         model_routes.routes(context),
         admin,
     ):

@@ -18,6 +18,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,8 +35,7 @@ from appliance.backup import read_last
 from appliance.cli.locate import BoxFile
 from appliance.config import BoxConfig, load_resolved
 from appliance.controller import alerts
-from appliance.controller.access.quotas import Disk, Quotas
-from appliance.controller.access.spending import USAGE_EVERY_S, Spending
+from appliance.controller.access.limits import USAGE_EVERY_S, Disk, Quotas, Spending
 from appliance.controller.app import create_app
 from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus, first_generation
@@ -49,8 +49,7 @@ from appliance.controller.devices.mode import POWER_EVERY_S, EnergyMeter, PowerK
 from appliance.controller.engines.engine_sizes import EngineSizes, SettingsCheck
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.engines.versions import AdapterSource, VersionProvider
-from appliance.controller.grading.grading import Grading
-from appliance.controller.grading.judging import Judging
+from appliance.controller.grading.judging import Grading, Judging
 from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.http.peers import Listener
 from appliance.controller.jobs.events import JobEvents
@@ -137,9 +136,11 @@ class Parts:
 
 def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     """Build everything in order of dependency. Ray must be initialised. Nothing runs or listens yet."""
+    tempfile.tempdir = str(paths.uploads)  # forms with a file are spooled there: /tmp may be memory
     floor, asleep = config.box.serving_floor, config.scheduler.max_asleep_per_device
     db = Database(paths.database)
-    weights = _open_store(config, paths)
+    weights = WeightStore(paths.shm_root, budget_bytes=weight_budget_bytes(config, paths))
+    weights.sweep()
     home = discover_devices(config.box.devices)
     node_config = node_config_of(config, paths, home)
     background, inbox = BackgroundTasks(), Inbox()
@@ -251,13 +252,6 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     adapters = AdapterSource(paths.adapter_socket, db, weights, tiers)
     energy = EnergyMeter(db, health.newest, scheduler.status)
     return Parts(context, loop, effects, states, runs, memory, flow, adapters, energy)
-
-
-def _open_store(config: BoxConfig, paths: BoxPaths) -> WeightStore:
-    budget_bytes = weight_budget_bytes(config, paths)
-    store = WeightStore(paths.shm_root, budget_bytes=budget_bytes)
-    store.sweep()
-    return store
 
 
 async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:

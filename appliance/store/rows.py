@@ -58,14 +58,12 @@ class KeyRow:
 
 @dataclass(frozen=True, slots=True)
 class PageSessionRow:
-    """A login of the page. sha256: of its token. seen_s: when its person last touched the page. until_s: its end,
-    unless that is moved. agent: what the browser calls itself."""
+    """A login of the page. sha256: of its token. until_s: its end. agent: what the browser calls itself."""
 
     id: str
     sha256: str
     key_id: str
     created_s: float
-    seen_s: float
     until_s: float
     agent: str = ""
 
@@ -74,8 +72,7 @@ class PageSessionRow:
 class FileRow:
     """An uploaded or produced file; its bytes lie at `files/<id>`.
 
-    report: for purpose "fine-tune", what the check at upload found (shape, n_examples, errors, warnings). check_status:
-    waiting, done or failed, of the check of what is in it; data_check: its report.
+    report: for purpose "fine-tune", what the check at upload found (shape, n_examples, errors, warnings).
     """
 
     id: str
@@ -90,8 +87,6 @@ class FileRow:
     expires_s: float | None = None
     owner: str = ""
     report: dict[str, Any] | None = None
-    check_status: str | None = None
-    data_check: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +225,7 @@ class JobRow:
         answers at once, also where another version of the model does.
     snapshot: {"step", "path"} of the newest resumable state; stays after the end until its bytes were released.
     devices: device names held now.
-    owner: of the key it was made with, at that time; empty for the box itself. held: an operator keeps it waiting.
+    owner: of the key it was made with, at that time; empty for the box itself.
     gate: {"eval_id", "pass_rate_at_least", "version" judged, "before" it, "runs" by version, "verdict" ("passed",
         "refused", "undecided"), "reason", "activated": None until it has ended}; None: there is none.
     joules: that its devices have counted, in `metered_s` device-seconds; None: nothing was counted.
@@ -264,7 +259,6 @@ class JobRow:
     owner: str = ""
     deadline_s: float | None = None
     preemptible: int = 1
-    held: int = 0
     stable_name: int = 0
     activate: int = 1
     devices: list[str] = field(default_factory=list)

@@ -80,4 +80,4 @@ CREATE INDEX IF NOT EXISTS eval_runs_unfinished ON eval_runs (seq, eval_id, owne
     WHERE status IN ('queued', 'in_progress');
 CREATE UNIQUE INDEX IF NOT EXISTS eval_items_of ON eval_items (run_id, place);
 CREATE UNIQUE INDEX IF NOT EXISTS page_sessions_secret ON page_sessions (sha256);
-CREATE INDEX IF NOT EXISTS page_sessions_of ON page_sessions (key_id, seen_s);
+CREATE INDEX IF NOT EXISTS page_sessions_of ON page_sessions (key_id);

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -113,26 +113,6 @@ def in_force(windows: Iterable[Window], set_by_hand: Policy, set_s: float, now_s
     if holds is None:
         return InForce(set_by_hand, max(set_s, edge_s), until_s, None)
     return InForce(holds.policy, began_s if set_s <= began_s else edge_s, until_s, holds)
-
-
-def preview(
-    windows: Iterable[Window], set_by_hand: Policy, set_s: float, now_s: float, hours: float = 24.0, most: int = 500
-) -> list[InForce]:
-    """What holds over the coming hours, starting with what holds at `now_s`, one entry per change, at most `most`.
-
-    `since_s` and `until_s` of the entries join without a gap; the last `until_s` is the end of the requested period, or
-    of what fits into `most` entries.
-    """
-    windows = tuple(windows)
-    end_s, at_s = now_s + hours * 3600, now_s
-    out: list[InForce] = []
-    while at_s < end_s and len(out) < most:
-        holds = in_force(windows, set_by_hand, set_s, at_s)
-        until_s = end_s if holds.until_s is None else min(holds.until_s, end_s)
-        same = out and (out[-1].policy, out[-1].window) == (holds.policy, holds.window)
-        out.append(replace(holds, since_s=out.pop().since_s if same else at_s, until_s=until_s))
-        at_s = until_s
-    return out
 
 
 def check_cron(cron: str, param: str) -> None:

@@ -66,7 +66,7 @@ def order(jobs: Sequence[JobView], now_s: float) -> list[JobView]:
 def positions(jobs: Sequence[JobView], now_s: float) -> list[tuple[JobView, str | None]]:
     """Every job in queue order, with the reason why it waits as one of Slurm's codes; None while it has devices.
 
-    Held: an operator keeps it. JobHeldUser: paused by request. BeginTime: in backoff after a failure. Priority: others
+    JobHeldUser: paused by request. BeginTime: in backoff after a failure. Priority: others
     are ahead of it. Resources: next to run, it waits for devices, or for something the box lacks.
     """
     out, waiting = [], False
@@ -105,8 +105,6 @@ def _barred(job: JobView, now_s: float) -> tuple[str, str, float | None] | None:
     if job.phase == "paused":
         why = "Paused by request; `appliance job resume` puts it back into the queue."
         return "JobHeldUser", why, None
-    if job.held:
-        return "Held", "Held by an operator; release it to let it run.", None
     if job.lacks:
         return "Resources", job.lacks, None
     if job.not_before_s > now_s:
@@ -124,7 +122,7 @@ def allot(
     now_s: float,
     dwell_s: float,
     why: str,
-    works_on: Mapping[str, int],
+    usable_on: Mapping[str, int],
     side_by_side: Mapping[str, int] | None = None,
 ) -> Queue:
     """Sizes within `budget` devices.
@@ -133,10 +131,10 @@ def allot(
         budget: devices that training may have. Jobs that must not be preempted keep theirs even beyond it.
         dwell_s: a running job does not grow before this long after its last start.
         why: what holds the other devices, e.g. "mode serve gives training no devices".
-        works_on: working devices by node; a job's are all on one.
+        usable_on: usable devices by node; a job's are all on one.
         side_by_side: devices by job that the placement found on one node, where they were fewer than planned.
     """
-    free = dict(works_on)
+    free = dict(usable_on)
     sizes: dict[str, int] = {}
     waiting: dict[str, str] = {}
     left, ordered = budget, order(jobs, now_s)
@@ -171,7 +169,7 @@ def allot(
         elif side_by_side and job.id in side_by_side:
             waiting[job.id] = f"Needs {_at_least(job)} of one node; those left are not side by side."
         else:
-            total, largest = sum(works_on.values()), _largest_node(job, works_on)
+            total, largest = sum(usable_on.values()), _largest_node(job, usable_on)
             waiting[job.id] = _too_few(job, total, largest, budget, why) or (
                 f"Needs {_at_least(job)}; {max(most, 0)} of training's {budget} are left by "
                 f"{_ahead(job, ahead) if ahead else 'jobs that are not preempted'}."

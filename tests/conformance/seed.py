@@ -16,9 +16,10 @@ from pathlib import Path
 from appliance.controller.evals.shapes import sample_object
 from appliance.controller.responses.objects import completion_row, queued
 from appliance.store.database import Database
-from appliance.store.objects import batches, evals, files, jobs, models, responses, uploads
+from appliance.store.objects import batches, evals, files, jobs, models, responses
 from appliance.store.records import keys
 from appliance.store.rows import (
+    UPLOADS,
     BatchRow,
     EvalItemRow,
     EvalRow,
@@ -222,7 +223,7 @@ def _upload(db: Database, uploads_dir: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / PART).write_bytes(PART_DATA)
-    uploads.insert(
+    UPLOADS.insert(
         db,
         UploadRow(
             UPLOAD,

@@ -27,7 +27,8 @@ def test_keys_files_models_and_jobs_are_as_they_were(tmp_path):
         file = first.upload(gsm8k("train", 24))
         tuned = trained(first, file)
         of_tuned = answer(first, tuned)
-        held = first.client().fine_tuning.jobs.create(model="tiny", training_file=file, extra_body={"held": True})
+        paused = first.client().fine_tuning.jobs.create(model="tiny", training_file=file)
+        first.client().fine_tuning.jobs.pause(paused.id)
         assert first.ask("status")["box"]["backup"] is None
         # Copies into the disk tier that are still under way are new to a second backup.
         wait_for(lambda: not any(tier["backlog_bytes"] for tier in first.admin("tiers")["data"]), "the disk tier", 60)
@@ -49,7 +50,7 @@ def test_keys_files_models_and_jobs_are_as_they_were(tmp_path):
         assert answer(second, "tiny") == said and answer(second, tuned) == of_tuned
         assert second.client().files.content(file).read() == gsm8k("train", 24)
         jobs = {job.id: job for job in second.client().fine_tuning.jobs.list().data}
-        assert jobs[held.id].status == "queued", jobs[held.id].error
+        assert jobs[paused.id].status == "queued", jobs[paused.id].error
         assert sorted(job.status for job in jobs.values()) == ["queued", "succeeded"]
         second.run("down")
         assert second.left() == []

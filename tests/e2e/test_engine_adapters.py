@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from appliance.controller.grading import in_tokens
+from appliance.controller.grading.judging import URL, samples_of, sampling_request
 from serve.engine.replica import Replica
 from tests.e2e.engine_support import client, greedy, save_model
 from weights.format.names import encode_name, policy_name
@@ -191,16 +191,16 @@ async def test_policy_in_training_samples_with_its_log_probabilities(box, base):
     await engine.start(spec)
     try:
         prompt, room, ends = list(range(5, 15)), 12, [7]
-        body = in_tokens.sampling_request(model, prompt, n=4, seed=11, max_tokens=room, ends=ends)
+        body = sampling_request(model, prompt, n=4, seed=11, max_tokens=room, ends=ends)
         async with httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=spec.socket_path), base_url="http://engine"
         ) as http:
-            first, again = [await http.post(in_tokens.URL, json=body) for _ in range(2)]
+            first, again = [await http.post(URL, json=body) for _ in range(2)]
             assert first.status_code == 200, first.text
-            made = in_tokens.samples_of(first.json(), 4)
+            made = samples_of(first.json(), 4)
     finally:
         await engine.stop()
-    assert len({tuple(one.ids) for one in made}) > 1 and in_tokens.samples_of(again.json(), 4)[0].ids == made[0].ids
+    assert len({tuple(one.ids) for one in made}) > 1 and samples_of(again.json(), 4)[0].ids == made[0].ids
     whole = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
     for one in made:
         assert len(one.ids) <= room and 7 not in one.ids[:-1] and (len(one.ids) == room or one.ids[-1] in (7, 2))

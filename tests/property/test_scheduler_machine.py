@@ -175,7 +175,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.changed()
 
     @precondition(lambda self: self.store.jobs)
-    @rule(data=st.data(), what=st.sampled_from(["pause", "resume", "hold", "release", "cancel"]))
+    @rule(data=st.data(), what=st.sampled_from(["pause", "resume", "cancel"]))
     def change_job(self, data: st.DataObject, what: str) -> None:
         name = data.draw(st.sampled_from(sorted(self.store.jobs)))
         job = self.store.jobs[name]
@@ -184,8 +184,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.store.jobs[name] = replace(job, phase="paused")
             case "resume" if job.phase == "paused":
                 self.store.jobs[name] = replace(job, phase="suspended")
-            case "hold" | "release":
-                self.store.jobs[name] = replace(job, held=what == "hold")
             case "cancel":
                 del self.store.jobs[name]
                 self.cancelled.add(name)
@@ -296,7 +294,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             "auto": len(usable) - min(policy.serving_floor, len(usable)),
         }[policy.kind]
         for job in self.store.jobs.values():
-            if job.phase == "paused" or job.held or job.id in self.world.groups:
+            if job.phase == "paused" or job.id in self.world.groups:
                 continue
             assert job.sizes[0] > min(room_for(job, free), limit - training), f"{job} waits beside {free} ({policy})"
         for model, deployment in self.store.deployments.items():
@@ -332,7 +330,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if job.sizes[0] > room_for(job, [d.id for d in self.world.devices]):
                 del self.store.jobs[job.id]  # it fits none of the nodes that it may run on
                 continue
-            self.store.jobs[job.id] = replace(job, held=False, phase="wanted" if job.phase == "paused" else job.phase)
+            self.store.jobs[job.id] = replace(job, phase="wanted" if job.phase == "paused" else job.phase)
         for _ in range(len(self.store.jobs) + 1):
             self.settle()
             self.pass_time(30.0)

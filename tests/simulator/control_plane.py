@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 import httpx
 import orjson
 
-from appliance.controller.access.quotas import Disk, Quotas
-from appliance.controller.access.spending import Spending
+from appliance.controller.access.limits import Disk, Quotas, Spending
 from appliance.controller.bus.asking import Asking, EngineAnswer
 from appliance.controller.bus.bus import Bus
 from appliance.controller.context.context import ControllerContext
@@ -23,9 +22,7 @@ from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import Mode
 from appliance.controller.engines.engine_sizes import EngineSizes
-from appliance.controller.grading.grading import Grading
-from appliance.controller.grading.in_tokens import Sampled
-from appliance.controller.grading.judging import Judging
+from appliance.controller.grading.judging import Grading, Judging, Sampled
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.models.library import ModelVersion, Report

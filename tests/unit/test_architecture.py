@@ -38,7 +38,6 @@ SUBPACKAGES = (
     "appliance.controller.openai",
     "appliance.controller.evals",
     "appliance.controller.grading",
-    "appliance.controller.batches",
     "appliance.controller.responses",
     "appliance.controller.jobs",
     "appliance.controller.files",

@@ -139,9 +139,7 @@ def _errors(answer: dict[str, Any]) -> str:
 @command(
     "file check",
     opt("target FILE|FILE_ID", "On this machine, or one that the box has."),
-    opt(
-        "--model DIR|NAME", "Count tokens as this model does: a directory, or a model of the box for a file of the box."
-    ),
+    opt("--model DIR|NAME", "Count tokens as this model does: a directory, or, for a file of the box, its model."),
     opt("--max-tokens N", "Longer examples are too long. Default: the model's context.", type=number(int, 1)),
     opt("--method NAME", f"What it is for: {', '.join(METHODS)}."),
     opt("--against FILE|FILE_ID", "The validation set, which training must not have seen."),

@@ -122,7 +122,6 @@ def job_path(job_id: str) -> str:
     opt("--seed N", "For the order of the data and new weights.", type=number(int, 0)),
     opt("--metadata NAME=VALUE", "To find it again; repeatable.", type=named(), action="append"),
     *_DEVICES,
-    flag("--hold", "Stays in the queue until `job release`."),
     flag("--wait", "Follow it to its end, as `job logs -f` does."),
 )
 def submit(session: Session, args: Namespace) -> None:
@@ -151,7 +150,6 @@ def submit(session: Session, args: Namespace) -> None:
     body |= given(
         gate=given(eval_id=args.gate, pass_rate_at_least=args.pass_rate_at_least) or None,
         metadata=dict(args.metadata or ()) or None,
-        held=args.hold or None,
     )
     body["method"] = {"type": args.method, args.method: block}
     with kept_if_taken(session) as made:

@@ -90,8 +90,6 @@ def rotate(session: Session, args: Namespace) -> None:
     """
     answer = session.client.post(f"{_KEYS}/{segment(args.id)}/rotate")
     _show_secret(session, answer, f"Key {answer['name']} has a new secret, and the old one is refused.")
-    if not session.as_json and (removed := answer.get("first_key_file_removed")) is not None:
-        output.say(f"{removed} had the old one and was removed.")
 
 
 def _show_secret(session: Session, answer: dict[str, Any], text: str) -> None:
@@ -138,27 +136,25 @@ def list_keys(session: Session, args: Namespace) -> None:
 @command(
     "forget",
     opt("--owner NAME", "As `appliance key list` shows it.", required=True),
-    flag("--models", "Models trained on their files go too."),
-    flag("--cancel", "Cancel what has not ended, instead of refusing."),
-    flag("--yes", "Do it; without it, show what would go."),
+    flag("--yes", "Do it, and cancel what has not ended; without it, show what would go."),
 )
 def forget(session: Session, args: Namespace) -> None:
     """Forget a person: their keys, files, responses and their name.
 
     Deleted are files, uploads, stored responses and chat completions, batches and the folders of jobs; keys
-    are revoked; usage and the audit log stay, under a pseudonym. Models trained on the files are listed;
-    --models deletes them too, in every tier. Names of models stay, in usage too.
+    are revoked; usage and the audit log stay, under a pseudonym. Models trained on the files are listed, and
+    stay until `appliance model rm` deletes them. Names of models stay, in usage too.
 
     Examples:
-      appliance forget --owner ann --cancel --models --yes
+      appliance forget --owner ann --yes
     """
     if not args.yes:
         session.show(session.client.get(_FORGET, owner=args.owner))
         raise CommandFailed(f"nothing was done: --yes forgets {args.owner}, which cannot be undone")
     answer = until(
-        lambda: session.client.post(_FORGET, picked(args, "owner models cancel")),
+        lambda: session.client.post(_FORGET, {"owner": args.owner}),
         lambda now: now["done"],
-        lambda now: (f"waiting for the end of {', '.join(now['waits_for'][:5])}", None, None),
+        lambda now: (f"waiting for the end of {', '.join(now['unfinished'][:5])}", None, None),
         _FORGET_WAIT_S,
         f"forgetting {args.owner}",
     )

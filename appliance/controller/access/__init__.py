@@ -1,5 +1,5 @@
 """What a caller may see, keep and spend: models by owner, names, quotas, spending, free disk.
 
 Never: Authenticates; the caller passes a principal.
-Begin with quotas.py.
+Begin with limits.py.
 """

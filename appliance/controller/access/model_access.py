@@ -1,18 +1,142 @@
-"""Decides which models exist for a key: what its owner made or is shared with, narrowed by the key's list if any.
+"""Names of models: which are valid, how fine-tuned models are named, and which version a name means; and which models
+exist for a key: what its owner made or is shared with, narrowed by the key's list if any.
 
 The gateways apply the same rule to the table (`gateway.table.Principal`): a request finds the same models in both.
 """
 
 from __future__ import annotations
 
-from appliance.controller.access.naming import Resolved, model_of, resolve
-from appliance.controller.interfaces.errors import BadRequest, Forbidden, NotFound, shown
+import re
+import string
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import StringConstraints
+
+from appliance.controller.interfaces.errors import Forbidden, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, INFERENCE, Principal
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
 from appliance.store.rows import JobRow, ModelRow, VersionRow
+from weights.format.names import version_name
+
+# Printable ASCII without blanks: names are sent in header lines and paths. No leading dot or slash, no "@" (it
+# separates a version).
+_MODEL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:/-]{0,254}[A-Za-z0-9._:-])?\Z")
+_STABLE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
+_NOT_IN_SUFFIX = re.compile(r"[^a-z0-9_.-]+|\.\.+")
+MAX_SUFFIX = 64
+STABLE_NAME_RULE = "1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit, without '..'"
+SUFFIX_RULE = "a string of at most 64 characters, with a letter from a to z or a digit"
+MODEL_NAME_RULE = "letters, digits, '.', '_', ':', '-' and '/', at most 256, beginning with a letter or digit"
+
+
+# Owner and name of a key: used in header lines, tables and lists. Not models.EVERYBODY.
+OwnerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._ @-]{0,63}$")]
+# A name by which a client calls a model, including a checkpoint's and `MODEL@VERSION`: used in the gateways' table and
+# in header lines. One rule for all external input.
+CallableName = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,512}$")]
+
+
+def is_model_name(name: str) -> bool:
+    return bool(_MODEL_NAME.match(name)) and ".." not in name and "//" not in name
+
+
+def suffix_in_name(suffix: str) -> str:
+    """The form that a job's suffix has in a model's name, as OpenAI makes it: in lower case, with "-" for characters
+    that a name cannot have; "" if nothing is left."""
+    return _NOT_IN_SUFFIX.sub("-", suffix.lower()).strip("-._")
+
+
+def is_suffix(suffix: str) -> bool:
+    return len(suffix) <= MAX_SUFFIX and bool(suffix_in_name(suffix))
+
+
+def fine_tuned_name(base: str, organization: str, suffix: str | None) -> str:
+    """`ft:{base}:{organization}:{suffix}:{8 characters}`, as OpenAI names them; the suffix may be empty."""
+    assert set(organization) <= set(string.ascii_lowercase + string.digits + "-")
+    return f"ft:{base}:{organization}:{suffix_in_name(suffix or '')}:{new_id('', 8)}"
+
+
+def is_stable_name(name: str) -> bool:
+    """Whether the owner of a job may choose this name for its model. Without ":" and "/": such a name is nobody's
+    checkpoint, no fine-tuned model that the box names itself, and no model of a hub's organisation."""
+    return bool(_STABLE_NAME.match(name)) and is_model_name(name)
+
+
+def version_prefix(job: JobRow) -> str:
+    """The prefix of the names of a job's versions: under a stable name there are also versions of other jobs."""
+    return f"{job.id.removeprefix('ftjob-')[:8]}-" if job.stable_name else ""
+
+
+def checkpoint_name(job: JobRow, step: int) -> str:
+    return f"{job.output_model}{models.CHECKPOINT_MARK}{version_prefix(job)}{version_name(step)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The meaning of a public name: a checkpoint, `MODEL@VERSION` (pinned), or the model with its active version."""
+
+    name: str
+    model: ModelRow
+    version: VersionRow
+    is_checkpoint: bool = False
+    pinned: bool = False
+
+    @property
+    def quantization(self) -> str | None:
+        """The form of its quantised layers; None without any."""
+        form: str | None = self.version.meta.get("quantization", self.model.info.get("quantization"))
+        return form
+
+
+def resolve(db: Database, name: str) -> Resolved | None:
+    """Returns None for an unknown name, and for a model without an active version."""
+    model = models.find(db, name)
+    if model is not None:
+        version = models.active(db, model)
+        return Resolved(name, model, version) if version else None
+    version = models.find_checkpoint(db, name)
+    if version is not None:
+        model = models.find(db, version.model)
+        return Resolved(name, model, version, is_checkpoint=True) if model else None
+    model_name, at, version_name = name.rpartition(models.VERSION_MARK)
+    if at:
+        model, version = models.find(db, model_name), models.find_version(db, model_name, version_name)
+        return Resolved(name, model, version, pinned=True) if model and version else None
+    return None
+
+
+def model_of(db: Database, name: str) -> str:
+    """The model that a public name refers to, whether it exists or not."""
+    if models.find(db, name) is not None:
+        return name
+    checkpoint = models.find_checkpoint(db, name)
+    return checkpoint.model if checkpoint is not None else name.rpartition(models.VERSION_MARK)[0] or name
+
+
+def made_by_jobs(db: Database, name: str) -> bool:
+    """Whether jobs make the model of this name, or will: nothing else may bring a version of it in."""
+    row = models.find(db, name)
+    made = row is not None and row.job_id is not None
+    return made or bool(jobs.unfinished_making(db, name))
+
+
+def root_base(db: Database, model: ModelRow) -> str:
+    """The base model of a chain of fine-tuned ones: tuning `ft:starter:…` again makes another `ft:starter:…`."""
+    seen = {model.id}
+    while model.base is not None and model.base not in seen:
+        seen.add(model.base)
+        below = models.find(db, model.base)
+        if below is None:
+            return model.base
+        model = below
+    return model.id
+
+
+# --- which models exist for a key
 
 
 def unknown_model(name: str, param: str = "model") -> NotFound:
@@ -76,40 +200,14 @@ def caller_may_use(db: Database, caller: Principal, name: str) -> bool:
     return not names.isdisjoint(row.models) or any(jobs.has_made(db, owner, one) for one in names)
 
 
-def check_may_ask(db: Database, caller: Principal, name: str, *, chats: bool = True, param: str = "model") -> None:
-    """A caller who makes the box ask a model needs the scope of inference, whatever the route. chats: it is asked for a
-    chat completion. param: of the request, that names the model. Raises Forbidden, NotFound for a model that the caller
-    may not use, and BadRequest for one that does not chat."""
+def check_may_ask(db: Database, caller: Principal, name: str, param: str = "model") -> None:
+    """A caller who makes the box ask a model needs the scope of inference, whatever the route. param: of the request,
+    that names the model. Raises Forbidden, and NotFound for a model that the caller may not use."""
     if not caller.may(INFERENCE):
         raise Forbidden(INFERENCE)
-    check_asked(db, caller, name, chats=chats, param=param)
-
-
-def check_asked(db: Database, caller: Principal, name: str, *, chats: bool, param: str) -> None:
-    """As `check_may_ask`, of work whose key had the scope. Raises NotFound, BadRequest."""
     lacks_version = "@" in name and models.find(db, name) is None and resolve(db, name) is None
     if lacks_version or not caller_may_use(db, caller, name):
         raise unknown_model(name, param)
-    if chats and (why := _why_no_chat(db, name)):
-        raise BadRequest(f"{why}.", param, "model_not_supported")
-
-
-def _why_no_chat(db: Database, name: str) -> str:
-    """Why this model takes no conversation, before an engine is started for it; "" if it does, or if it is unknown
-    whether it has a template."""
-    found = resolve(db, name)
-    if found is None:
-        return ""
-    model, version = found.model.id, found.version
-    if adapter := version.meta.get("adapter"):  # its base's engine answers
-        model = adapter["base"]
-        version = models.find_version(db, model, adapter["base_version"]) or version
-    if version.meta.get("chat_template", True) or model in models.settings_with_chat_template(db):
-        return ""
-    return (
-        f"The model `{name}` has no chat template, so it knows no conversations: ask it with /v1/completions, or give "
-        "it one with `appliance model deploy MODEL --chat-template FILE`"
-    )
 
 
 def base_of(db: Database, job: JobRow) -> Resolved | None:

@@ -1,4 +1,5 @@
-"""/admin/v1: status, metrics, tiers, doctor, audit, hand-overs, logs: the routes for operating the box as a whole."""
+"""/admin/v1: the routes for operating the box as a whole: status, metrics, tiers, doctor, audit, hand-overs, logs;
+devices and their holders, energy, nodes."""
 
 from __future__ import annotations
 
@@ -10,17 +11,18 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import StringConstraints
 from starlette.responses import PlainTextResponse
 
-from appliance.controller.access.spending import ending_soon
 from appliance.controller.admin.metrics import ControllerCollector, read_engines
-from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.context import ControllerContext, name_of
 from appliance.controller.devices import cordons
-from appliance.controller.devices.mode import floor_notes, mode_in_force
+from appliance.controller.devices.mode import floor_notes, mode_in_force, of_job
 from appliance.controller.http.resource import RECENT, list_object, part
-from appliance.controller.http.routers import Status, answer, needs
+from appliance.controller.http.routers import Readings, Status, StrictBody, answer, audited, needs
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.principal import ADMIN, METRICS, READ, Caller
+from appliance.controller.jobs.events import add_message
 from appliance.controller.openai.job_routes import job_object
 from appliance.store.database import Database, Part
 from appliance.store.objects import jobs
@@ -34,6 +36,7 @@ _LOG_BYTES = 256 * 1024
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
     db, logs = context.db, Path(context.box["data_dir"]) / "logs"
+    device_routes(context, router)
 
     @router.get("/status", response_model=dict[str, Any])
     async def status(now: Status, caller: Caller) -> Response:
@@ -53,14 +56,13 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
         def of_store() -> dict[str, Any]:
             holds = mode_in_force(db, now["serving_floor"], time.time()).policy
-            expiring = ending_soon(db, time.time()) if caller.is_admin else []
             return {
                 **of_loop,
                 "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
                 "devices": cordons.metered(cordons.in_view(db, now["devices"]), readings),
                 "jobs": [job_object(row, context.config.organization) for row in jobs.list_unfinished(db)],
                 "handover": handover_by_id(db, now["handover"]),
-                "notes": [*now["notes"], *floor_notes(holds, len(now["devices"])), *load.notes, *expiring],
+                "notes": [*now["notes"], *floor_notes(holds, len(now["devices"])), *load.notes],
             }
 
         return await answer(of_store)
@@ -188,3 +190,84 @@ def _moved(verb: str, detail: Mapping[str, Any]) -> tuple[int | None, float | No
         # Read while processes start: most of the step is not copying, so no rate is computed.
         return detail.get("bytes"), None, "shared memory" if detail.get("bytes") else None
     return None, None, None
+
+
+# --- devices, power and nodes
+
+
+class Drain(StrictBody):
+    reason: Annotated[str, StringConstraints(max_length=512)] = ""
+
+
+def device_routes(context: ControllerContext, router: APIRouter) -> None:
+    db = context.db
+
+    def known(device_id: str) -> dict[str, Any]:
+        """Raises NotFound."""
+        for device in cordons.in_view(db, context.scheduler.status()["devices"]):
+            if device["id"] == device_id:
+                return device
+        message = f"The box has no device {shown(device_id)}; `appliance gpu list` shows them."
+        raise NotFound(message, "device_id", "device_not_found")
+
+    @router.get("/devices")
+    def devices(now: Status, readings: Readings) -> dict[str, Any]:
+        return {"object": "list", "data": cordons.metered(cordons.in_view(db, now["devices"]), readings)}
+
+    @router.post("/devices/{device_id:path}/drain")
+    @audited("device.drain", "holder")
+    async def drain(device_id: str, caller: Caller, body: Drain | None = None) -> dict[str, Any]:
+        """The device's holder moves elsewhere, and no new holder gets it until `undrain`. Idempotent; GET /devices
+        shows when it is free."""
+        device, reason = known(device_id), body.reason if body else ""
+        holder, by = device["holder"], name_of(context, caller)
+        with db.transaction():
+            fresh = cordons.drain(db, device, reason, by, time.time())
+            if fresh and holder and holder["kind"] == "job" and jobs.find(db, holder["id"]):
+                # Its owner reads this, and knows no names of others' keys.
+                why = f": {reason}" if reason else ""
+                text = f"Device {device_id} is drained by an operator{why}; the job moves off it."
+                add_message(db, holder["id"], text, level="warn", data={"device": device_id, "reason": reason})
+        context.scheduler.nudge(f"drain of {device_id}", by)
+        return known(device_id)
+
+    @router.post("/devices/{device_id:path}/undrain")
+    @audited("device.undrain")
+    async def undrain(device_id: str, caller: Caller) -> dict[str, Any]:
+        """Return the device to use. Idempotent."""
+        cordons.undrain(db, known(device_id))
+        context.scheduler.nudge(f"undrain of {device_id}", name_of(context, caller))
+        return known(device_id)
+
+    @router.get("/power")
+    def power(
+        readings: Readings, since_s: Annotated[float, Query(ge=0, le=1e11, description="Unix time")] = 0.0
+    ) -> dict[str, Any]:
+        """The power limit in force, and the energy of each job that had not ended by `since_s`, in all its time.
+        `meters`: how many devices count energy at all."""
+        now_s = time.time()
+        return {
+            "object": "list",
+            "limits": context.power.status(),
+            "meters": sum(one.energy_j is not None for one in readings.values()),
+            "since_s": since_s,
+            "until_s": now_s,
+            "data": [
+                {"job": row.id, "metered_s": row.metered_s, **(of_job(db, row, now_s) or {})}
+                for row in jobs.list_metered(db, since_s)
+            ],
+        }
+
+    @router.get("/nodes")
+    async def nodes() -> dict[str, Any]:
+        """Each node: one that does not answer within a second has `answered_s` null."""
+        return {"object": "list", "data": context.nodes.status()}
+
+    @router.delete("/nodes/{name}")
+    @audited("node.forget", "devices")
+    async def forget_node(name: str, caller: Caller) -> dict[str, Any]:
+        """Remove a lost node's devices from the list. The node may still join again."""
+        if (devices := cordons.forget(db, name)) is None:
+            message = f"The box has lost no node {shown(name)}; `appliance gpu list` shows those of lost ones. A node"
+            raise NotFound(f"{message} that is there leaves with Ctrl-C or SIGTERM.", "name", "node_not_lost")
+        return {"id": name, "deleted": True, "devices": devices}

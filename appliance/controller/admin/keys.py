@@ -1,34 +1,37 @@
-"""/admin/v1/keys: create, list, revoke; /admin/v1/me: the asker's own; /admin/v1/usage: what they spent. A new key is
-shown once; revoking reaches the gateways at once. One that expires is revoked by the box."""
+"""/admin/v1/keys: create, list, revoke; /admin/v1/me: the asker's own; /admin/v1/usage: what they spent; and
+/admin/v1/forget: deletes the data of a person who leaves. A new key is shown once; revoking reaches the gateways at
+once. One that expires is revoked by the box."""
 
 from __future__ import annotations
 
+import asyncio
+import glob
+import json
 import logging
+import secrets
+import shutil
 import time
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
-from appliance.controller.access.model_access import caller_of
-from appliance.controller.access.naming import CallableName, OwnerName, model_of
+from appliance.controller.access.model_access import CallableName, OwnerName, caller_of, model_of
 from appliance.controller.context.context import ControllerContext, record
+from appliance.controller.files import storage
 from appliance.controller.http.resource import list_object, part
-from appliance.controller.http.routers import audited, needs
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import StrictBody, audited, needs, unaudited
 from appliance.controller.interfaces.config import OwnerBounds, Scope
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, ANY, FINE_TUNING, INFERENCE, READ, Caller, Principal
-from appliance.controller.jobs.wanted import pause_jobs_of, pause_jobs_without_model
+from appliance.controller.jobs.wanted import ask, pause_jobs_of, pause_jobs_without_model
 from appliance.controller.openai.new_job import Priority
-from appliance.paths import BoxPaths
-from appliance.store.database import Part
+from appliance.store.database import TABLES, Database, Part
 from appliance.store.errors import DuplicateRow
-from appliance.store.objects import models
+from appliance.store.objects import evals, files, jobs, models
 from appliance.store.records import keys, usage
-from appliance.store.rows import KeyRow, columns
+from appliance.store.rows import UNFINISHED, KeyRow, columns
 from runtime.logs import minute
 
 log = logging.getLogger("appliance.controller")
@@ -80,6 +83,7 @@ class KeyCreate(KeyLimits):
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
     db = context.db
+    forget_routes(context, router)
 
     @router.get("/me")
     @needs(*ANY)
@@ -148,7 +152,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             renewed, key = keys.renew(db, row.id)
             record(context, caller, "key.rotate", row.id, name=row.name)
         context.spending.publish_keys()
-        return key_view(renewed) | {"key": key, "first_key_file_removed": _drop_first_key(context, row)}
+        return key_view(renewed) | {"key": key}
 
     @router.delete("/keys/{id_or_name}")
     async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
@@ -222,7 +226,6 @@ def end_key(context: ControllerContext, key_id: str, caller: Principal, action: 
         detail = {kind: ids for kind, ids in stopped.items() if ids}
         record(context, caller, action, row.id, name=row.name, **detail)
     context.tasks.end_key(row.id)
-    _drop_first_key(context, row)
     return stopped
 
 
@@ -237,16 +240,130 @@ async def end_expired(context: ControllerContext) -> None:
         context.scheduler.nudge(f"{len(ended)} keys have expired")
 
 
-def _drop_first_key(context: ControllerContext, row: KeyRow) -> str | None:
-    """Remove the file with the box's first key if it has the secret that this key had: whoever set the box up from it
-    later got 401. Returns its path; None if it has another or is gone."""
-    path = BoxPaths.of(Path(context.box["data_dir"])).first_key
-    try:
-        if keys.fingerprint(path.read_text(errors="replace").strip()) != row.sha256:
-            return None
-        path.unlink()
-    except OSError as error:
-        if path.exists():
-            log.warning("%s, which may have a key that has ended, stays: %s", path, error)
-        return None
-    return str(path)
+# --- a person who leaves
+#
+# Deleted: files, uploads, stored responses, batches, evals, job folders and events. Kept without the name: usage, the
+# audit log, jobs. Revoked: the keys. Models that were trained on their files are listed. Repeating the request
+# continues where the last one stopped. A row belongs to its own owner, or to the owner of the key it was made with.
+
+
+_COUNTED = ("files", "uploads", "batches", "responses", "jobs", "evals")
+_WAITED_FOR = ("jobs", "batches", "responses", "eval_runs")
+_NAMED = (("audit", "target"), ("model_settings", "by_whom"), ("handovers", "asked_by"))
+"""Columns that say by the name of a key or an owner who did something; the texts of `_NAMED_IN` are JSON."""
+_NAMED_IN = (("audit", "detail"), ("box", "value"))
+Owner = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class Forget(StrictBody):
+    """owner: as in keys."""
+
+    owner: Owner
+
+
+def forget_routes(context: ControllerContext, router: APIRouter) -> None:
+    @router.get("/forget")
+    @needs(ADMIN)  # it names an owner's keys
+    def show(owner: Annotated[Owner, Query()]) -> dict[str, Any]:
+        """What the box has of this owner. Changes nothing."""
+        return {"owner": owner, "done": False, **_stored_of(context.db, owner)}
+
+    @router.post("/forget")
+    @unaudited  # its own rows, of keys and with a pseudonym
+    async def forget(body: Forget, caller: Caller) -> dict[str, Any]:
+        """End an owner's work, delete what is stored of it, and take its name out of what stays. `done` false: the work
+        in `unfinished` has not ended yet; ask again."""
+        db, owner = context.db, body.owner
+        # Once each: a client that asks every half second would restart what ends the work of a key over and over.
+        for row in keys.list_all(db, "owner = ? AND revoked_s IS NULL", owner):
+            end_key(context, row.id, caller, "key.revoke")
+        context.spending.publish_keys()
+        for job_id in _ids(db, "jobs", owner, f"{UNFINISHED['jobs']} AND wanted != 'cancel'"):
+            ask(context, job_id, "cancel", caller)
+        stored = await asyncio.to_thread(_stored_of, db, owner)
+        if stored["unfinished"]:
+            return {"owner": owner, "done": False, **stored}
+        pseudonym = f"forgotten-{secrets.token_hex(4)}"
+        await asyncio.to_thread(_delete, context, owner)
+        await asyncio.to_thread(rename, db, owner, pseudonym)
+        context.spending.publish_keys()
+        counts = {kind: stored[kind] for kind in _COUNTED}
+        record(context, caller, "owner.forget", pseudonym, keys=len(stored["keys"]), **counts)
+        await asyncio.to_thread(db.empty_log)  # what was deleted stands there until it is written over
+        return {"owner": owner, "done": True, "pseudonym": pseudonym, **stored}
+
+
+def _stored_of(db: Database, owner: str) -> dict[str, Any]:
+    # One of several versions is enough.
+    models_of_files = db.column(
+        f"WITH given AS (SELECT id FROM files WHERE {_mine('files')}), known AS (SELECT id FROM jobs WHERE"
+        f" {_mine('jobs')} OR training_file IN given OR validation_file IN given)"
+        " SELECT id FROM models WHERE job_id IN known"
+        " OR id IN (SELECT model FROM versions WHERE job_id IN known) ORDER BY seq",
+        [owner],
+    )
+    return {
+        "keys": [row.name for row in keys.list_all(db, "owner = ?", owner)],
+        "models": models_of_files,
+        "unfinished": [row_id for table in _WAITED_FOR for row_id in _ids(db, table, owner, UNFINISHED[table])],
+        **{kind: len(_ids(db, kind, owner)) for kind in _COUNTED},
+    }
+
+
+def _ids(db: Database, table: str, owner: str, where: str = "1") -> list[str]:
+    return db.column(f"SELECT id FROM {table} WHERE {_mine(table)} AND {where} ORDER BY seq", [owner])
+
+
+def _mine(table: str) -> str:
+    """A condition that the row's owner, or the owner of the key it was made with, is ?1."""
+    columns, of_key = TABLES[table][0], "key_id IN (SELECT id FROM keys WHERE owner = ?1)"
+    return f"(owner = ?1 OR {of_key})" if "owner" in columns else of_key
+
+
+def _delete(context: ControllerContext, owner: str) -> None:
+    """Delete the owner's bytes and rows, but for those that `rename` keeps."""
+    db = context.db
+    for kind in ("eval_runs", "evals"):
+        for row_id in _ids(db, kind, owner):
+            evals.delete(db, row_id)
+    file_ids = _ids(db, "files", owner)
+    for job_id in _ids(db, "jobs", owner):
+        file_ids += jobs.get(db, job_id).result_files
+        shutil.rmtree(context.jobs_dir / job_id, ignore_errors=True)
+        # W&B's files on the box have the job's name, its tags and its project.
+        for run in (context.files_dir.parent / "tracking" / "wandb").glob(f"*run-*-{glob.escape(job_id)}-*"):
+            shutil.rmtree(run, ignore_errors=True)
+        for table in ("job_events", "job_judges"):
+            db.delete(table, "job_id = ?", [job_id])
+    for file_id in file_ids:
+        if (row := files.find(db, file_id, viewer=None, now_s=0)) is not None:
+            storage.remove(context, row)
+    for upload_id in _ids(db, "uploads", owner):
+        shutil.rmtree(context.uploads_dir / upload_id, ignore_errors=True)
+    for table in ("uploads", "batches", "responses", "idempotency"):
+        db.delete(table, _mine(table), [owner])
+
+
+def rename(db: Database, owner: str, pseudonym: str) -> None:
+    """Give the owner's keys, jobs and what else stays a pseudonym. What the owner wrote goes: a job's suffix and
+    metadata, details of what was done. Call it on a thread: it reads whole tables."""
+    known = keys.list_all(db, "owner = ?", owner)
+    with db.transaction():
+        db.execute(
+            "UPDATE jobs SET metadata = NULL, integrations = NULL, suffix = NULL, reason = '',"
+            f" error = json_set(error, '$.message', '(forgotten)') WHERE {_mine('jobs')}",
+            [owner],
+        )
+        db.execute("UPDATE audit SET detail = '{}' WHERE key_id IN (SELECT id FROM keys WHERE owner = ?)", [owner])
+        for name in {owner, *(row.name for row in known)}:
+            for table, column in _NAMED:
+                db.execute(f"UPDATE {table} SET {column} = ?2 WHERE {column} = ?1", [name, pseudonym])
+            quoted = [json.dumps(name), json.dumps(pseudonym)]
+            for table, column in _NAMED_IN:
+                db.execute(f"UPDATE {table} SET {column} = replace({column}, ?1, ?2) WHERE instr({column}, ?1)", quoted)
+        for number, key in enumerate(known, 1):
+            keys.update(db, key.id, name=f"{pseudonym}-{number}", subject="")
+        # Every table with an owner, so that one that is added later is not left out.
+        tables = "SELECT m.name FROM sqlite_master AS m, pragma_table_info(m.name) AS c WHERE c.name = 'owner'"
+        for table in db.column(f"{tables} AND m.type = 'table'"):
+            db.execute(f"UPDATE {table} SET owner = ?2 WHERE owner = ?1", [owner, pseudonym])

@@ -28,21 +28,16 @@ from joserfc.errors import JoseError
 from pydantic import Field
 
 from appliance.controller.context.context import ControllerContext, record
-from appliance.controller.http.routers import audited, make_router, needs, unaudited
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import StrictBody, audited, make_router, needs, unaudited
 from appliance.controller.interfaces.config import OidcSettings
 from appliance.controller.interfaces.errors import ApiError, NotFound, shown
 from appliance.controller.interfaces.principal import ANY, GATEWAY, Caller
 from appliance.store.records import keys, page_sessions
 from appliance.store.rows import KeyRow, PageSessionRow, columns
 
-IDLE_S = 8 * 3600.0
-"""Without a touch of its person's."""
-LONGEST_S = 7 * 86400.0
+LASTS_S = 24 * 3600.0
 COOKIE = "x-appliance-cookie"
 """For the gateway, which makes a cookie of it (`gateway.server.controller`); no client sees it."""
-MOVED_BY_S = 300.0
-"""A smaller step of its end is not worth a table for all gateways."""
 
 # Public keys alone: with the secret's own family, whoever knows the secret could sign.
 ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
@@ -64,12 +59,6 @@ class SessionBegin(StrictBody):
 def routes(context: ControllerContext, router: APIRouter) -> APIRouter:
     db = context.db
 
-    def known(session_id: str) -> PageSessionRow:
-        """Raises NotFound."""
-        if (row := page_sessions.find(db, session_id)) is None:
-            raise _unknown(session_id)
-        return row
-
     @router.post("/sessions", status_code=201)
     @needs(*ANY)
     async def exchange(body: SessionBegin, request: Request, response: Response, caller: Caller) -> dict[str, Any]:
@@ -88,28 +77,13 @@ def routes(context: ControllerContext, router: APIRouter) -> APIRouter:
         rows = page_sessions.list_live(db, time.time(), caller.viewer)
         return {"object": "list", "data": [view(context, row) for row in rows]}
 
-    @router.post("/sessions/{session_id}/touch")
-    @needs(*ANY)
-    @unaudited  # its person is still at the page
-    async def touch(session_id: str, caller: Caller) -> dict[str, Any]:
-        """Its person is there: its end moves on, at most to seven days after its beginning."""
-        row = known(session_id)
-        if row.id != caller.session:
-            raise _unknown(session_id)
-        now_s = time.time()
-        until_s = min(now_s + IDLE_S, row.created_s + LONGEST_S)
-        if until_s - row.until_s >= MOVED_BY_S:
-            page_sessions.update(db, row.id, seen_s=now_s, until_s=until_s)
-            context.spending.publish_keys()
-        return view(context, known(session_id))
-
     @router.delete("/sessions/{session_id}")
     @needs(*ANY)
     @audited("session.end")
     async def end(session_id: str, response: Response, caller: Caller) -> dict[str, Any]:
-        row = known(session_id)
-        if caller.viewer not in (None, keys.owner_of(db, row.key_id)):
-            raise _unknown(session_id)
+        row = page_sessions.find(db, session_id)
+        if row is None or caller.viewer not in (None, keys.owner_of(db, row.key_id)):
+            raise NotFound(f"No login of the page with the id {shown(session_id)}.", "id", "session_not_found")
         page_sessions.end(db, row.id)
         context.spending.publish_keys()
         if row.id == caller.session:
@@ -125,9 +99,9 @@ def _begin(
     """A new login of this key, as the API shows it, with the page's half of the token; the other half is in a header of
     the response. secure: the cookie travels by TLS alone."""
     now_s, agent = time.time(), request.headers.get("user-agent", "")[:200]
-    row, cookie, page = page_sessions.create(context.db, key_id, agent=agent, now_s=now_s, until_s=now_s + IDLE_S)
+    row, cookie, page = page_sessions.create(context.db, key_id, agent=agent, now_s=now_s, until_s=now_s + LASTS_S)
     context.spending.publish_keys()
-    response.headers[COOKIE] = f"{row.id}={cookie}; Max-Age={LONGEST_S:.0f}{'; Secure' if secure else ''}"
+    response.headers[COOKIE] = f"{row.id}={cookie}; Max-Age={LASTS_S:.0f}{'; Secure' if secure else ''}"
     return view(context, row) | {"page": page}
 
 
@@ -139,8 +113,7 @@ def view(context: ControllerContext, row: PageSessionRow) -> dict[str, Any]:
         "key_id": row.key_id,
         "key": key.name if key else None,
         "owner": keys.owner_of(context.db, row.key_id),
-        **columns(row, "agent created_s seen_s until_s"),
-        "ends_s": row.created_s + LONGEST_S,
+        **columns(row, "agent created_s until_s"),
     }
 
 
@@ -148,10 +121,6 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
     """Forget those whose time is over, also at gateways, which then cut off what they still ask."""
     if page_sessions.forget_ended(context.db, now_s):
         context.spending.publish_keys()
-
-
-def _unknown(session_id: str) -> NotFound:
-    return NotFound(f"No login of the page with the id {shown(session_id)}.", "id", "session_not_found")
 
 
 # --- by a provider

@@ -11,7 +11,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, get_args
 
 import httpx
@@ -193,20 +193,16 @@ class ControllerCollector(Collector):
         failed = sorted({TRAINING_FAILED: 0, **jobs.failed_by_code(db)}.items())
         yield Series("jobs_failed", "Failed jobs that are kept, by error.", "code", [([c], n) for c, n in failed])
         newest = {row.id: step for row in running for step in jobs.last_metrics(db, row.id, 1)}
-        computed: dict[str, tuple[str, Callable[[JobRow], float | None]]] = {
-            "job_devices": ("Devices that a running job holds.", lambda row: len(row.devices)),
-            "job_mfu_ratio": (
-                "Share of its devices' bfloat16 rate, as their maker says it, that a running job's model uses.",
-                self._mfu,
-            ),
-        }
+        labels = [(row.id, row.model) for row in running]
         for name, text, field in _JOB_METERS:
-            yield Series(name, text, "job model", [((row.id, row.model), getattr(row, field)) for row in running])
+            yield Series(name, text, "job model", zip(labels, (getattr(row, field) for row in running), strict=True))
         for name, text, field in _STEP_METERS:
-            steps = [((row.id, row.model), getattr(newest.get(row.id), field, None)) for row in running]
-            yield Series(name, text, "job model", steps)
-        for name, (text, read) in computed.items():
-            yield Series(name, text, "job model", [((row.id, row.model), read(row)) for row in running])
+            steps = (getattr(newest.get(row.id), field, None) for row in running)
+            yield Series(name, text, "job model", zip(labels, steps, strict=True))
+        held = zip(labels, (len(row.devices) for row in running), strict=True)
+        yield Series("job_devices", "Devices that a running job holds.", "job model", held)
+        text = "Share of its devices' bfloat16 rate, as their maker says it, that a running job's model uses."
+        yield Series("job_mfu_ratio", text, "job model", zip(labels, map(self._mfu, running), strict=True))
         ranks = [
             ((row.id, row.model, str(rank), device), seconds)
             for row in running

@@ -1,4 +1,4 @@
-"""/admin/v1/mode: the mode that divides the devices, its schedule, and a preview of what a mode would do."""
+"""/admin/v1/mode: the mode that divides the devices, its schedule, and what a mode would do."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from appliance.controller.devices.mode import (
     Mode,
     floor_notes,
     mode_in_force,
-    mode_windows,
     policy_of,
     read_mode,
     window_of,
     write_mode,
 )
-from appliance.controller.http.routers import audited, unaudited
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import StrictBody, audited, unaudited
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, BadRequest, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import Caller
 from appliance.store.ids import new_id
@@ -31,7 +29,7 @@ from appliance.store.records import windows
 from appliance.store.rows import WindowRow, columns
 from scheduler.core.errors import InvalidSchedule
 from scheduler.core.workload import Policy, PolicyKind
-from scheduler.loop.mode_schedule import Window, preview
+from scheduler.loop.mode_schedule import Window
 
 LONGEST_WAIT_S = 900.0
 Cron = Annotated[str, StringConstraints(min_length=1, max_length=128)]
@@ -126,20 +124,6 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         windows.insert(db, row)
         context.scheduler.nudge(f"window {row.id} was added", name_of(context, caller))
         return row_view(row)
-
-    @router.get("/mode/schedule/preview")
-    async def show_preview(hours: Annotated[float, Query(gt=0, le=24 * 31)] = 24.0) -> dict[str, Any]:
-        """The modes of the coming hours, one entry per change."""
-        mode, least = read_mode(db), floor()
-        by_hand = policy_of(mode, least), mode.since_s
-        # Seconds, where a window comes each minute.
-        segments = await asyncio.to_thread(preview, mode_windows(db, least), *by_hand, time.time(), hours)
-        data = [
-            {"from_s": holds.since_s, "to_s": holds.until_s, **_policy(holds.policy)}
-            | {name: one.id if (one := getattr(holds, name)) else None for name in ("window", "overridden")}
-            for holds in segments
-        ]
-        return {"object": "list", "data": data}
 
     @router.delete("/mode/schedule/{window_id}")
     @audited("mode.schedule.remove")

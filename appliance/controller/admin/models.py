@@ -1,5 +1,6 @@
-"""/admin/v1/models: list and show models, their deployments, engine settings, versions and canaries.
-The CLI relies on the keys of the views.
+"""/admin/v1/models: import, list and show models, their deployments, engine settings, versions and canaries;
+/admin/v1/operations: imports, each a task with a row of its own that has its progress and its result. The CLI relies on
+the keys of the views.
 
 Names contain ":" and may contain "/": clients send them percent-encoded in one segment or plain, hence `{name:path}`.
 """
@@ -10,34 +11,45 @@ import asyncio
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
 from pydantic import Field, StringConstraints, ValidationError
 
-from appliance.controller.access.model_access import stored_model, stored_version, unknown_model
+from appliance.controller.access.model_access import (
+    MODEL_NAME_RULE,
+    caller_of,
+    is_model_name,
+    made_by_jobs,
+    stored_model,
+    stored_version,
+    unknown_model,
+)
 from appliance.controller.context.context import ControllerContext, name_of, record
 from appliance.controller.context.scheduler import ModelStates, SchedulerStatus
+from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.http.resource import RECENT, list_object
-from appliance.controller.http.routers import Status, answer, audited
-from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
+from appliance.controller.http.routers import Status, StrictBody, answer, audited
+from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.jobs import settings as job_settings
 from appliance.controller.models import activation
 from appliance.controller.models.activation import Canaries
+from appliance.controller.models.imported import adapter_base, register
 from appliance.models.errors import TemplateRefused
 from appliance.models.trial import try_template
 from appliance.store.database import Database, Part
+from appliance.store.ids import new_id
 from appliance.store.objects import models
-from appliance.store.records import canaries, deployments
-from appliance.store.rows import MODEL_SETTINGS, DeploymentRow, ModelRow, VersionRow, columns
+from appliance.store.records import canaries, deployments, operations
+from appliance.store.rows import MODEL_SETTINGS, DeploymentRow, ModelRow, OperationRow, TaskRow, VersionRow, columns
 from runtime.errors import words_of_check
 from serve.core.model_settings import ModelSettings, with_system_prompt
 from weights.format.tool_template import with_tools
 
 Replicas = Annotated[int, Field(ge=0, le=65536)]
-Version = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 _NEVER_NULL = ("min_replicas", "tensor_parallel", "pinned")
 # What an adapter has of its own: its host's engines are kept for it. Everything else is a matter of those engines.
 _OF_ADAPTERS = ("min_replicas", "pinned")
@@ -64,18 +76,18 @@ class Change(StrictBody):
 
 
 class Pin(StrictBody):
-    version: Version
+    version: Text
     pinned: bool
 
 
 class Rollback(StrictBody):
-    version: Version | None = None
+    version: Text | None = None
 
 
 class Canary(StrictBody):
     """share: fraction of the requests, 0.1 for one in ten. watch_s: how long it is watched, in seconds."""
 
-    version: Version
+    version: Text
     share: Annotated[float, Field(gt=0, le=0.9)] = 0.1
     auto: bool = False
     watch_s: Annotated[float, Field(gt=0, le=30 * 86400)] = 600.0
@@ -85,6 +97,7 @@ class Canary(StrictBody):
 def routes(context: ControllerContext, router: APIRouter, compared: Canaries) -> None:
     """Add the routes to the admin router; after all others below /models, as names may contain slashes."""
     db = context.db
+    _import_routes(context, router)
     _version_routes(context, router, compared)
     _settings_routes(context, router)
 
@@ -306,7 +319,13 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
         before, devices = _settings(db, name), context.sizes.devices(name)
         if body.number is not None and body.set:
             raise InvalidValue("Give either 'set' or 'number'.", "number")
-        wanted = _parsed(merged(before, body.set) if body.number is None else _settings(db, name, body.number))
+        asked = merged(before, body.set) if body.number is None else _settings(db, name, body.number)
+        try:
+            wanted = ModelSettings.model_validate(asked)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise InvalidValue(f"{where}: {words_of_check(first['msg'])}", f"set.{where}") from error
         _check_size(context, model, version, devices, wanted)
         if wanted.chat_template is not None:
             text = with_system_prompt(with_tools(wanted.chat_template), wanted.system_prompt or "")
@@ -340,23 +359,9 @@ def merged(before: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Settings after a change; null removes."""
     after = dict(before)
     for name, value in changes.items():
-        if name in ("engine_args", "sampling") and isinstance(value, dict):
-            value = {k: v for k, v in {**after.get(name, {}), **value}.items() if v is not None} or None
-        if value is None:
-            after.pop(name, None)
-        else:
-            after[name] = value
-    return after
-
-
-def _parsed(body: dict[str, Any]) -> ModelSettings:
-    try:
-        return ModelSettings.model_validate(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        message = words_of_check(first["msg"])
-        raise InvalidValue(f"{where}: {message}", f"set.{where}") from error
+        inside = name in ("engine_args", "sampling") and isinstance(value, dict)
+        after[name] = (merged(after.get(name, {}), value) or None) if inside else value
+    return {name: value for name, value in after.items() if value is not None}
 
 
 def _check_size(
@@ -368,3 +373,135 @@ def _check_size(
     if wanted.max_model_len is not None and (size.max_model_len or wanted.max_model_len) < wanted.max_model_len:
         own = size.shortened or f"the model was made for {size.max_model_len:,} tokens"
         raise InvalidValue(f"max_model_len {wanted.max_model_len:,} does not fit: {own}.", "set.max_model_len")
+
+
+# --- imports; after a restart one starts over from what is on disk
+
+
+OPERATIONS = "operations"
+PROGRESS_EVERY_S = 0.5
+"""Progress is written to the store at most this often, but for a new message."""
+
+
+class Import(StrictBody):
+    """origin: where the files of a path came from, kept as the model's source. as_version: a further version of the
+    base model `name`, which answers nobody until it is a canary or is chosen."""
+
+    source: Text
+    origin: Text | None = None
+    name: Text | None = None
+    base: Text | None = None
+    revision: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{1,255}$")] | None = None
+    as_version: bool = False
+
+
+def _import_routes(context: ControllerContext, router: APIRouter) -> None:
+    """Add the routes to the admin router; before those of models, whose names may contain slashes."""
+    db = context.db
+
+    @router.post("/models/import", status_code=202)
+    async def import_model(body: Import, caller: Caller) -> dict[str, Any]:
+        for field, text in (("source", body.source), ("origin", body.origin or "")):
+            if not text.isprintable():
+                raise InvalidValue(f"The {field} contains control characters.", field)
+        if (name := body.name) is not None:
+            if not is_model_name(name):
+                raise InvalidValue(f"Invalid model name {shown(name)}: expected {MODEL_NAME_RULE}.", "name")
+            if name.startswith("ft:"):
+                raise InvalidValue("Names that begin with 'ft:' belong to fine-tuned models.", "name")
+            existing = models.find(db, name)
+            if body.as_version and (existing is None or existing.kind != "base"):
+                raise InvalidValue(f"{shown(name)} is not a base model of this box.", "name")
+            if not body.as_version and (existing is not None or made_by_jobs(db, name)):
+                remedy = "delete it first or choose another name"
+                raise Conflict(f"The model {shown(name)} exists, or a job makes it; {remedy}.", "name", "model_exists")
+        context.quotas.disk.check()  # only the import itself finds out how much more it needs
+        arguments = {
+            **columns(body, "source origin name revision as_version"),
+            "adapter": await _adapter(context, body),
+        }
+        target, progress = name or body.source, {"done": 0, "total": None, "unit": "", "message": "starting"}
+        with db.transaction():
+            for twin in operations.list_all(db, "state = 'running' AND target = ?", target):
+                text = f"import of {shown(target)} is already running as operation {twin.id}."
+                raise Conflict(text, code="operation_running")
+            row = OperationRow(new_id("op_"), "import", target, "running", time.time(), progress=progress)
+            operations.insert(db, row)
+            context.tasks.start(OPERATIONS, row.id, caller.key_id, **arguments)
+            record(context, caller, "model.import", target, **body.model_dump())
+        return {"operation": operation_view(row)}
+
+    @router.get("/operations")
+    def list_operations(part: Annotated[Part, RECENT]) -> dict[str, Any]:
+        return list_object(operations.page(db, **part), operation_view)
+
+    @router.get("/operations/{operation_id}")
+    def operation(operation_id: str) -> dict[str, Any]:
+        if (row := operations.find(db, operation_id)) is None:
+            raise NotFound(f"No operation {shown(operation_id)}.", "id", "operation_not_found")
+        return {"operation": operation_view(row)}
+
+
+def operation_view(row: OperationRow) -> dict[str, Any]:
+    return columns(row, "id kind target state progress error result created_s ended_s")
+
+
+async def _adapter(context: ControllerContext, body: Import) -> dict[str, Any] | None:
+    """The arguments of `ModelLibrary.import_adapter`; None for a whole model. Raises BadRequest, Conflict."""
+    try:
+        ops = context.model_ops
+        found = await ops.run(ops.library.find_adapter, body.source, name=body.name, revision=body.revision)
+    except OperationFailed as error:
+        raise BadRequest(str(error), "source", error.code) from error
+    if found is not None:
+        name, trained_on, revision = found
+        return {"name": name, "revision": revision, **adapter_base(context, name, trained_on, body.base)}
+    if body.base is not None:
+        why = f"A base belongs to an adapter (adapter_config.json), and {shown(body.source)} is not one."
+        raise InvalidValue(why, "base")
+    return None
+
+
+def import_kind(context: ControllerContext) -> Kind:
+    """The kind of task that imports are."""
+    db, ops = context.db, context.model_ops
+
+    async def run(task: TaskRow) -> None:
+        """Raises TaskFailed."""
+        row = operations.find(db, task.id)
+        if row is None or row.state != "running":
+            return
+        progress, write_s = row.progress, 0.0
+
+        def report(done: float, total: float | None, unit: str, message: str) -> None:
+            """Called from any thread."""
+            nonlocal progress, write_s
+            is_new = message != progress["message"]
+            progress = {"done": done, "total": total, "unit": unit, "message": message}
+            if is_new or time.monotonic() >= write_s:
+                operations.update(db, task.id, progress=progress)
+                write_s = time.monotonic() + PROGRESS_EVERY_S
+
+        given = task.arguments
+        source, adapter = given["source"], given["adapter"]
+        try:
+            if adapter is not None:
+                options = {**adapter, "base_path": Path(adapter["base_path"])}
+                made, origin = await ops.run(ops.library.import_adapter, source, report=report, **options), None
+            else:
+                names = {"name": given["name"], "revision": given["revision"]}
+                made, origin = await ops.run(ops.library.import_model, source, report=report, **names), given["origin"]
+            caller = caller_of(db, task.key_id)
+            serves = not given["as_version"]
+            result = await register(context, made, caller, source=origin or made.source, adapter=adapter, serves=serves)
+        except OperationFailed as error:
+            raise TaskFailed(error.code, str(error)) from error
+        operations.update(db, row.id, state="succeeded", result=result, progress=progress, ended_s=time.time())
+
+    async def fail(task: TaskRow, error: TaskFailed) -> None:
+        row = operations.find(db, task.id)
+        if row is not None and row.state == "running":
+            failure = {"code": error.code, "message": str(error), "param": None}
+            operations.update(db, row.id, state="failed", error=failure, ended_s=time.time())
+
+    return Kind(OPERATIONS, run, fail, "operation")

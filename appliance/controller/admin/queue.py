@@ -1,4 +1,4 @@
-"""/admin/v1/queue, and an operator's changes to jobs: order, bounds, hold and release."""
+"""/admin/v1/queue, and an operator's changes to jobs: order and bounds."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 from fastapi import APIRouter
 
 from appliance.controller.context.context import ControllerContext, name_of
-from appliance.controller.http.routers import Status, audited
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import Status, StrictBody, audited
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue
-from appliance.controller.interfaces.principal import Caller, Principal
+from appliance.controller.interfaces.principal import Caller
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.settings import Wish, nodes_of
 from appliance.controller.jobs.wanted import JOBS, pause_reason
@@ -49,39 +48,19 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         ]
         return {"object": "list", "data": data, "owners": _owners(data)}
 
-    def changed(caller: Principal, row: JobRow, verb: str, text: str, **changes: Any) -> dict[str, Any]:
-        with db.transaction():
-            jobs.update(db, row.id, **changes)
-            add_message(db, row.id, text)
-        context.scheduler.nudge(f"{verb} of {row.id}", name_of(context, caller))
-        return job_object(jobs.get(db, row.id), context.config.organization)
-
     @router.patch("/jobs/{job_id}")
     @audited("job.update")
     async def update(job_id: str, body: JobUpdate, caller: Caller) -> dict[str, Any]:
-        row, fields = _unfinished(context, caller, job_id), body.model_dump(exclude_unset=True)
+        row, fields = JOBS.known(db, job_id, caller), body.model_dump(exclude_unset=True)
+        if row.finished or row.wanted == "cancel":
+            message = f"The fine-tuning job {job_id} is {job_phase(row)}; it cannot be changed any more."
+            raise Conflict(message, "fine_tune_id", "invalid_job_state")
         text = ", ".join(f"{name} {'none' if value is None else value}" for name, value in fields.items())
-        return changed(caller, row, "update", f"Changed by an operator: {text}.", **_changes(context, row, fields))
-
-    @router.post("/jobs/{job_id}/hold")
-    @audited("job.hold")
-    async def hold(job_id: str, caller: Caller) -> dict[str, Any]:
-        """It keeps its state and waits."""
-        text = f"Held by an operator; it keeps its state and waits. `appliance job release {job_id}` starts it."
-        return changed(caller, _unfinished(context, caller, job_id), "hold", text, held=1)
-
-    @router.post("/jobs/{job_id}/release")
-    @audited("job.release")
-    async def release(job_id: str, caller: Caller) -> dict[str, Any]:
-        return changed(caller, _unfinished(context, caller, job_id), "release", "Released by an operator.", held=0)
-
-
-def _unfinished(context: ControllerContext, caller: Principal, job_id: str) -> JobRow:
-    row = JOBS.known(context.db, job_id, caller)
-    if row.finished or row.wanted == "cancel":
-        message = f"The fine-tuning job {job_id} is {job_phase(row)}; it cannot be changed, held or released any more."
-        raise Conflict(message, "fine_tune_id", "invalid_job_state")
-    return row
+        with db.transaction():
+            jobs.update(db, row.id, **_changes(context, row, fields))
+            add_message(db, row.id, f"Changed by an operator: {text}.")
+        context.scheduler.nudge(f"update of {row.id}", name_of(context, caller))
+        return job_object(jobs.get(db, row.id), context.config.organization)
 
 
 def _changes(context: ControllerContext, row: JobRow, fields: dict[str, Any]) -> dict[str, Any]:
@@ -105,9 +84,7 @@ def _entry(job: dict[str, Any], position: int, planned: dict[str, Any] | None, p
         reason, message = planned["reason"], paused or planned["message"]
     else:
         reason, message = VALIDATING if job["phase"] == "validating" else SUBMITTED
-    names = (
-        "id owner phase priority devices min_devices max_devices allowed_sizes deadline_s preemptible held created_s"
-    )
+    names = "id owner phase priority devices min_devices max_devices allowed_sizes deadline_s preemptible created_s"
     return {"position": position, **{name: job[name] for name in names.split()}, "reason": reason, "message": message}
 
 

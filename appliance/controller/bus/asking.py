@@ -21,7 +21,7 @@ import msgspec
 import orjson
 
 from appliance.controller.interfaces.errors import error_object
-from appliance.gateway.core.errors import ENGINE_FAILED, OVERLOADED
+from appliance.gateway.core.errors import ENGINE_FAILED
 from appliance.gateway.core.table import OPEN
 from appliance.store.database import Database
 from appliance.store.ids import new_id
@@ -31,7 +31,6 @@ CONNECT_S = 5.0
 AWAY_RETRY_S = 1.0
 QUOTA_RETRY_S = 30.0
 """After a used-up quota, which the gateway refuses without `Retry-After`."""
-MOST_RETRY_S = 60.0
 NOT_AWAKE = "no engine of the model is awake"
 Body = dict[str, Any] | Callable[[], Awaitable[dict[str, Any]]]
 
@@ -79,7 +78,6 @@ class Asking:
         self._client = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=timeout)
         self._db, self._table, self._wants_changed = db, table, wants_changed
         self._wanted: Counter[str] = Counter()
-        self._refused: Counter[str | None] = Counter()  # by key: requests that wait to be sent again
         self._refusals: dict[tuple[str | None, str], str] = {}  # by key and model
 
     @property
@@ -141,15 +139,8 @@ class Asking:
             if retry_s is None:
                 return answer
             self._refusals[key_id, model] = answer.error
-            self._refused[key_id] += 1
-            try:
-                if answer.status == 429 or answer.code == OVERLOADED:
-                    # The longer the more requests of the key wait, or all would come again at once for one that may go.
-                    spread_s = retry_s * self._refused[key_id] * random.uniform(0.5, 1.5)  # noqa: S311
-                    retry_s = min(spread_s, max(MOST_RETRY_S, retry_s))
-                await asyncio.sleep(retry_s)
-            finally:
-                self._refused[key_id] -= 1
+            # Or all requests of a key would come again at once for one that may go.
+            await asyncio.sleep(retry_s * random.uniform(1, 3))  # noqa: S311
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -17,19 +17,114 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import orjson
+from msgspec import Struct, json
 
-from appliance.controller.bus.load import MESSAGE, Arrivals, Load, Report, Usage
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.store.database import Database
 from appliance.store.records import box
 from runtime.background_tasks import BackgroundTasks
 from runtime.network import private_socket
+
+
+class ModelLoad(Struct, frozen=True):
+    """Requests for one model. held: waiting for a replica. waiting_prompt_tokens: of requests known to have no first
+    token yet; prompt_tokens: of all. computed_part: tokens that engines compute for an estimated one.
+    prefill_tokens_per_s: of one replica. None where unknown.
+
+    arrived_prompts: since the gateway began, requests by bucket of their prompt tokens
+    (`appliance.gateway.core.table`)."""
+
+    inflight: int = 0
+    held: int = 0
+    last_request_s: float | None = None
+    tpot_p95_s: float | None = None
+    waiting_prompt_tokens: int = 0
+    prompt_tokens: int = 0
+    computed_part: float | None = None
+    prefill_tokens_per_s: float | None = None
+    arrived_prompts: dict[int, int] = {}
+
+
+class VersionLoad(Struct, frozen=True):
+    """Counts for one version since a canary began. first_byte, duration: those that succeeded, by bucket of their time
+    (`appliance.gateway.core.table`)."""
+
+    requests: int = 0
+    errors: int = 0
+    first_byte: dict[int, int] = {}
+    duration: dict[int, int] = {}
+
+
+class CanaryLoad(Struct, frozen=True):
+    since_s: float
+    versions: dict[str, VersionLoad]
+
+
+class ReplicaLoad(Struct, frozen=True):
+    inflight: int = 0
+
+
+class Report(Struct, frozen=True, tag_field="type", tag="load"):
+    """generation: of the table that the gateway has applied; -1 of none. started_s: Unix time at which its process
+    began. notes: for users. certificate_expires_s: of the endpoint's certificate, None without TLS."""
+
+    gateway: str = ""
+    generation: int = -1
+    replicas: dict[str, ReplicaLoad] = {}
+    models: dict[str, ModelLoad] = {}
+    canaries: dict[str, CanaryLoad] = {}
+    started_s: float = 0.0
+    notes: list[str] = []
+    certificate_expires_s: float | None = None
+
+    def of_canary(self, model: str, since_s: float) -> Mapping[str, VersionLoad]:
+        """Counts by version of the canary of this model that began then."""
+        counted = self.canaries.get(model)
+        return counted.versions if counted is not None and counted.since_s == since_s else {}
+
+
+class Usage(Struct, frozen=True, tag_field="type", tag="usage"):
+    rows: list[dict[str, Any]]
+
+
+MESSAGE = json.Decoder(Report | Usage)
+"""Raises msgspec.DecodeError."""
+
+
+class Arrivals:
+    """What arrived since it was last taken, from reports that count since the gateway's start.
+
+    A gateway that was there before `since_s` (Unix time) counts from its first report: a restarted controller would
+    take days of traffic for one burst. A name that a report lacks left the table, and counts from nothing later.
+    """
+
+    def __init__(self, since_s: float):
+        self._since_s = since_s
+        self._last: Report | None = None
+        self._new: dict[str, Counter[int]] = {}
+
+    def add(self, report: Report) -> None:
+        last, self._last = self._last, report
+        if last is not None and report.started_s == last.started_s:
+            before = last.models
+        else:
+            before = report.models if report.started_s < self._since_s else {}
+        for name, row in report.models.items():
+            known = Counter(before.get(name, ModelLoad()).arrived_prompts)
+            self._new.setdefault(name, Counter()).update(Counter(row.arrived_prompts) - known)
+
+    def take(self) -> dict[str, Counter[int]]:
+        """By model, requests by the buckets of `ModelLoad`."""
+        new, self._new = self._new, {}
+        return new
+
 
 log = logging.getLogger("appliance.controller")
 
@@ -68,14 +163,13 @@ class Bus:
         self._degraded: list[str] = []
         self._line = b""
         self._writer: asyncio.StreamWriter | None = None  # of the gateway's connection
-        self._report: Report | None = None  # its last one
+        self._report = Report()  # its last one
         self._lost_at_s = 0.0  # when its connection closed
         self._wake, self._changed = asyncio.Event(), asyncio.Event()
         self._server: asyncio.Server | None = None
         self._opened_s = 0.0
         self._ever_reported = False
         self.arrivals = Arrivals(time.time())
-        self._load = Load()  # of the last report
         self._encode()
 
     async def start(self) -> None:
@@ -119,17 +213,17 @@ class Bus:
 
     # --- listening
 
-    def load(self) -> Load:
+    def load(self) -> Report:
         """The gateway's last report, while it is connected or was lost only recently."""
         self._forget_gone()
-        return self._load
+        return self._report
 
     def inflight(self, replica_id: str) -> int:
-        return self.load().replicas.get(replica_id, 0)
+        return self.load().replicas.get(replica_id, ReplicaLoad()).inflight
 
     async def wait_applied(self, generation: int) -> None:
         """Returns when the gateway routes by a table at least as new."""
-        await self._wait(lambda: self._writer is None or self._applied >= generation)
+        await self._wait(lambda: self._writer is None or self._report.generation >= generation)
 
     async def caught_up(self) -> None:
         """Returns when a connected gateway routes by the current table, after `CATCH_UP_S` at the latest."""
@@ -146,19 +240,14 @@ class Bus:
         start."""
         await self._wait(lambda: self._is_drained(replica_id))
 
-    @property
-    def _applied(self) -> int:
-        """The generation of the gateway's table; -1 before its first report."""
-        return -1 if self._report is None else self._report.generation
-
     def _is_drained(self, replica_id: str) -> bool:
         replicas = (replica for model in self.models.values() for replica in model["replicas"])
         if any(replica["id"] == replica_id and replica["state"] == "open" for replica in replicas):
             return False
-        if self._writer is None and self._report is None:
+        if self._writer is None and self._report.generation < 0:
             return True
         # The newest table, not just the one that closed the replica: one rule, and the gateway lags only briefly.
-        return self._applied >= self.generation and not self.inflight(replica_id)
+        return self._report.generation >= self.generation and not self.inflight(replica_id)
 
     async def _wait(self, done: Callable[[], bool]) -> None:
         while True:
@@ -174,7 +263,7 @@ class Bus:
 
     def _forget_gone(self) -> None:
         if self._writer is None and self._now_s() - self._lost_at_s >= self._config.gateway_gone_after_s:
-            self._report, self._load = None, Load()
+            self._report = Report()
 
     # --- the connection
 
@@ -210,7 +299,7 @@ class Bus:
         if isinstance(report, Usage) or self._writer is not writer:
             return
         self.arrivals.add(report)
-        self._report, self._load = report, Load.of(report)
+        self._report = report
         self._ever_reported = True
         self._changed.set()
         with self._background.guard("what load reports set off"):

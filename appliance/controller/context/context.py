@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from anyio import CapacityLimiter
 
 from appliance.backup import LastBackup
-from appliance.controller.access.quotas import Quotas
-from appliance.controller.access.spending import Spending
+from appliance.controller.access.limits import Quotas, Spending
 from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus
 from appliance.controller.context.model_files import LibraryOps

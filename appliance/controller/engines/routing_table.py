@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from appliance.controller.access.naming import resolve
-from appliance.controller.access.spending import Spending
-from appliance.controller.bus.bus import Bus
+from appliance.controller.access.limits import Spending
+from appliance.controller.access.model_access import resolve
+from appliance.controller.bus.bus import Bus, ModelLoad
 from appliance.controller.bus.demand_learning import Traffic
-from appliance.controller.bus.load import ModelLoad
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.store.database import Database
 from appliance.store.objects import models

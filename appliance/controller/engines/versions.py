@@ -10,7 +10,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from appliance.config import BoxConfig
-from appliance.controller.access.naming import Resolved, resolve
+from appliance.controller.access.model_access import Resolved, resolve
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.paths import BoxPaths
 from appliance.store.database import Database

@@ -1,5 +1,5 @@
 """Evaluations by OpenAI's API: graders over items, run with answers that a model of the box gives or that the data has.
 
 Never: Grades anything itself (train.graders), or takes an engine from interactive requests.
-Begin with eval_routes.py, then runner.py.
+Begin with evals.py.
 """

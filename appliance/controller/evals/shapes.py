@@ -4,18 +4,26 @@ the chat completion that makes a sample of an item, and the objects that are sho
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+import orjson
+from pydantic import Field, ValidationError
 
+from appliance.controller.context.tasks import TaskFailed
+from appliance.controller.grading.checks import MAX_DEPTH
+from appliance.controller.http.error_handlers import first_error
 from appliance.controller.http.resource import object_of
-from appliance.controller.http.strict_body import Metadata, StrictBody
+from appliance.controller.http.routers import Metadata, StrictBody
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
+from train.data.records import MARK
 from train.graders import graders, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
 from train.graders.graders import ModelAnswer
 from train.graders.templates import Sample
+from weights.format.foreign_json import is_deeper
 
 MAX_CRITERIA = 32
 MAX_ITEMS = 10_000
@@ -23,15 +31,6 @@ MAX_DATA_BYTES = 64 << 20
 MAX_ENTRY_BYTES = 1 << 20
 NO_ERROR = {"code": "", "message": ""}
 """The SDK's types have an error in every run and sample; without a failure, it is empty."""
-_SAMPLE_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "output_text": {"type": "string"},
-        "output_json": {},
-        "output_tools": {"type": "array", "items": {"type": "object"}},
-        "choices": {"type": "array", "items": {"type": "object"}},
-    },
-}
 
 
 class CustomConfig(StrictBody):
@@ -117,8 +116,7 @@ def check_sampled(source: Sampled) -> None:
     if isinstance(messages, Template):
         texts = [part for at, one in enumerate(messages.template) for part in one.parts(f"{path}.template.{at}")]
     elif "{" in messages.item_reference:
-        why = "is a template, and names a list of messages: item.messages, without braces"
-        raise InvalidGrader(f"{path}.item_reference", why)
+        raise InvalidGrader(f"{path}.item_reference", "names a list of messages, without braces: item.messages")
     else:
         texts = [(f"{path}.item_reference", f"{{{{{messages.item_reference}}}}}")]
     for param, text in texts:
@@ -180,11 +178,44 @@ def sample_of(given: dict[str, Any] | None) -> Sample:
     )
 
 
+def entries(path: Path) -> Iterator[tuple[Entry, int]]:
+    """Entries of a JSONL file, each with its bytes. Raises TaskFailed."""
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(iter(partial(file.readline, MAX_ENTRY_BYTES + 1), b""), 1):
+                if number > MAX_ITEMS:
+                    raise TaskFailed("invalid_data", f"The file has more than {MAX_ITEMS} lines.")
+                if len(line) > MAX_ENTRY_BYTES:
+                    raise TaskFailed("invalid_data", f"Line {number} is longer than {MAX_ENTRY_BYTES} bytes.")
+                if text := line.removeprefix(MARK).strip():
+                    yield _entry(number, text), len(text)
+    except OSError as error:
+        raise TaskFailed("file_unreadable", f"The file could not be read: {error}") from None
+
+
+def _entry(number: int, line: bytes) -> Entry:
+    """Raises TaskFailed."""
+    try:
+        # The parser of requests reads it: pydantic's accepts NaN, and integers that no engine takes.
+        entry = Entry.model_validate(orjson.loads(line))
+    except orjson.JSONDecodeError as error:
+        raise TaskFailed("invalid_data", f"Line {number} is not JSON: {error}.") from None
+    except ValidationError as error:
+        first = first_error(error.errors(include_url=False, include_input=False))
+        where = ".".join(map(str, first["loc"])) or "the line"
+        why = f'is not {{"item": {{...}}, "sample": {{...}}}}: {where}: {first["msg"]}'
+        raise TaskFailed("invalid_data", f"Line {number} {why}.") from None
+    if is_deeper(entry.item, MAX_DEPTH) or is_deeper(entry.sample, MAX_DEPTH):
+        raise TaskFailed("invalid_data", f"Line {number} is nested deeper than {MAX_DEPTH} levels.")
+    return entry
+
+
 # --- objects
 
 
 def eval_object(row: EvalRow) -> dict[str, Any]:
-    properties: dict[str, Any] = {"item": row.item_schema} | ({"sample": _SAMPLE_SCHEMA} if row.include_sample else {})
+    sample = {"sample": {"type": "object"}} if row.include_sample else {}
+    properties: dict[str, Any] = {"item": row.item_schema, **sample}
     schema = {"type": "object", "properties": properties, "required": list(properties)}
     config = {"type": "custom", "schema": schema}
     return object_of(row, "eval", "name metadata", data_source_config=config, testing_criteria=row.criteria)

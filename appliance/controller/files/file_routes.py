@@ -1,9 +1,9 @@
 """/v1/files and /v1/uploads: upload, list, retrieve, content, delete
 (https://platform.openai.com/docs/api-reference/files); and a large file in parts (…/uploads).
 
-A file of a form goes straight to disk: constant memory at any size, and it is complete or absent. Its bytes go to
-`files/.incoming-<id>`, are synced, and only then renamed to `files/<id>`; the next start deletes what a crash leaves
-(`storage.sweep`).
+A file is complete or absent. Starlette spools a form's file to a nameless one on the box's disk; from there it is
+copied to `files/.incoming-<id>`, synced, and only then renamed to `files/<id>`; the next start deletes what a crash
+leaves (`storage.sweep`).
 
 Parts of an upload may arrive concurrently and in any order; `complete` names them in file order. A part is a file that
 is renamed once it is synced, so an upload continues after a restart with the parts it had; one that is sent twice is
@@ -12,15 +12,16 @@ two parts. Completing copies the parts into one file; until then the disk holds 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import io
 import os
 import shutil
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 from urllib.parse import quote
 
 import orjson
@@ -29,32 +30,32 @@ from fastapi import APIRouter, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
+from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from appliance.controller.access.quotas import disk_may_be_full
+from appliance.controller.access.limits import disk_may_be_full
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES, INCOMING_PREFIX
 from appliance.controller.http.resource import IDEMPOTENCY_KEEP_S, Resource, is_retry, object_of, part
-from appliance.controller.http.routers import FORM_BYTES, takes, unaudited
-from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, Conflict, shown
+from appliance.controller.http.routers import FORM_BYTES, StrictBody, takes, unaudited
+from appliance.controller.interfaces.errors import BadRequest, Conflict, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store.ids import new_id
-from appliance.store.objects import batches, files, uploads
+from appliance.store.objects import batches, files
+from appliance.store.rows import UPLOADS as uploads
 from appliance.store.rows import FileRow, UploadRow
 
 MAX_FILENAME_BYTES = 255
 _MAX_FIELDS = 16
 _FIELD_BYTES = 1024
-_WRITE_BYTES = 2**20
 MAX_PARTS = 10_000
 _COPY_BYTES = 2**20
 UPLOADS = Resource(
     "upload",
     "/v1/uploads",
     (FINE_TUNING,),
-    uploads.find,
+    uploads.find_visible,
     missing="No such Upload object: {}",
     fields=("filename", "purpose", "bytes"),
 )
@@ -116,7 +117,7 @@ async def _received(context: ControllerContext, request: Request, caller: Princi
     if not (is_retry(request) or "idempotency-key" in request.headers):
         context.quotas.check(caller, announced)  # before all of it has arrived
     with storage.growing(context.files_dir, file_id) as (incoming,):
-        upload = await receive(request, incoming, context.config.upload_bytes)
+        upload = await receive(request, incoming)
         fields = _form_of(upload.fields)
         keep_s, by = fields.expires_after.seconds if fields.expires_after else None, (caller.owner, caller.key_id)
         made = storage.row_of(incoming, upload.filename, fields.purpose, upload.sha256, *by, keep_s, file_id)
@@ -128,7 +129,7 @@ async def _received(context: ControllerContext, request: Request, caller: Princi
             return row
 
         identity = orjson.dumps([upload.sha256, upload.filename, upload.fields], option=orjson.OPT_SORT_KEYS)
-        return FILES.attempt(request, caller, identity).once(make)
+        return FILES.once(request, caller, identity, make)
 
 
 def _form_of(fields: dict[str, str]) -> _Form:
@@ -149,72 +150,51 @@ def _form_of(fields: dict[str, str]) -> _Form:
 
 @dataclass
 class Upload:
-    """fields: the form's text fields by name. filename: as sent, checked. size in bytes, sha256 in hex."""
+    """fields: the form's text fields by name. filename: as sent, checked. sha256 in hex."""
 
     filename: str
-    size: int
     sha256: str
     fields: dict[str, str]
 
 
-class _Hashed(io.BufferedWriter):
-    """A new file, and the SHA-256 of what is written to it."""
-
-    def __init__(self, path: Path, limit_bytes: int):
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        super().__init__(io.FileIO(handle, "wb"), _WRITE_BYTES)
-        self.sha256, self.size, self._limit_bytes = hashlib.sha256(), 0, limit_bytes
-
-    def write(self, data: bytes) -> int:  # type: ignore[override]
-        self.sha256.update(data)
-        self.size += len(data)
-        if self.size > self._limit_bytes:
-            raise BodyTooLarge(self._limit_bytes, param="file")
-        return super().write(data)
-
-    def finish(self) -> None:
-        self.flush()
-        os.fsync(self.fileno())
-
-
-class _Parser(MultiPartParser):
-    """Starlette's, which writes the form's one file to `target` on threads."""
-
-    target: _Hashed
-
-    def on_headers_finished(self) -> None:
-        super().on_headers_finished()
-        if (file := self._current_part.file) is not None:
-            file.file.close()
-            file.file = self.target  # type: ignore[assignment]
-
-
-async def receive(request: Request, target: Path, limit_bytes: int, part: str = "file") -> Upload:
+async def receive(request: Request, target: Path, part: str = "file") -> Upload:
     """Read a form whose one file is in the part named `part` into `target`, complete and synced on return.
 
-    The caller renames it. On any error, a disconnect included, the file is deleted. Raises BadRequest, BodyTooLarge,
-    ApiError 507 where the disk is full.
+    The caller renames it, or deletes it on any error. Raises BadRequest, and ApiError 507 where the disk is full.
     """
     content_type = request.headers.get("content-type", "")
     if not content_type.startswith("multipart/form-data"):
         why = f"Files are uploaded as multipart/form-data; the content-type {shown(content_type)} was given."
         raise BadRequest(why, code="invalid_content_type")
-    parser = _Parser(request.headers, request.stream(), max_files=1, max_fields=_MAX_FIELDS, max_part_size=_FIELD_BYTES)
+    parser = MultiPartParser(
+        request.headers, request.stream(), max_files=1, max_fields=_MAX_FIELDS, max_part_size=_FIELD_BYTES
+    )
     try:
-        with disk_may_be_full(), _Hashed(target, limit_bytes) as parser.target:
+        with disk_may_be_full():
             form = await parser.parse()
-            await to_thread.run_sync(parser.target.finish)
-        fields = {name: value for name, value in form.multi_items() if isinstance(value, str)}
-        files = {name: value for name, value in form.multi_items() if not isinstance(value, str)}
-        if part not in files:
-            raise BadRequest(f"Missing required parameter: '{part}'.", part, "missing_required_parameter")
-        filename = checked_filename(files[part].filename or "", part)
-        return Upload(filename, parser.target.size, parser.target.sha256.hexdigest(), fields)
-    except BaseException as error:
-        target.unlink(missing_ok=True)
-        if isinstance(error, MultiPartException):
-            raise BadRequest(f"The multipart body is malformed: {error.message}", code="invalid_multipart") from error
-        raise
+    except MultiPartException as error:
+        raise BadRequest(f"The multipart body is malformed: {error.message}", code="invalid_multipart") from error
+    file = form.get(part)
+    if not isinstance(file, UploadFile):
+        raise BadRequest(f"Missing required parameter: '{part}'.", part, "missing_required_parameter")
+    filename = checked_filename(file.filename or "", part)
+    sha256, _ = await to_thread.run_sync(_copied, [file.file], target)
+    await form.close()
+    return Upload(filename, sha256, {name: text for name, text in form.multi_items() if isinstance(text, str)})
+
+
+def _copied(sources: Iterable[BinaryIO], target: Path) -> tuple[str, str]:
+    """Write these one behind the other into a new file, synced on return. Returns its SHA-256 and MD5 in hex."""
+    sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
+    handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with disk_may_be_full(), os.fdopen(handle, "wb", buffering=0) as out:
+        for source in sources:
+            while piece := source.read(_COPY_BYTES):
+                sha256.update(piece)
+                md5.update(piece)
+                out.write(piece)
+        os.fsync(out.fileno())
+    return sha256.hexdigest(), md5.hexdigest()
 
 
 def checked_filename(name: str, param: str = "file") -> str:
@@ -269,7 +249,7 @@ def upload_routes(context: ControllerContext) -> APIRouter:
             uploads.insert(db, row)
             return row
 
-        return _view(context, UPLOADS.attempt(request, caller, await request.body()).once(make))
+        return _view(context, UPLOADS.once(request, caller, await request.body(), make))
 
     @router.post("/{upload_id}/parts")
     @takes(lambda config: config.upload_part_bytes + FORM_BYTES)
@@ -281,7 +261,8 @@ def upload_routes(context: ControllerContext) -> APIRouter:
         folder.mkdir(mode=0o700, exist_ok=True)
         incoming = folder / f"{INCOMING_PREFIX}{part_id}"
         try:
-            size = (await receive(request, incoming, config.upload_part_bytes, "data")).size
+            await receive(request, incoming, "data")
+            size = incoming.stat().st_size
             with db.transaction():
                 row = _pending(context, row.id, caller)  # it may have ended while its bytes arrived
                 if (size := row.part_bytes + size) > 2 * row.bytes:
@@ -336,11 +317,11 @@ async def _complete(context: ControllerContext, row: UploadRow, body: UploadComp
 
 def end_uploads(context: ControllerContext, now_s: float) -> None:
     """End expired uploads, and delete the records of those that ended long ago."""
-    for row in uploads.overdue(context.db, now_s=now_s):
+    for row in uploads.list_all(context.db, "status = 'pending' AND expires_s <= ?", now_s):
         uploads.update(context.db, row.id, status="expired")
         _remove_bytes(context, row.id)
     before_s = now_s - IDEMPOTENCY_KEEP_S - context.config.upload_open_s
-    uploads.delete_ended(context.db, before_s)
+    context.db.delete("uploads", "status != 'pending' AND created_s < ?", [before_s])
 
 
 def _pending(context: ControllerContext, upload_id: str, caller: Principal) -> UploadRow:
@@ -353,24 +334,15 @@ def _pending(context: ControllerContext, upload_id: str, caller: Principal) -> U
 
 
 def _join(row: UploadRow, folder: Path, part_ids: list[str], target: Path) -> tuple[str, str]:
-    """SHA-256 and MD5 in hex of the parts' bytes, which are synced at `target` on return. Raises BadRequest."""
+    """Join the parts at `target`, as `_copied`. Raises BadRequest."""
     sizes = {part.name: part.stat().st_size for part in folder.glob("[!.]*")} if folder.is_dir() else {}
     if unknown := [part_id for part_id in part_ids if part_id not in sizes]:
         raise BadRequest(f"{shown(unknown[0])} is not a part of {row.id}.", "part_ids", "part_not_found")
     if (size := sum(map(sizes.__getitem__, part_ids))) != row.bytes:
         why = f"The parts named hold {size} bytes together; {row.bytes} were announced."
         raise BadRequest(why, "part_ids", "upload_size_mismatch")
-    sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
-    handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with disk_may_be_full(), os.fdopen(handle, "wb", buffering=0) as out:
-        for part_id in part_ids:
-            with open(folder / part_id, "rb", buffering=0) as part:
-                while piece := part.read(_COPY_BYTES):
-                    sha256.update(piece)
-                    md5.update(piece)
-                    out.write(piece)
-        os.fsync(out.fileno())
-    return sha256.hexdigest(), md5.hexdigest()
+    with contextlib.ExitStack() as opened:
+        return _copied((opened.enter_context(open(folder / one, "rb", buffering=0)) for one in part_ids), target)
 
 
 def _remove_bytes(context: ControllerContext, upload_id: str) -> None:

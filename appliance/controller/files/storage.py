@@ -7,7 +7,6 @@ import hashlib
 import os
 import shutil
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -19,12 +18,12 @@ from pydantic import Field
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.resource import Resource, object_of
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import StrictBody
 from appliance.controller.interfaces.principal import FINE_TUNING
 from appliance.store.database import Database
 from appliance.store.ids import new_id
-from appliance.store.objects import batches, files, uploads
-from appliance.store.rows import FileRow
+from appliance.store.objects import batches, files
+from appliance.store.rows import UPLOADS, FileRow
 from runtime.replace_file import replace_file
 from train.data.check import DataReport
 from train.data_checks.process import check_apart
@@ -33,8 +32,6 @@ from train.methods.method import Method
 
 Purpose = Literal["assistants", "batch", "evals", "fine-tune", "vision", "user_data"]
 INCOMING_PREFIX = ".incoming-"
-DATA_CHECKS = "data_checks"
-"""Tasks that check what is in uploaded training data."""
 _BATCH_KEEP_S = 30 * 86400
 _CAUSES_SHOWN = 3
 APART_FROM_BYTES = 1 << 20
@@ -58,33 +55,19 @@ class ExpiresAfter(StrictBody):
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:
-    path, removed = context.files_dir / row.id, context.files_dir / f"{INCOMING_PREFIX}{row.id}"
-    try:
-        with context.db.transaction():
-            files.delete(context.db, row.id)
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(path, removed)  # after a crash here, `sweep` does as the row says
-    except BaseException:  # the row stays, as on a full disk
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(removed, path)
-        raise
-    removed.unlink(missing_ok=True)
+    files.delete(context.db, row.id)
+    (context.files_dir / row.id).unlink(missing_ok=True)
 
 
 def sweep(context: ControllerContext) -> None:
-    """Call at start, before anything is written: delete what a crash left half written or half deleted, and what is
-    left of uploads and batches that have ended. Other bytes that no row names stay: the database that knows them may
-    come back."""
+    """Call at start, before anything is written: delete what a crash left half written, and what is left of uploads
+    and batches that have ended. Other bytes that no row names stay: the database that knows them may come back."""
     for half in context.uploads_dir.glob(f"*/{INCOMING_PREFIX}*"):
         half.unlink()
     for half in context.files_dir.glob(f"{INCOMING_PREFIX}*"):
-        file_id = half.name.removeprefix(INCOMING_PREFIX)
-        if files.find(context.db, file_id, viewer=None, now_s=0) is not None:
-            half.rename(context.files_dir / file_id)
-        else:
-            half.unlink()
+        half.unlink()
     for folder in list(context.uploads_dir.iterdir()):
-        upload = uploads.find(context.db, folder.name, viewer=None)
+        upload = UPLOADS.find_visible(context.db, folder.name, viewer=None)
         if upload is not None and upload.status != "pending":
             shutil.rmtree(folder)
     for answers in list(context.batches_dir.iterdir()):
@@ -113,8 +96,6 @@ def keep(context: ControllerContext, row: FileRow, path: Path) -> None:
     """Move the bytes of a new file in place, and write its row. Call in a transaction, within `growing`."""
     os.rename(path, context.files_dir / row.id)
     files.insert(context.db, row)
-    if row.check_status == "waiting":
-        context.tasks.start(DATA_CHECKS, row.id, row.key_id)
 
 
 def row_of(
@@ -201,7 +182,6 @@ async def described(context: ControllerContext, path: Path, row: FileRow) -> Fil
         status="processed" if found.ok else "error",
         status_details=summary(found, f"/v1/files/{row.id}/errors"),
         report=report,
-        check_status="waiting" if found.ok else None,
     )
 
 
@@ -210,15 +190,11 @@ def summary(report: DataReport, errors_url: str = "") -> str | None:
     errors_url: where all of them stand, as `errors_object` shows them."""
     if not report.ok:
         # Many lines often have one cause: it is said once, with its first line.
-        causes = Counter(reason for _, reason in report.errors)
         first = {reason: line for line, reason in reversed(report.errors)}
-        shown = sorted(causes, key=first.__getitem__)[:_CAUSES_SHOWN]
-        more = {reason: f" and {causes[reason] - 1} more" if causes[reason] > 1 else "" for reason in shown}
-        lines = "; ".join(f"line {first[reason]}{more[reason]}: {reason}" for reason in shown)
-        left = report.n_errors - sum(causes[reason] for reason in shown)
-        where = f" (GET {errors_url})" if errors_url else ""
-        rest = f"; and {left} more{where}" if left > 0 else where if report.n_errors > len(shown) else ""
-        return f"{report.n_errors} bad example(s): {lines}{rest}"
+        shown = sorted(first, key=first.__getitem__)[:_CAUSES_SHOWN]
+        lines = "; ".join(f"line {first[reason]}: {reason}" for reason in shown)
+        where = f"; GET {errors_url} has all of them" if errors_url and report.n_errors > len(shown) else ""
+        return f"{report.n_errors} bad example(s): {lines}{where}"
     return "; ".join([*report.warnings, *report.notes]) or None
 
 
@@ -229,11 +205,4 @@ def errors_object(found: list[tuple[int, str]], total: int) -> dict[str, Any]:
 
 
 def file_object(row: FileRow) -> dict[str, Any]:
-    """OpenAI's object; of training data with `check`: how far the check of its contents is, and how many examples each
-    check found something in, where the row has it."""
-    check: dict[str, Any] = {"status": row.check_status}
-    if row.data_check:
-        found = row.data_check.get("checks", {})
-        check["found"] = {name: one["count"] for name, one in found.items() if one["count"]}
-    more = {"check": check} if row.check_status is not None else {}
-    return object_of(row, "file", "bytes filename purpose status status_details", **more)
+    return object_of(row, "file", "bytes filename purpose status status_details")

@@ -1,28 +1,47 @@
-"""Checks of the graders, teachers and response formats that requests have."""
+"""Checks of the graders, teachers and response formats that requests have; and /v1/fine_tuning/alpha/graders, which
+tries a grader on one sample, or only checks it (https://platform.openai.com/docs/api-reference/graders)."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import orjson
+from fastapi import APIRouter
+from pydantic import Field
 
-from appliance.controller.access.model_access import check_may_ask, unknown_model
-from appliance.controller.access.naming import Resolved
-from appliance.controller.access.naming import resolve as resolve_model
+from appliance.controller.access.model_access import Resolved, check_may_ask, unknown_model
+from appliance.controller.access.model_access import resolve as resolve_model
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.grading import in_tokens
+from appliance.controller.grading.judging import LONGEST, MADE, Grading
+from appliance.controller.http.routers import StrictBody, make_router
 from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, shown
-from appliance.controller.interfaces.principal import Principal
+from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.requests.request_check import check_body
 from serve.core.keywords import unenforced_in_tools
 from train.graders.errors import InvalidGrader, MissingField
-from train.graders.graders import Grader, LabelModel, Multi, Python, ScoreModel, check_threshold, leaves, parse, sources
+from train.graders.graders import (
+    Grader,
+    LabelModel,
+    Multi,
+    Python,
+    ScoreModel,
+    check_threshold,
+    judges,
+    leaves,
+    parse,
+    sources,
+)
+from train.graders.grading import Graded
 from train.graders.hosts import ForkBroke, GraderHosts, WorkerBroke
+from train.graders.templates import MAX_TEXT, Sample
 from train.graders.worker import refusal
+from weights.format.foreign_json import is_deeper
 
 MAX_DEPTH = 128
 """Levels of nesting in an item: it is written and read by recursion."""
@@ -40,19 +59,14 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
         raise _missing(f"{param}.{error.param}") from None
     except InvalidGrader as error:
         raise _invalid(f"{param}.{error.param}" if error.param else param, error.message, "invalid_grader") from None
-    models, forms = set[str](), set[bytes]()  # already checked: the judges of one grader mostly ask the same model
     for name, leaf in leaves(grader).items():
         if isinstance(leaf, Python) and (why := refusal()):
             raise BadRequest(f"{why[:1].upper()}{why[1:]}.", param=param, code="python_graders_unavailable")
         if isinstance(leaf, ScoreModel | LabelModel):
-            if leaf.model not in models:
-                check_may_ask(context.db, caller, leaf.model, param=param)
-                models.add(leaf.model)
-            if (form := orjson.dumps(leaf.answers_by)) not in forms:
-                field = "labels" if isinstance(leaf, LabelModel) else "range"
-                path = f"{param}.graders.{name}.{field}" if isinstance(grader, Multi) else f"{param}.{field}"
-                check_completion({"structured_outputs": leaf.answers_by}, path)
-                forms.add(form)
+            check_may_ask(context.db, caller, leaf.model, param)
+            field = "labels" if isinstance(leaf, LabelModel) else "range"
+            path = f"{param}.graders.{name}.{field}" if isinstance(grader, Multi) else f"{param}.{field}"
+            check_completion({"structured_outputs": leaf.answers_by}, path)
     return grader
 
 
@@ -119,12 +133,12 @@ def teacher_of(
         raise InvalidValue(
             f"Invalid '{param}': {shown(name)} was given, expected the name of a model (MODEL, MODEL@VERSION).", param
         )
-    check_may_ask(context.db, caller, name, chats=False, param=param)
+    check_may_ask(context.db, caller, name, param)
     teacher = resolve_model(context.db, name)
     if teacher is None:
         raise unknown_model(name, param)
-    context_tokens = context.sizes.context(teacher.model, teacher.version) or in_tokens.LONGEST
-    room, why = min(in_tokens.LONGEST, context_tokens) - in_tokens.MADE, ""
+    context_tokens = context.sizes.context(teacher.model, teacher.version) or LONGEST
+    room, why = min(LONGEST, context_tokens) - MADE, ""
     if teacher.model.task != "generate":
         why = "it makes embeddings, and a teacher says how likely a text is"
     elif longest > room:
@@ -159,3 +173,67 @@ def check_completion(fields: dict[str, Any], param: str) -> None:
         check_body(_CHAT, orjson.dumps(body), _LIMITS)
     except gateway_errors.HttpError as error:
         raise BadRequest(f"Invalid '{param}': {error.message}", param=param, code=error.code) from None
+
+
+# --- routes that try a grader
+
+
+ANSWER_WITHIN_S = 300.0
+
+
+class Validate(StrictBody):
+    grader: dict[str, Any]
+
+
+class Run(StrictBody):
+    grader: dict[str, Any]
+    model_sample: Annotated[str, Field(max_length=MAX_TEXT)]
+    item: Any = None
+
+
+def routes(context: ControllerContext, grading: Grading) -> APIRouter:
+    router = make_router("/v1/fine_tuning/alpha/graders", FINE_TUNING)
+
+    @router.post("/validate")
+    async def validate(body: Validate, caller: Caller) -> dict[str, Any]:
+        grader = grader_of(context, body.grader, caller)
+        await check_code(context.graders, grader, caller, "grader")
+        return {"grader": grader.as_given()}
+
+    @router.post("/run")
+    async def run(body: Run, caller: Caller) -> dict[str, Any]:
+        grader = grader_of(context, body.grader, caller)
+        if is_deeper(body.item, MAX_DEPTH):
+            raise InvalidValue(f"'item' is nested deeper than {MAX_DEPTH} levels.", "item")
+        sample, began_s = Sample(body.model_sample), time.perf_counter()
+        judged = await grading.ask_judges(caller.key_id, grader, sample, body.item, ANSWER_WITHIN_S)
+        (graded,) = await grading.grade(caller.key_id, grader, [(sample, body.item)], [judged])
+        if not graded.was_run:
+            message = f"The grader was not run: {'; '.join(graded.messages)}. Please retry."
+            raise ApiError(503, message, kind="server_error", code="grader_not_run")
+        return _result(grader, graded, time.perf_counter() - began_s)
+
+    return router
+
+
+def _result(grader: Grader, graded: Graded, took_s: float) -> dict[str, Any]:
+    tokens = sum(graded.tokens_by_model.values())
+    models = {judge.model for judge in judges(grader).values()}
+    return {
+        "reward": graded.reward,
+        "sub_rewards": graded.sub_rewards,
+        "metadata": {
+            "name": grader.name,
+            "type": grader.type,
+            "errors": asdict(graded.errors),
+            "execution_time": took_s,
+            "scores": graded.sub_rewards or {grader.name: graded.reward},
+            "token_usage": tokens if models else None,
+            "sampled_model_name": ", ".join(sorted(models)) or None,
+            # OpenAI's type does not have this: what went wrong, in words.
+            "messages": graded.messages,
+        },
+        "model_grader_token_usage_per_model": {
+            model: {"total_tokens": tokens} for model, tokens in graded.tokens_by_model.items()
+        },
+    }

@@ -1,6 +1,10 @@
-"""Judges the answers of models in training: rewards by the job's grader, or how likely its teacher finds them.
+"""Grades samples (models that judge are asked through the gateway, the rest is computed in another process), and judges
+the answers of models in training: rewards by the job's grader, or how likely its teacher finds them.
 
-Models are asked on behalf of the job's key. The job's events say when it waits for them or they fail.
+Models are asked on behalf of the job's key, in token ids, which need no chat template: for answers that an engine
+samples, and how likely it finds the last tokens of a text. Samples are drawn at temperature 1 from the whole
+vocabulary: what vLLM records by default (`logprobs_mode` raw_logprobs) is then the log-probability in the very
+distribution that the token was drawn from. The job's events say when judges fail.
 """
 
 from __future__ import annotations
@@ -8,32 +12,178 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from appliance.controller.bus.asking import Asking
-from appliance.controller.grading import in_tokens
-from appliance.controller.grading.grading import Grading
-from appliance.controller.grading.in_tokens import Sampled
 from appliance.controller.jobs.events import add_message
 from appliance.gateway.core.errors import ENGINES_DIED
 from appliance.store.database import Database
 from appliance.store.objects import jobs
 from appliance.store.records import keys
 from appliance.store.rows import JobRow
-from train.graders.graders import Grader, judges, parse
-from train.graders.grading import Graded
+from train.graders.errors import GradingErrors
+from train.graders.graders import Grader, ModelAnswer, judges, parse
+from train.graders.grading import Graded, requests
+from train.graders.hosts import GraderHosts, WorkerBroke
 from train.graders.templates import Sample
 from train.rollouts.samples import Prompt, Verdict
+
+URL = "/v1/completions"
+MOST_ANSWERS = 8
+"""As many as one request has at most; no engine of the box has fewer places unless it was told so."""
+MOST_TOKENS = 8192
+"""The tokens of the answers of one request together, where it has several: the controller reads them in one go."""
+LONGEST = 1 << 16
+"""Tokens of a text at most, if a client asks for its log-probabilities."""
+MADE = 1
+"""Tokens beside a scored text that have to fit an engine's context: it makes no fewer."""
+_NONE = -9999.0
+"""What vLLM writes for minus infinity, and where it knows no log-probability of the token."""
+
+
+class Sampled(NamedTuple):
+    """One answer. ids end with the token that ended it, unless it was cut; log_probs: one for each; text: without that
+    token and other special ones."""
+
+    ids: list[int]
+    log_probs: list[float]
+    text: str
+
+
+def answers_at_once(max_tokens: int) -> int:
+    """How many answers of up to this many tokens one request has."""
+    return max(1, min(MOST_ANSWERS, MOST_TOKENS // max_tokens))
+
+
+def sampling_request(
+    model: str,
+    prompt: Sequence[int],
+    *,
+    n: int,
+    seed: int,
+    max_tokens: int,
+    ends: Sequence[int],
+    form: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The body. n: answers, up to `answers_at_once`. seed: answer i has the random numbers of seed + i. ends: tokens
+    that end an answer. form: the `response_format` that answers are held to."""
+    return {
+        "model": model,
+        "prompt": list(prompt),
+        "n": n,
+        "seed": seed,
+        "max_tokens": max_tokens,
+        "stop_token_ids": list(ends),
+        # All of them: an engine takes what is left out from the model's generation_config.json.
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "logprobs": 0,  # of the sampled token alone
+        "return_token_ids": True,
+        **({"response_format": form} if form else {}),
+    }
+
+
+def samples_of(body: Any, n: int) -> list[Sampled]:
+    """The n answers of a response. Raises ValueError, in words, if one is missing or incomplete."""
+    try:
+        samples = [
+            Sampled(list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"]), choice["text"])
+            for choice in sorted(body["choices"], key=lambda choice: choice["index"])
+        ]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"an engine's samples lack tokens or log-probabilities: {error}") from error
+    if len(samples) != n or any(not one.ids or len(one.ids) != len(one.log_probs) for one in samples):
+        raise ValueError(f"{len(samples)} of {n} samples, or one without tokens or log-probabilities")
+    if any(value is None or value <= _NONE for one in samples for value in one.log_probs):
+        raise ValueError("an engine's samples lack the log-probability of a token")
+    return samples
+
+
+def scoring_request(model: str, tokens: Sequence[int]) -> dict[str, Any]:
+    """The body; `prompt_logprobs` 0: of the token itself alone."""
+    return {"model": model, "prompt": list(tokens), "max_tokens": MADE, "temperature": 0.0, "prompt_logprobs": 0}
+
+
+def scores_of(body: Any, tokens: Sequence[int], last: int) -> list[float]:
+    """The log-probability of each of the last tokens, given those before it. Raises ValueError, in words."""
+    try:
+        places = body["choices"][0]["prompt_logprobs"][-last:]
+        scores = [place[str(token)]["logprob"] for token, place in zip(tokens[-last:], places, strict=True)]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"no log-probability of a token: {error}") from error
+    for token, value in zip(tokens[-last:], scores, strict=True):
+        if value is None or not value > _NONE:
+            raise ValueError(f"{value} as the log-probability of token {token}")
+    return scores
+
+
+Judged = dict[str, tuple[dict[str, Any], ModelAnswer]]
+"""By the name of a judge, the body of the chat completion that it was sent, and its answer."""
+
+
+class Grading:
+    def __init__(self, db: Database, hosts: GraderHosts, asking: Asking):
+        self._db, self._hosts, self._asking = db, hosts, asking
+
+    async def chat(self, key_id: str | None, body: dict[str, Any], within_s: float | None = None) -> ModelAnswer:
+        """A model's answer to a chat completion, asked on behalf of this key, or in `error` why there is none."""
+        model = str(body["model"])
+        answer = await self._asking.ask(key_id, model, "/v1/chat/completions", body, within_s=within_s)
+        if answer.error:
+            return ModelAnswer(model=model, error=answer.error)
+        choice, used = answer.body["choices"][0], answer.body.get("usage") or {}
+        message = choice["message"]
+        return ModelAnswer(
+            message.get("content") or "",
+            model,
+            int(used.get("prompt_tokens") or 0),
+            int(used.get("completion_tokens") or 0),
+            int((used.get("prompt_tokens_details") or {}).get("cached_tokens") or 0),
+            refused=bool(message.get("refusal")),
+            tools=message.get("tool_calls") or [],
+            finish_reason=str(choice.get("finish_reason") or ""),
+        )
+
+    async def ask_judges(
+        self, key_id: str | None, grader: Grader, sample: Sample, item: Any, within_s: float | None = None
+    ) -> Judged:
+        """Ask the models of a grader about a sample on behalf of this key. within_s: time that each has."""
+        bodies = await asyncio.to_thread(requests, grader, sample, item) if judges(grader) else {}
+        answers = await asyncio.gather(*(self.chat(key_id, body, within_s) for body in bodies.values()))
+        return dict(zip(bodies, zip(bodies.values(), answers, strict=True), strict=True))
+
+    async def grade(
+        self,
+        key_id: str | None,
+        grader: Grader,
+        samples: Sequence[tuple[Sample, Any]],
+        judged: Sequence[Judged],
+        waited_for: bool = False,
+    ) -> list[Graded]:
+        """Rewards of samples with their items, 0 with flags where there is none.
+
+        Args:
+            judged: of each sample, from `ask_judges`.
+            waited_for: as `GraderHosts.grade` has it.
+        """
+        owner = keys.owner_of(self._db, key_id or "")
+        answers = [{name: answer for name, (_, answer) in one.items()} for one in judged]
+        try:
+            return await self._hosts.grade(owner, grader, samples, answers, waited_for)
+        except WorkerBroke as error:
+            broke = Graded(0.0, False, errors=GradingErrors(other_error=True), messages=[str(error)], was_run=False)
+            return [broke] * len(samples)
+
 
 ANSWER_WITHIN_S = 3600.0
 """How long a model that samples, judges or teaches may take; the job's devices stand still meanwhile. In mode `train` a
 person may want exactly that for a while."""
-SAY_AFTER_S = 30.0
-"""After this long without an answer the job says that it waits."""
 SAY_AGAIN_S = 600.0
 """A job says the same this often at most."""
 MOST_REWARD = 1e9
@@ -71,10 +221,9 @@ class Judging:
         item = {**record["item"], "messages": record["messages"]}
         sample_of = Sample.with_calls if record.get("tools") else Sample
         samples = [(sample_of(one.text), item) for one in answers]
-        with self.waiting(row, "judge", {one.model for one in judges(grader).values()}):
-            ask = partial(self._grading.ask_judges, row.key_id, grader, within_s=ANSWER_WITHIN_S)
-            judged = await asyncio.gather(*(ask(sample, item) for sample, item in samples))
-            graded = await self._grading.grade(row.key_id, grader, samples, judged, waited_for=True)
+        ask = partial(self._grading.ask_judges, row.key_id, grader, within_s=ANSWER_WITHIN_S)
+        judged = await asyncio.gather(*(ask(sample, item) for sample, item in samples))
+        graded = await self._grading.grade(row.key_id, grader, samples, judged, waited_for=True)
         rewards, errors = [_reward(one) for one in graded], [_error(one) for one in graded]
         if (first := next((place for place, why in enumerate(errors) if why), None)) is not None:
             counts = "counts for nothing" if rewards[first] is None else "has the reward 0"
@@ -85,12 +234,9 @@ class Judging:
     async def _teach(self, row: JobRow, teacher: str, prompt: Prompt, samples: Sequence[Sampled]) -> Verdict:
         """The teacher's log-probability of each token of an answer; None with the reason in "errors"."""
         texts = [[*prompt.tokens, *one.ids] for one in samples]
-        bodies = [in_tokens.scoring_request(teacher, tokens) for tokens in texts]
-        with self.waiting(row, f"teacher {teacher}", [teacher]):
-            ask = self._asking.ask
-            answers = await asyncio.gather(
-                *(ask(row.key_id, teacher, in_tokens.URL, body, within_s=ANSWER_WITHIN_S) for body in bodies)
-            )
+        bodies = [scoring_request(teacher, tokens) for tokens in texts]
+        ask = partial(self._asking.ask, row.key_id, teacher, URL, within_s=ANSWER_WITHIN_S)
+        answers = await asyncio.gather(*map(ask, bodies))
         if fatal := next((one for one in answers if one.code == ENGINES_DIED), None):
             # The same sample would make an engine die again in each step, and others would lose their requests with it.
             raise CannotGoOn(f"an answer of the student cannot be shown to its teacher {teacher}: {fatal.error}")
@@ -99,7 +245,7 @@ class Judging:
             why, scores = answer.error, None
             if not why:
                 try:
-                    scores = in_tokens.scores_of(answer.body, tokens, len(one.ids))
+                    scores = scores_of(answer.body, tokens, len(one.ids))
                 except ValueError as error:
                     why = f"the teacher gave {error}"
             log_probs.append(scores)
@@ -108,20 +254,6 @@ class Judging:
             ((why, _),) = counted.most_common(1)
             self._say(row, f"nothing is learnt of some answers, of which the teacher {teacher} told nothing: {why}")
         return {"log_probs": log_probs, "errors": errors}
-
-    @contextmanager
-    def waiting(self, row: JobRow, whom: str, models: Collection[str]) -> Iterator[None]:
-        """Says that the job waits for one of the models, and why, if this takes long."""
-
-        def waits() -> None:
-            if why := next(filter(None, (self._asking.why(row.key_id, model) for model in models)), ""):
-                self._say(row, f"the job waits for its {whom}, up to {ANSWER_WITHIN_S / 60:.0f} minutes: {why}")
-
-        timer = asyncio.get_running_loop().call_later(SAY_AFTER_S, waits)
-        try:
-            yield
-        finally:
-            timer.cancel()
 
     def _say(self, row: JobRow, text: str, flags: dict[str, Any] | None = None) -> None:
         """Add an event, unless the job had one of its kind lately. flags: of an error whose text varies, its kind."""

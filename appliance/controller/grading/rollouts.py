@@ -19,8 +19,16 @@ import numpy as np
 
 from appliance.controller.bus.asking import Asking
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.grading import in_tokens
-from appliance.controller.grading.judging import ANSWER_WITHIN_S, CannotGoOn, Judging
+from appliance.controller.grading.judging import (
+    ANSWER_WITHIN_S,
+    URL,
+    CannotGoOn,
+    Judging,
+    Sampled,
+    answers_at_once,
+    samples_of,
+    sampling_request,
+)
 from appliance.store.database import Database
 from appliance.store.objects import jobs
 from appliance.store.rows import JobRow
@@ -143,22 +151,21 @@ class Rollouts:
 
     async def _answered(
         self, row: JobRow, plan: SamplesPlan, model: str, prompt: Prompt, n: int
-    ) -> tuple[list[in_tokens.Sampled], Verdict]:
+    ) -> tuple[list[Sampled], Verdict]:
         """The answers to one prompt. Raises CannotGoOn."""
-        each, name, base = in_tokens.answers_at_once(plan.counts.room), policy_name(row.id), plan.spec.base_model
+        each = answers_at_once(plan.counts.room)
         parts = (self._asked(row, plan, model, prompt, first, min(each, n - first)) for first in range(0, n, each))
         try:
-            with self._judging.waiting(row, f"engine of {base}", [name]):
-                answers = [one for part in await asyncio.gather(*parts) for one in part]
+            answers = [one for part in await asyncio.gather(*parts) for one in part]
         except ValueError as error:
-            raise CannotGoOn(f"no engine of {base} samples answers: {error}") from error
+            raise CannotGoOn(f"no engine of {plan.spec.base_model} samples answers: {error}") from error
         return answers, await self._judging.verdict(row, prompt, answers)
 
     async def _asked(
         self, row: JobRow, plan: SamplesPlan, model: str, prompt: Prompt, first: int, n: int
-    ) -> list[in_tokens.Sampled]:
+    ) -> list[Sampled]:
         """Answers `first` to `first + n`. Raises ValueError, in words."""
-        body = in_tokens.sampling_request(
+        body = sampling_request(
             model,
             prompt.tokens,
             n=n,
@@ -167,10 +174,10 @@ class Rollouts:
             ends=plan.facts.ends,
             form=plan.spec.options.get("response_format"),
         )
-        answer = await self._asking.ask(row.key_id, policy_name(row.id), in_tokens.URL, body, within_s=ANSWER_WITHIN_S)
+        answer = await self._asking.ask(row.key_id, policy_name(row.id), URL, body, within_s=ANSWER_WITHIN_S)
         if answer.error:
             raise ValueError(answer.error)
-        return in_tokens.samples_of(answer.body, n)
+        return samples_of(answer.body, n)
 
     def _write(self, plan: SamplesPlan, file: SamplesFile, samples: Samples) -> None:
         """Write the file, and delete those of steps that no snapshot goes back to."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -58,7 +58,7 @@ def _shaped(request: Request, error: Exception) -> ApiError:
         return ApiError(error.status_code, message, code=code, headers=headers)
     if isinstance(error, RequestValidationError):
         first = first_error(error.errors())
-        place = _place(first["loc"], error.body)
+        place = _place(first, error.body)
         if not place:
             message = "The body must be a JSON object, sent with content-type application/json."
             return BadRequest(message, code="invalid_body")
@@ -76,27 +76,21 @@ def _shaped(request: Request, error: Exception) -> ApiError:
     return ApiError(500, message, kind="server_error", headers=NEVER_RETRY)
 
 
-def _place(loc: Sequence[str | int], value: Any) -> list[str]:
-    """The path of a mistake in a client's value. pydantic also names the branches of unions that it tried, by kinds
-    and by names of ours, which no client knows."""
-    if loc[0] != "body":
-        return [str(part) for part in loc if part not in ("query", "path", "header") and not _is_branch(part)]
+def _place(first: Mapping[str, Any], value: Any) -> list[str]:
+    """The path of a mistake in a client's value, without the branches of unions that pydantic names by kinds and by
+    names of ours, which no client knows."""
+    where, *loc = first["loc"]
+    if where != "body":
+        return [str(part) for part in loc[:1]]
     place = list[str]()
-    for number, part in enumerate(loc[1:], 2):
-        if (isinstance(value, dict) and part in value) or (
-            isinstance(value, list) and isinstance(part, int) and part < len(value)
-        ):
+    for part in loc:
+        inside = isinstance(value, dict) and part in value
+        if inside or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
             value = value[part]
-        elif number < len(loc) or not isinstance(value, dict) or _is_branch(part):
-            continue  # a missing field is the last part
+        elif first["type"] != "missing" or part is not loc[-1]:
+            continue
         place.append(str(part)[:64])
     return place
-
-
-def _is_branch(part: str | int) -> bool:
-    """Whether pydantic names a branch of a union here, by its type."""
-    branches = ("bool", "int", "float", "str", "none")
-    return isinstance(part, str) and (part in branches or "[" in part or part.startswith(("_", "constrained-")))
 
 
 def first_error(errors: Sequence[Any]) -> dict[str, Any]:
@@ -107,8 +101,6 @@ def first_error(errors: Sequence[Any]) -> dict[str, Any]:
     parent = first["loc"][:-1]
     if first["type"] == "missing":
         return next((one for one in errors if one["type"] == "extra_forbidden" and one["loc"][:-1] == parent), first)
-    if not first["loc"] or not _is_branch(first["loc"][-1]):
-        return first
     return max((one for one in errors if one["loc"][: len(parent)] == parent), key=lambda one: len(one["loc"]))
 
 

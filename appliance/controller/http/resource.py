@@ -70,9 +70,44 @@ class Resource(Generic[Row]):
         message = (self.missing or f"No {self.noun} found with id {{}}.").format(shown(row_id))
         return NotFound(message, param or self.param or f"{self.noun}_id", self.code or f"{self.noun}_not_found")
 
-    def attempt(self, request: Request, caller: Principal, body: bytes) -> Attempt[Row]:
-        """A request that creates one. body: its bytes, or of an upload what identifies it."""
-        return Attempt(self.find, request, caller, body)
+    def once(self, request: Request, caller: Principal, body: bytes, make: Callable[[], Row]) -> Row:
+        """The row that the request makes, or that an earlier attempt made.
+
+        One transaction: of two copies of a request one makes the row and the other gets it, and a crash leaves both
+        rows or none. Raises BadRequest, Conflict if the idempotency key was used with another body, and KeyRevoked for
+        an API key that has ended since.
+
+        Args:
+            body: its bytes, or of an upload what identifies it.
+            make: checks bounds and inserts the row.
+        """
+        db: Database = request.app.state.context.db
+        key, sha256 = request.headers.get("idempotency-key"), hashlib.sha256(body).hexdigest()
+        if key is not None and not (key.isprintable() and 0 < len(key) <= _MAX_KEY_CHARACTERS):
+            rule = f"expected 1 to {_MAX_KEY_CHARACTERS} printable characters"
+            raise BadRequest(f"Invalid Idempotency-Key: {shown(key, 60)}; {rule}.", code="invalid_idempotency_key")
+        of: tuple[str, str] = caller.key_id or "", request.scope["path"]  # the box itself has no key id
+        same, select = "key_id = ? AND route = ? AND idempotency_key = ?", "SELECT * FROM idempotency WHERE"
+        known: IdempotencyRow | None = None
+        with db.transaction():
+            if key is not None:
+                known = db.one(IdempotencyRow, f"{select} {same}", [*of, key])
+                if known is not None and known.body_sha256 != sha256:
+                    message = f"The Idempotency-Key {shown(key, 60)} was used with another body; use a new key."
+                    raise Conflict(message, code="idempotency_key_reused")
+            elif is_retry(request):
+                newest = "key_id = ? AND route = ? AND body_sha256 = ? AND created_s >= ? ORDER BY seq DESC LIMIT 1"
+                since_s = time.time() - RETRY_WINDOW_S
+                known = db.one(IdempotencyRow, f"{select} {newest}", [*of, sha256, since_s])
+            if known is not None and (row := self.find(db, known.resource_id, viewer=caller.viewer)) is not None:
+                return row
+            if how := keys.how_ended(db, caller.key_id):
+                raise KeyRevoked(how)
+            made = make()
+            # A second use of an idempotency key replaces the first, whose object is gone by then.
+            db.execute(f"DELETE FROM idempotency WHERE {same}", [*of, key])
+            IDEMPOTENCY.insert(db, IdempotencyRow(*of, key, sha256, made.id, time.time()))
+        return made
 
     def router(self) -> APIRouter:
         return make_router(self.prefix, *self.scopes, noun=self.noun, fields=self.fields)
@@ -104,56 +139,6 @@ class Resource(Generic[Row]):
             return view(self.known(db, row_id, caller))
 
         return router
-
-
-class Attempt(Generic[Row]):
-    """One request that creates an object, and that may be the retry of an earlier one."""
-
-    def __init__(self, find: Callable[..., Row | None], request: Request, caller: Principal, body: bytes) -> None:
-        """Raises BadRequest."""
-        self._db: Database = request.app.state.context.db
-        self._find, self._caller, self._is_retry = find, caller, is_retry(request)
-        self._key = request.headers.get("idempotency-key")
-        if self._key is not None and not (self._key.isprintable() and 0 < len(self._key) <= _MAX_KEY_CHARACTERS):
-            rule = f"expected 1 to {_MAX_KEY_CHARACTERS} printable characters"
-            message = f"Invalid Idempotency-Key: {shown(self._key, 60)}; {rule}."
-            raise BadRequest(message, code="invalid_idempotency_key")
-        # The box itself has no key id.
-        self._scope = caller.key_id or "", request.scope["path"]
-        self._sha256 = hashlib.sha256(body).hexdigest()
-
-    def earlier(self) -> Row | None:
-        """The row that an earlier attempt made. Call it before the objects that the request names are looked up: they
-        may be gone by now. Raises Conflict if the idempotency key was used with another body."""
-        select = "SELECT * FROM idempotency WHERE key_id = ? AND route = ? AND "
-        row: IdempotencyRow | None = None
-        if self._key is not None:
-            row = self._db.one(IdempotencyRow, f"{select} idempotency_key = ?", [*self._scope, self._key])
-            if row is not None and row.body_sha256 != self._sha256:
-                message = f"The Idempotency-Key {shown(self._key, 60)} was used with another body; use a new key."
-                raise Conflict(message, code="idempotency_key_reused")
-        elif self._is_retry:
-            newest = f"{select} body_sha256 = ? AND created_s >= ? ORDER BY seq DESC LIMIT 1"
-            row = self._db.one(IdempotencyRow, newest, [*self._scope, self._sha256, time.time() - RETRY_WINDOW_S])
-        return None if row is None else self._find(self._db, row.resource_id, viewer=self._caller.viewer)
-
-    def once(self, make: Callable[[], Row]) -> Row:
-        """The row that the request makes, or that an earlier attempt made. make: checks bounds and inserts the row.
-
-        One transaction: of two copies of a request one makes the row and the other gets it, and a crash leaves both
-        rows or none. Raises Conflict as `earlier` does, and KeyRevoked for an API key that has ended since.
-        """
-        with self._db.transaction():
-            if (row := self.earlier()) is not None:
-                return row
-            if how := keys.how_ended(self._db, self._scope[0]):
-                raise KeyRevoked(how)
-            row = make()
-            # A second use of an idempotency key replaces the first, whose object is gone by then.
-            same = "key_id = ? AND route = ? AND idempotency_key = ?"
-            self._db.execute(f"DELETE FROM idempotency WHERE {same}", [*self._scope, self._key])
-            IDEMPOTENCY.insert(self._db, IdempotencyRow(*self._scope, self._key, self._sha256, row.id, time.time()))
-        return row
 
 
 def is_retry(request: Request) -> bool:

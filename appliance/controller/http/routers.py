@@ -20,6 +20,7 @@ import orjson
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from starlette.types import Receive, Scope
 
 from appliance.controller.context import context
@@ -38,6 +39,9 @@ FORM_BYTES = 64 << 10
 MAX_DEPTH = 160
 """Levels: orjson reads 1,024 and writes 254."""
 _VERBS = {"POST": "update", "PATCH": "update", "PUT": "set", "DELETE": "delete"}
+_Text = Annotated[str, StringConstraints(max_length=512)]
+Metadata = Annotated[dict[Annotated[str, StringConstraints(min_length=1, max_length=64)], _Text], Field(max_length=16)]
+"""OpenAI's limits."""
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
@@ -80,6 +84,12 @@ def audited(action: str, *fields: str) -> Callable[[Endpoint], Endpoint]:
 
 
 unaudited = audited("")
+
+
+class StrictBody(BaseModel):
+    """The base of every body. An unknown field is an error, and so is a value of another type: nothing is guessed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class StrictRequest(Request):

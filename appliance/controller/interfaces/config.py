@@ -18,8 +18,6 @@ class OwnerBounds(BaseModel):
 
     unfinished: int = Field(200, ge=0)
     """Jobs, batches, runs of evaluations, responses in background and uploads that have not ended."""
-    models: int = Field(200, ge=0)
-    """Fine-tuned models; each job that has not ended counts as one."""
     bytes: int = Field(1024 * GIB, ge=0)
     """Files, versions of fine-tuned models, evaluations and their runs; an upload in progress counts twice what it
     announced. Copies of files that jobs keep until they end do not count."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from appliance.controller.access.naming import Resolved
+from appliance.controller.access.model_access import Resolved
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue
@@ -243,7 +243,7 @@ def model_stats(context: ControllerContext, base: Resolved) -> auto.ModelStats:
         tensor_slices=shape.tensor_slices,
         hidden=shape.hidden,
         heads=(shape.queries // shape.head_dim, shape.kv_heads) if shape.head_dim else (0, 0),
-        quantised=base.model.info.get("quantization") is not None,
+        quantised=base.quantization is not None,
     )
 
 

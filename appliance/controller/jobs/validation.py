@@ -16,8 +16,7 @@ from pathlib import Path
 
 from anyio import to_thread
 
-from appliance.controller.access.model_access import base_of
-from appliance.controller.access.naming import Resolved, resolve
+from appliance.controller.access.model_access import Resolved, base_of, resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed, is_full
 from appliance.controller.files import storage

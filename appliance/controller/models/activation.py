@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 from appliance.controller.access.model_access import caller_of, stored_model, stored_version
-from appliance.controller.bus.load import VersionLoad
+from appliance.controller.bus.bus import VersionLoad
 from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.interfaces.errors import Conflict, InvalidValue, NotFound, SwapFailed, shown
 from appliance.controller.interfaces.principal import Principal
@@ -191,7 +191,7 @@ class Canaries:
 
     def _loads(self, row: CanaryRow) -> dict[str, VersionLoad]:
         """Counts of gateways for the canary and for the version before it."""
-        counted = self._context.bus.load().canaries.get((row.model, row.created_s), {})
+        counted = self._context.bus.load().of_canary(row.model, row.created_s)
         return {version: counted.get(version, VersionLoad()) for version in (row.version, row.before)}
 
     def _message(self, row: CanaryRow) -> str:

@@ -12,15 +12,13 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
-from appliance.controller.access.model_access import usable_model
-from appliance.controller.access.naming import Resolved
+from appliance.controller.access.model_access import Resolved, usable_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import mode
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES
 from appliance.controller.http.resource import MOST, list_object, metadata_of, object_of, part
-from appliance.controller.http.routers import make_router, needs, unaudited
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.routers import StrictBody, make_router, needs, unaudited
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
 from appliance.controller.jobs import settings
@@ -88,18 +86,15 @@ def routes(context: ControllerContext) -> APIRouter:
 
     @router.post("")
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
-        attempt = JOBS.attempt(request, caller, await request.body())
-        if (row := attempt.earlier()) is None:
-            training = training_of(body)
-            await check_judges(context.graders, training, caller)
+        training = training_of(body)
+        await check_judges(context.graders, training, caller)
 
-            def make() -> JobRow:
-                row = insert_job(context, body, training, caller)
-                context.tasks.start(VALIDATIONS, row.id, row.key_id)
-                return row
+        def make() -> JobRow:
+            row = insert_job(context, body, training, caller)
+            context.tasks.start(VALIDATIONS, row.id, row.key_id)
+            return row
 
-            row = attempt.once(make)
-        return _view(context, row, caller)
+        return _view(context, JOBS.once(request, caller, await request.body(), make), caller)
 
     @router.post("/{job_id}/cancel")
     async def cancel(job_id: str, caller: Caller) -> dict[str, Any]:
@@ -237,7 +232,7 @@ def job_object(row: JobRow, organization: str, judge: JobJudgeRow | None = None)
         method={"type": row.method, row.method: judged_by | {"hyperparameters": trained_with}},
         phase=job_phase(row),
         publish_as=row.output_model if row.stable_name else None,
-        **{name: bool(getattr(row, name)) for name in ("activate", "preemptible", "held")},
+        **{name: bool(getattr(row, name)) for name in ("activate", "preemptible")},
     )
 
 

@@ -10,12 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, StringConstraints, create_model
 
-from appliance.controller.access import naming
-from appliance.controller.access.model_access import usable_model
-from appliance.controller.access.naming import Resolved, resolve, root_base
+from appliance.controller.access import model_access
+from appliance.controller.access.model_access import Resolved, resolve, root_base, usable_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.checks import check_code, check_form, form_of, grader_of, teacher_of
-from appliance.controller.http.strict_body import Metadata, StrictBody
+from appliance.controller.http.routers import Metadata, StrictBody
 from appliance.controller.interfaces.errors import (
     ApiError,
     BadRequest,
@@ -96,7 +95,6 @@ class JobCreate(StrictBody):
 
     publish_as: the model that the job makes a version of, new or the owner's; None: a model of its own. activate: the
     version answers at once. gate: it answers once an evaluation lets it. deadline_s: seconds since 1970.
-    held: stays in the queue until it is released.
     """
 
     model: Name
@@ -113,7 +111,6 @@ class JobCreate(StrictBody):
     priority: Priority = 0
     deadline_s: Moment | None = None
     preemptible: bool = True
-    held: bool = False
     publish_as: Name | None = None
     activate: bool = True
     gate: Gate | None = None
@@ -206,7 +203,7 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     """With what belongs to it, in a transaction of the caller's; its validation has still to be started. Raises
     ApiError."""
     db, method = context.db, training.method
-    context.quotas.check(caller, begins=True, makes_model=True)
+    context.quotas.check(caller, begins=True)
     _check_claims(context, body, caller)
     base = _base(context, body.model, caller)
     data = {"training_file": _data_file(context, body.training_file, "training_file", caller)}
@@ -233,7 +230,6 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
         integrations=[item.model_dump(exclude_none=True) for item in body.integrations or []] or None,
         hyperparameters=training.hyperparameters,
         preemptible=int(body.preemptible),
-        held=int(body.held),
         owner=caller.owner,
         output_model=_output_model(context, body, base, resolved, caller),
         stable_name=int(body.publish_as is not None),
@@ -278,7 +274,7 @@ def _base(context: ControllerContext, name: str, caller: Principal) -> Resolved:
     base, why = usable_model(context.db, caller, name), ""
     if base.model.task != "generate":
         why = f"The model {shown(name)} makes embeddings; only text-generating models can be tuned."
-    elif (form := base.model.info.get("quantization")) not in (None, TRAINED_FORM):
+    elif (form := base.quantization) not in (None, TRAINED_FORM):
         why = (
             f"The weights of {shown(name)} are quantised as {shown(form)}: they can be served, not trained. Import the "
             "model as its publisher trained it (bf16 or fp16) and tune that, or make one to tune in few bits of it: "
@@ -300,21 +296,21 @@ def _output_model(
     """The name of the model that the job makes: a new one, or the model that it was asked to make a version of. Raises
     BadRequest and Conflict."""
     db, name, suffix = context.db, body.publish_as, body.suffix
-    if suffix is not None and not naming.is_suffix(suffix):
-        why = f"Invalid value for 'suffix': {shown(suffix)} was given, expected {naming.SUFFIX_RULE}."
+    if suffix is not None and not model_access.is_suffix(suffix):
+        why = f"Invalid value for 'suffix': {shown(suffix)} was given, expected {model_access.SUFFIX_RULE}."
         raise InvalidValue(why, "suffix")
     if name is None:
         if not body.activate or body.gate is not None:
             param = "gate" if body.gate is not None else "activate"
             why = f"'{param}' is for a name that goes on whatever comes of the job: give 'publish_as' with it."
             raise InvalidValue(why, param)
-        return naming.fine_tuned_name(root_base(db, base.model), context.config.organization, suffix)
+        return model_access.fine_tuned_name(root_base(db, base.model), context.config.organization, suffix)
     if suffix is not None:
         why = "'suffix' is a part of a name that the box makes up, and 'publish_as' is the whole name: give one."
         raise InvalidValue(why, "suffix")
     others, existing = jobs.unfinished_making(db, name), models.find(db, name)
-    if existing is None and not naming.is_stable_name(name):
-        expected = f"expected the name of a fine-tuned model of yours, or a new one: {naming.STABLE_NAME_RULE}"
+    if existing is None and not model_access.is_stable_name(name):
+        expected = f"expected the name of a fine-tuned model of yours, or a new one: {model_access.STABLE_NAME_RULE}"
         raise InvalidValue(f"Invalid value for 'publish_as': {shown(name)} was given, {expected}.", "publish_as")
     owners = {job.owner for job in others} | ({existing.owner} if existing is not None else set())
     is_import = existing is not None and existing.job_id is None

@@ -234,14 +234,9 @@ def completion_object(row: ResponseRow) -> Object:
     return {**orjson.loads(row.response), "metadata": row.metadata or {}, "owner": row.owner or None}
 
 
-def asked_messages(row: ResponseRow) -> list[Object]:
-    found: list[Object] = orjson.loads(row.input)
-    return found
-
-
 def stored_messages(row: ResponseRow) -> list[Object]:
     """What it was asked with, each message with an id."""
-    return [_message(row.id, place, message) for place, message in enumerate(asked_messages(row))]
+    return [_message(row.id, place, message) for place, message in enumerate(orjson.loads(row.input))]
 
 
 def _message(completion_id: str, place: int, message: Object) -> Object:

@@ -26,12 +26,11 @@ from appliance.controller.access.model_access import caller_of, check_may_ask
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import INTERNAL_ERROR, KEY_ENDED, Kind, TaskFailed
 from appliance.controller.http.resource import Resource, list_object, metadata_of, part, sliced
-from appliance.controller.http.routers import as_json, make_router, needs, takes, unaudited
-from appliance.controller.http.strict_body import Metadata, StrictBody
+from appliance.controller.http.routers import Metadata, StrictBody, as_json, make_router, needs, takes, unaudited
 from appliance.controller.interfaces.errors import ApiError, BadRequest, NotFound, shown
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller
 from appliance.controller.responses import objects
-from appliance.controller.responses.objects import Object, asked_messages, completion_object, items_of, turn_items
+from appliance.controller.responses.objects import Object, completion_object, items_of, turn_items
 from appliance.store.database import Part
 from appliance.store.objects import responses
 from appliance.store.objects.responses import COMPLETION
@@ -270,21 +269,19 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
         if not context.config.responses_kept_days:
             why = "This box stores no responses (responses_kept_days is 0), and one in background must be stored."
             raise BadRequest(why, "background", "unsupported_parameter")
-        attempt = RESPONSES.attempt(request, caller, await request.body())
-        if (row := attempt.earlier()) is None:
-            previous = body.get("previous_response_id")
-            if previous is not None:
-                await stored.conversation(previous, caller.viewer)
-            check_may_ask(db, caller, str(body.get("model")))
+        previous = body.get("previous_response_id")
+        if previous is not None:
+            await stored.conversation(previous, caller.viewer)
+        check_may_ask(db, caller, str(body.get("model")))
 
-            def make() -> ResponseRow:
-                row = objects.queued_row(body, caller.key_id or "", caller.owner)
-                context.quotas.check(caller, row.bytes, begins=True)
-                responses.insert(db, row)
-                context.tasks.start(TASKS, row.id, row.key_id or None)
-                return row
+        def make() -> ResponseRow:
+            row = objects.queued_row(body, caller.key_id or "", caller.owner)
+            context.quotas.check(caller, row.bytes, begins=True)
+            responses.insert(db, row)
+            context.tasks.start(TASKS, row.id, row.key_id or None)
+            return row
 
-            row = attempt.once(make)
+        row = RESPONSES.once(request, caller, await request.body(), make)
         return _stream(stored.follow(row.id, -1)) if body.get("stream") else _json(row.response.encode())
 
     @router.get("/{response_id}")
@@ -344,7 +341,7 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
         chosen = {"model": model, "metadata": metadata_of(request), "messages": messages}
         page = responses.page_completions(db, viewer=caller.viewer, **chosen, **part)
         return list_object(
-            page, lambda row: completion_object(row) | ({"messages": asked_messages(row)} if messages else {})
+            page, lambda row: completion_object(row) | ({"messages": orjson.loads(row.input)} if messages else {})
         )
 
     @completions.get("/{completion_id}")

@@ -247,7 +247,6 @@ class SqliteStateStore:
             submitted_s=row.created_s,
             phase="paused" if row.wanted == "pause" else "suspended" if row.phase == "suspended" else "wanted",
             preemptible=bool(row.preemptible),
-            held=bool(row.held),
             deadline_s=row.deadline_s,
             owner=row.owner,
             sampled_by=self._routing.host(policy) if (policy := policy_name(row.id)) in self._routing.policies else "",
@@ -287,7 +286,7 @@ class Wishes:
     An awake engine works on it in every mode: it holds its devices anyway. A model without one is woken only while no
     other model has requests or a device is free, never in mode train, and in mode auto only while no job wants devices.
     Engines that write or judge the samples of a training job belong to training: they are woken in every mode, and stay
-    awake while the job runs. Where there is no device for both, the job gives way (scheduler.plan.shares).
+    awake while the job runs. Where there is no device for both, the job gives way (scheduler.plan.plan).
 
     box_floor: devices that serving keeps in every mode.
     """

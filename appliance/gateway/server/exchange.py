@@ -280,7 +280,7 @@ class Connection(HttpToolsProtocol):
         self.pipeline.clear()
         if self.running is not None:
             self.running.task.cancel()
-            self.running = self.cycle = None  # type: ignore[assignment] - no cycle of references is left
+            self.running = self.cycle = None  # type: ignore[assignment]  # no cycle of references is left
 
     def eof_received(self) -> None:
         """A client that closes its half counts as gone: an engine would compute for one that may not read."""

@@ -25,8 +25,7 @@ def page(db: Database, *, viewer: str | None, purpose: str | None, **part: Unpac
     where, parameters = "(expires_s IS NULL OR expires_s > ?)", list[object]([time.time()])
     if purpose is not None:
         where, parameters = where + " AND purpose = ?", [*parameters, purpose]
-    unread = ("report", "data_check")
-    return FILES.page_visible(db, viewer=viewer, where=where, parameters=parameters, unread=unread, **part)
+    return FILES.page_visible(db, viewer=viewer, where=where, parameters=parameters, unread=("report",), **part)
 
 
 def expired(db: Database, *, now_s: float) -> list[FileRow]:

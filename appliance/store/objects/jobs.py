@@ -78,7 +78,7 @@ def unfinished_making(db: Database, model: str) -> list[JobRow]:
 
 def any_wants_devices(db: Database) -> bool:
     """Whether one waits for devices, or has some and goes on."""
-    condition = "phase IN ('queued', 'running', 'suspended') AND wanted = 'run' AND NOT held"
+    condition = "phase IN ('queued', 'running', 'suspended') AND wanted = 'run'"
     return db.value(f"SELECT 1 FROM jobs WHERE {condition} LIMIT 1") is not None
 
 

@@ -49,7 +49,6 @@ def page_completions(
 ) -> Page[ResponseRow]:
     """Chat completions of this model, with all of this metadata; the viewer's, or all for None. messages: with what
     they were asked with."""
-    # As a parameter the kind would lead to no partial index, which has all that these conditions ask.
     # The kind as a literal, for the partial index.
     conditions = [f"kind = '{COMPLETION}'", "(? IS NULL OR model = ?)", *[HAS_PAIR] * len(metadata)]
     parameters = [model, model, *(part for pair in metadata.items() for part in pair)]

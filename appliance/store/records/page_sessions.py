@@ -9,14 +9,14 @@ from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.rows import PAGE_SESSIONS, PageSessionRow
 
-find, update, end = PAGE_SESSIONS.find, PAGE_SESSIONS.update, PAGE_SESSIONS.delete
+find, end = PAGE_SESSIONS.find, PAGE_SESSIONS.delete
 
 
 def create(db: Database, key_id: str, *, agent: str, now_s: float, until_s: float) -> tuple[PageSessionRow, str, str]:
     """A new session of this key, with the halves of its token: the browser's cookie, and what the page keeps."""
     cookie, page = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
     sha256 = hashlib.sha256(f"{cookie}.{page}".encode()).hexdigest()  # as the gateway computes it
-    row = PageSessionRow(new_id("session_", 16), sha256, key_id, now_s, now_s, until_s, agent)
+    row = PageSessionRow(new_id("session_", 16), sha256, key_id, now_s, until_s, agent)
     return PAGE_SESSIONS.insert(db, row), cookie, page
 
 

@@ -1,10 +1,9 @@
 // Begins the page: the language, who is there, the navigation, and the page that the address names.
-import { BoxError, comeBack, forgetLogin, get, goToProvider, isGone, isLoggedIn, logIn, logOut, loginId, post, providerName, stay, whenRefused } from "./api.js";
+import { BoxError, comeBack, forgetLogin, get, goToProvider, isGone, isLoggedIn, logIn, logOut, providerName, stay, whenRefused } from "./api.js";
 import { LANGUAGES, language, loadLanguage, t } from "./i18n.js";
 import { PAGES, fetchPage } from "./pages.js";
 import { Component, NeedsScope, Who, html, render, sentence, useEffect, useRef, useState } from "./ui.js";
 
-const TOUCH_MS = 10 * 60 * 1000;
 const ASKED_AGAIN = 15; // times, of a box that starts
 
 /** The page's id and what follows it, of an address like #/jobs/ID. */
@@ -116,18 +115,6 @@ function Shell({ who, onOut }) {
   const shown = PAGES.filter((page) => sees(who, page));
   const page = PAGES.find((one) => one.id === place.id) || shown[0] || PAGES[0];
   const first = useRef(true);
-  useEffect(() => {
-    // A page that was left open is a login for whoever comes by: the box ends it unless somebody touches the page.
-    let told = 0;
-    const seen = () => {
-      if (Date.now() - told < TOUCH_MS) return;
-      told = Date.now();
-      post(`/admin/v1/sessions/${loginId()}/touch`).catch(() => {});
-    };
-    const signs = ["pointerdown", "keydown", "wheel"];
-    signs.forEach((sign) => addEventListener(sign, seen, { passive: true }));
-    return () => signs.forEach((sign) => removeEventListener(sign, seen));
-  }, []);
   useEffect(() => {
     document.title = `${t(`nav.${page.id}`)} · appliance`;
     const current = document.querySelector("nav a[aria-current]");

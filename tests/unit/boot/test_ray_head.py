@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from appliance.boot.main import Box, BoxState
-from appliance.boot.ray_head import environment
+from appliance.boot.ray_head import box_environment
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths
 
@@ -18,7 +18,8 @@ RAYLET = Path(importlib.util.find_spec("ray").origin).parent / "core/src/ray/ray
 
 @pytest.fixture
 def settings(tmp_path):
-    return environment(BoxPaths.of(tmp_path), start_timeout_s=240.0)
+    every = box_environment(BoxPaths.of(tmp_path), start_timeout_s=240.0)
+    return {name: value for name, value in every.items() if name.startswith("RAY_")}
 
 
 def test_the_installed_raylet_knows_every_setting_of_its_own(settings):

@@ -63,7 +63,7 @@ async def test_killed_process_is_started_again_until_it_can_be(monkeypatch, back
     async with asyncio.timeout(60):
         while one.pid in (None, first):
             await asyncio.sleep(0.005)
-    assert said == ["worker ended with -9"] and one.restarts == 3
+    assert said == ["worker ended with -9"] and one.failures == 3
     (trouble,) = background.degraded()
     assert (trouble["name"], trouble["failures"]) == ("worker", 3) and "Cannot allocate memory" in trouble["why"]
     second = one.pid

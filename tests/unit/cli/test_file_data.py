@@ -18,10 +18,8 @@ def write(path: Path, rows: list[tuple[str, str]] = ROWS) -> Path:
 
 def test_file_check_of_a_stored_file_runs_on_the_box(box: ControlledBox, tmp_path: Path, checked_here: None):
     made = box.json("file", "upload", str(write(tmp_path / "train.jsonl")))["id"]
-    assert "check" in box.run("file", "get", made).stdout
     report = box.json("file", "check", made)
     assert report["checks"]["duplicates"]["count"] == 1
-    assert "personal data 2" in box.run("file", "get", made).stdout
     assert "ann…" in box.run("file", "check", made).stdout
     assert box.run("file", "get", made, "--errors", "--save", "x").exit_code == 2
     assert box.run("file", "check", "file-nobody").exit_code == 3

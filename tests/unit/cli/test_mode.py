@@ -23,9 +23,6 @@ def test_a_schedule_is_made_shown_and_removed(box: ControlledBox):
     assert [w["id"] for w in box.json("mode", "schedule", "list")["data"]] == [night["id"], noon["id"]]
     listed = box.run("mode", "schedule", "list").stdout
     assert "split" in listed and "1 h 30 min" in listed and "Europe/Berlin" in listed
-    assert night["id"] in box.run("mode", "schedule", "preview").stdout
-    segments = box.json("mode", "schedule", "preview")["data"]
-    assert {"from_s", "to_s", "policy", "train_devices", "serving_floor", "window", "overridden"} == set(segments[0])
     assert box.run("mode", "schedule", "remove", night["id"]).stdout.strip() == f"removed {night['id']}"
     assert box.run("mode", "schedule", "remove", night["id"]).exit_code == 3
     assert box.run("mode", "schedule", "add", "22 o'clock", "train").exit_code == 2

@@ -91,7 +91,7 @@ def test_status_shows_box_replicas_jobs_and_troubles(box: ControlledBox, tmp_pat
     assert "0123abcd" in text and "auto" in text and "0 of 8 held" in text and "none yet" in text
     assert "weights 0 B of 1.1 GB of shared memory" in " ".join(text.split())
     assert ["r1", "starter", "v2", "ready", "1", "3", "400", "MB"] in lines(text) and job_id in text
-    trouble = {"name": "backup", "since_s": time.time(), "why": "no such place", "failures": 3, "next_try_s": None}
+    trouble = {"name": "backup", "since_s": time.time(), "why": "no such place", "failures": 3}
     change(box.context, main_troubles=lambda: [trouble])
     assert "no such place" in box.run("status").stdout
 
@@ -210,7 +210,7 @@ def test_job_submit_and_update_set_how_a_job_uses_devices(box: ControlledBox, tm
     options = ("--priority", "3", "--min-devices", "2", "--deadline", "8h", "--no-preemptible", "--batch-size", "8")
     job_id = make_job(box, tmp_path, *options)
     row = box.do(lambda: jobs.get(box.context.db, job_id))
-    assert (row.priority, row.allowed_sizes, row.preemptible, row.held) == (3, [2, 4, 8], 0, 0)
+    assert (row.priority, row.allowed_sizes, row.preemptible) == (3, [2, 4, 8], 0)
     assert 7.9 * 3600 < row.deadline_s - time.time() <= 8 * 3600
     assert lines(box.run("job", "queue").stdout)[1][:4] == ["1", job_id, "-", "3"]
     assert box.run("job", "update", job_id, "--deadline", "none", "--min-devices", "1").exit_code == 0
@@ -222,9 +222,9 @@ def test_job_submit_and_update_set_how_a_job_uses_devices(box: ControlledBox, tm
 def test_keys_are_made_limited_and_revoked(box: ControlledBox):
     made = box.run("key", "create", "--name", "alice")
     assert made.stdout.strip().startswith("sk-") and "not shown again" in made.stderr
-    limits = ("--model", "starter", "--requests-per-minute", "60", "--bound", "models=3", "--expires", "2099-12-31")
+    limits = ("--model", "starter", "--requests-per-minute", "60", "--bound", "bytes=9", "--expires", "2099-12-31")
     limited = box.json("key", "limit", "alice", *limits)
-    assert (limited["models"], limited["requests_per_minute"], limited["bounds"]) == (["starter"], 60, {"models": 3})
+    assert (limited["models"], limited["requests_per_minute"], limited["bounds"]) == (["starter"], 60, {"bytes": 9})
     assert limited["expires_s"] == datetime(2099, 12, 31).timestamp() + 86_400, "its last day is the one given"
     lifted = ("--model", "none", "--requests-per-minute", "none", "--bound", "none", "--expires", "none")
     freed = box.json("key", "limit", "alice", *lifted)

@@ -15,7 +15,7 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from appliance.controller import data_checks, gates
+from appliance.controller import gates
 from appliance.controller.app import create_app
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.peers import Listener
@@ -114,12 +114,6 @@ def rounds_come_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def logical_devices_have_a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many this machine has."""
     monkeypatch.setattr(settings, "host_cores", lambda: 64)
-
-
-@pytest.fixture(autouse=True)
-def no_checks_of_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would be a process of a second."""
-    monkeypatch.setattr(data_checks, "AT_ONCE", 0)
 
 
 @pytest.fixture

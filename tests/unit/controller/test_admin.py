@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.store.objects import jobs, models
+from appliance.store.objects import models
 from appliance.store.records import audit, keys, operations, page_sessions
-from appliance.store.rows import JobMetricRow
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control, insert_model
 
 
@@ -66,22 +64,6 @@ async def rotated(control: Control, made: dict[str, Any]) -> str:
     assert keys.fingerprint(made["key"]) not in control.gateway_keys
     assert "sessions" not in control.gateway_keys[digest], "who had the old one is logged in no more"
     return digest
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "body"),
-    [("POST", "/keys/first/rotate", None), ("DELETE", "/keys/first", None), ("POST", "/forget", {"owner": "first"})],
-)
-async def test_the_file_of_the_first_key_goes_with_the_secret_in_it(control: Control, method: str, path: str, body):
-    first = await ask(control, "POST", "/keys", json={"name": "first"})
-    file = Path(control.context.box["data_dir"]) / "first-key"
-    file.write_text(first["key"] + "\n")
-    other = await ask(control, "POST", "/keys", json={"name": "other"})
-    assert (await ask(control, "POST", "/keys/other/rotate"))["first_key_file_removed"] is None
-    await ask(control, "DELETE", f"/keys/{other['id']}")
-    assert file.exists()
-    await ask(control, method, path, json=body)
-    assert not file.exists()
 
 
 @pytest.mark.parametrize(
@@ -186,28 +168,6 @@ async def test_a_key_for_a_model_that_is_not_there_is_refused(control: Control):
         assert error["param"] == "models"
     made = await ask(control, "POST", "/keys", json={"name": "bob", "models": ["starter"]})
     assert made["scopes"] == ["inference"], "for using one model: training was not asked for"
-
-
-async def test_lists_of_jobs_and_steps_page_to_their_end(control: Control):
-    row = jobs.get(control.db, await control.job())
-    large = {f"k{number}": "x" * 100 for number in range(140)}
-    with control.db.transaction():
-        for number in range(300):
-            jobs.insert(control.db, replace(row, id=f"ftjob-{number}", hyperparameters=large, phase="cancelled"))
-        for step in range(2500):
-            jobs.upsert_metric(control.db, JobMetricRow(row.id, step, 1.0))
-    page, found = await ask(control, "GET", "/v1/fine_tuning/jobs?limit=1000"), []
-    assert page["has_more"], "a page ends by its bytes"
-    while page["has_more"]:
-        found += [job["id"] for job in page["data"]]
-        page = await ask(control, "GET", f"/v1/fine_tuning/jobs?limit=1000&after={page['last_id']}")
-    found += [job["id"] for job in page["data"]]
-    assert found == [*(f"ftjob-{number}" for number in reversed(range(300))), row.id]
-    steps = await ask(control, "GET", f"/v1/fine_tuning/jobs/{row.id}/metrics?limit=2000")
-    last = steps["data"][-1]["step"]
-    rest = await ask(control, "GET", f"/v1/fine_tuning/jobs/{row.id}/metrics?limit=2000&after_step={last}")
-    assert (len(steps["data"]), steps["has_more"]) == (2000, True)
-    assert (len(rest["data"]), rest["has_more"]) == (500, False)
 
 
 async def test_the_ends_of_logs_are_for_administrators_and_nothing_else_is_read(control: Control):

@@ -7,7 +7,6 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.devices import cordons
 from appliance.controller.jobs import settings
 from appliance.store.objects import jobs
 from tests.unit.controller.conftest import SCOPES, Control
@@ -39,25 +38,6 @@ async def test_more_devices_than_any_node_has_are_refused_at_once(control: Contr
         await control.job(**fields)
     assert (refused.value.param, refused.value.code) == (param, "insufficient_devices")
     assert jobs.page(control.db, viewer=None, after=None, limit=10).data == []
-
-
-async def test_sizes_are_judged_on_the_nodes_that_are_there_or_lost_for_now(control: Control):
-    away = joined(control, "n1", 16)
-    asked = {"hyperparameters": {"batch_size": 16}, "extra_body": {"min_devices": 16}}
-    control.scheduler.devices = control.scheduler.devices + away
-    await control.job(**asked)
-    cordons.joined(control.db, "n1", away)
-    cordons.lost(control.db, "n1", "gone", 1.0)
-    control.scheduler.devices = control.scheduler.devices[:8]
-    job_id = await control.job(**asked)
-    assert jobs.get(control.db, job_id).phase == "queued", "the box waits for the node, and so may the job"
-    cordons.forget(control.db, "n1")
-    with pytest.raises(openai.BadRequestError, match="which is all that the box has"):
-        await control.job(**asked)
-    # What was let in stays, and what has nothing to do with sizes can be changed.
-    assert (await ask(control, "PATCH", f"/jobs/{job_id}", json={"priority": 2}))["priority"] == 2
-    error = (await ask(control, "PATCH", f"/jobs/{job_id}", 400, json={"min_devices": 12}))["error"]
-    assert (error["param"], error["code"]) == ("min_devices", "insufficient_devices")
 
 
 async def test_the_queue_has_the_planners_order_and_reasons(control: Control):

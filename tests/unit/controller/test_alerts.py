@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.alerts import SETTLE_S, Known, Message, Problem, Undelivered, channels, send, step, webhook_body
+from appliance.alerts import SETTLE_S, Known, Message, Problem, Undelivered, channels, send, step
 from appliance.config import AlertSettings
 from appliance.controller import alerts
 from appliance.store.objects import jobs
@@ -69,15 +69,6 @@ def test_step_undelivered_problem_is_sent_at_the_next_look():
     assert [one.event for one in first + again] == ["problem", "problem"]
 
 
-@pytest.mark.parametrize(
-    "form, key", [("json", "remedy"), ("slack", "text"), ("wecom", "msgtype"), ("feishu", "msg_type")]
-)
-def test_webhook_body_has_the_form_of_the_service(form, key):
-    settings = AlertSettings(webhook="https://chat.example.org/hook", webhook_format=form)
-    body = webhook_body(settings, Message("problem", "a", "the disk is full", "remove files"), "box")
-    assert key in body and "remove files" in json.dumps(body)
-
-
 @contextlib.contextmanager
 def http_server(status: int) -> Iterator[tuple[str, list[bytes]]]:
     bodies: list[bytes] = []
@@ -133,11 +124,6 @@ def test_send_posts_and_mails():
     assert b"rcpt TO:<ops@example.org>" in mail and b"What to do: remove files" in mail and b"\nDate: " in mail
 
 
-def test_send_names_the_channel_that_refuses():
-    with http_server(500) as (url, _), pytest.raises(Undelivered, match="webhook: .*500"):
-        send(AlertSettings(webhook=url), "webhook", Message("test", "test", "a test"), "box")
-
-
 def test_problems_of_the_state_of_the_box_name_what_needs_a_person():
     findings = [
         {"check": "disk free", "state": "fail", "found": "1 GB", "remedy": "remove files"},
@@ -173,19 +159,3 @@ async def test_look_sends_a_failed_job_once_and_keeps_what_was_not_delivered(con
         await watch.look()
         await watch.look()
     assert [json.loads(body)["id"] for body in bodies if b"job:" in body] == [f"job:{job_id}"]
-
-
-async def test_look_with_a_mail_server_that_is_down_repeats_nothing_by_webhook(control):
-    jobs.set_phase(control.db, await control.job(), "failed", error={"code": "x", "message": "no memory"})
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with http_server(200) as (url, bodies):
-        settings = AlertSettings(webhook=url, email=["ops@example.org"], smtp_host="127.0.0.1", smtp_port=port)
-        for _ in range(2):
-            with pytest.raises(Undelivered, match="e-mail: ConnectionRefusedError"):
-                await alerts.Alerts(control.context, settings).look()
-        assert len([body for body in bodies if b"job:" in body]) == 1
-    with mail_server() as (port, lines):
-        settings = AlertSettings(email=["ops@example.org"], smtp_host="127.0.0.1", smtp_port=port)
-        await alerts.Alerts(control.context, settings).look()
-    assert b"no memory" in b"".join(lines)

@@ -11,7 +11,6 @@ import orjson
 
 from appliance.controller.bus import asking
 from appliance.controller.bus.asking import Asking, EngineAnswer
-from appliance.gateway.core.errors import OVERLOADED
 from appliance.store.database import Database
 from appliance.store.records import keys
 
@@ -76,39 +75,6 @@ async def test_request_that_gives_way_is_sent_again(db: Database):
     second = gateway.ask("second", "ben")
     assert {(await first).status, (await second).status} == {200}
     assert not gateway.asking.why("key_ann", "m") and gateway.said.count("first") + gateway.said.count("second") == 5
-
-
-async def test_request_that_waits_for_its_keys_limits_says_so(db: Database, monkeypatch):
-    monkeypatch.setattr(asking, "QUOTA_RETRY_S", 60.0)
-    gateway = Gateway(db)
-
-    async def answer(request: httpx.Request) -> httpx.Response:
-        spent = request.headers["x-appliance-key-id"] == "key_ann"
-        return httpx.Response(429 if spent else 200, json={"error": {"message": "quota", "code": "insufficient_quota"}})
-
-    gateway.answer = answer
-    limited = gateway.ask("limited")
-    await turns()
-    assert (await gateway.ask("other", "ben")).status == 200 and gateway.asking.why("key_ann", "m") == "quota"
-    limited.cancel()
-    await asyncio.gather(limited, return_exceptions=True)
-
-
-async def test_many_refused_requests_of_a_key_are_spread_over_time(db: Database, monkeypatch):
-    gateway, slept, sleep = Gateway(db), list[float](), asyncio.sleep
-
-    async def noted(seconds: float) -> None:
-        slept.append(seconds)
-        await sleep(0)
-
-    async def answer(_: httpx.Request) -> httpx.Response:
-        error = {"error": {"message": "busy", "code": OVERLOADED}}
-        return httpx.Response(200 if slept else 503, headers={"retry-after": "1"}, json=error)
-
-    gateway.answer = answer
-    monkeypatch.setattr(asking.asyncio, "sleep", noted)
-    answers = await asyncio.gather(*(gateway.ask(str(place)) for place in range(20)))
-    assert {one.status for one in answers} == {200} and max(slept) > 5
 
 
 async def test_request_is_sent_again_once_the_gateway_is_back(db: Database, monkeypatch):

@@ -11,12 +11,12 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.batches.answers import Answers
+from appliance.controller.batches import Answers
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.files import storage
-from appliance.store.objects import batches, models
+from appliance.store.objects import batches
 from tests.simulator.control_plane import change
-from tests.unit.controller.conftest import Control, insert_model
+from tests.unit.controller.conftest import Control
 
 URL = "/v1/chat/completions"
 ANSWER = {"id": "batch_req_1", "error": None, "response": {"status_code": 200, "request_id": "req_1", "body": {}}}
@@ -113,30 +113,6 @@ async def test_batch_with_a_bad_line_fails_with_its_number(control: Control, row
     assert batch.status == "failed" and batch.failed_at and batch.errors.object == "list"
     assert [(error.code, error.line) for error in batch.errors.data] == [(code, number)]
     assert control.engines.sent == [] and batch.output_file_id is None
-
-
-@pytest.mark.parametrize(
-    ("version", "code"), [("v1", "model_version_not_served"), ("v2", None), ("v3", "model_not_found")]
-)
-async def test_batch_for_a_version_not_served_fails(control: Control, version, code):
-    insert_model(control.db, "two", versions=("v1", "v2"))
-    batch = await ended(control, await begun(control, [line(0, body={"model": f"two@{version}", "messages": []})]))
-    assert batch.status == ("failed" if code else "completed")
-    assert [error.code for error in (batch.errors.data if batch.errors else [])] == ([code] if code else [])
-
-
-async def test_chat_batch_without_a_chat_template_fails(control: Control):
-    """An adapter has the template of its base."""
-    insert_model(control.db, "silent")
-    models.update_version(control.db, "silent", "v1", meta={"chat_template": False})
-    insert_model(control.db, "adapter")
-    meta = {"adapter": {"base": "silent", "base_version": "v1", "rank": 8}}
-    models.update_version(control.db, "adapter", "v1", meta=meta)
-    for name in ("silent", "adapter"):
-        batch = await ended(control, await begun(control, [line(0, body={"model": name, "messages": []})]))
-        assert (batch.status, batch.errors.data[0].code) == ("failed", "model_not_supported")
-    prompts = [line(0, url="/v1/completions", body={"model": "silent", "prompt": "x"})]
-    assert (await ended(control, await begun(control, prompts, "/v1/completions"))).status == "completed"
 
 
 async def test_batch_lines_are_asked_for_its_key_and_stored_nowhere(control: Control):

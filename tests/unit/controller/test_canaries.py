@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.bus.load import Load, VersionLoad
+from appliance.controller.bus.bus import CanaryLoad, Report, VersionLoad
 from appliance.controller.interfaces.errors import SwapFailed
 from appliance.controller.models import activation
 from appliance.controller.models.activation import Canaries, decide
@@ -39,7 +39,7 @@ async def ask(control: Control, method: str, path: str = PATH, status: int = 200
 def counted(control: Control, **versions: VersionLoad) -> None:
     row = canaries.find(control.db, "m")
     assert row is not None
-    control.context.bus.load = lambda: Load(canaries={("m", row.created_s): versions})
+    control.context.bus.load = lambda: Report(canaries={"m": CanaryLoad(row.created_s, versions)})
 
 
 def good(requests: int) -> VersionLoad:

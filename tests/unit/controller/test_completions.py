@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.unit.controller.conftest import ADMIN, Control
-from tests.unit.controller.test_responses import copy, name, send
+from tests.unit.controller.test_responses import copy, send
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -94,16 +94,3 @@ async def test_completion_list_filters_by_model_and_metadata(control: Control):
     with pytest.raises(openai.BadRequestError):
         await numbers(after="chatcmpl-nobodys")
     assert await numbers(metadata={str(number): "" for number in range(17)}) == ""
-
-
-async def test_completions_and_responses_are_separate(control: Control):
-    await send(control, completion("chatcmpl-1"), copy(1), completion("resp_00000000000000ff"))
-    for response_id in ("chatcmpl-1", "resp_00000000000000ff"):
-        for method, rest in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
-            assert (await control.http.request(method, f"/v1/responses/{response_id}{rest}")).status_code == 404
-        asked = await control.http.get("/internal/responses/context", params={"id": response_id})
-        assert asked.json()["error"]["code"] == "previous_response_not_found"
-    for method, rest in (("GET", ""), ("DELETE", ""), ("GET", "/messages")):
-        url = f"/v1/chat/completions/{name(1)}{rest}"
-        assert (await control.http.request(method, url)).status_code == 404
-    assert control.db.value("SELECT count(*) FROM responses") == 3

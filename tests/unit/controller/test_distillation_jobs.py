@@ -11,11 +11,10 @@ import httpx
 import pytest
 
 from appliance.controller.bus.asking import EngineAnswer
-from appliance.controller.grading.in_tokens import Sampled
-from appliance.controller.grading.judging import CannotGoOn, Judging
+from appliance.controller.grading.judging import CannotGoOn, Judging, Sampled
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
-from tests.simulator.control_plane import LineReturned, judging_of
+from tests.simulator.control_plane import judging_of
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_jobs import prompts
@@ -125,28 +124,6 @@ async def test_the_teacher_is_asked_for_the_jobs_key_which_pays(taught: Control)
     assert taught.engines.asked_by == [key_id] * 2
     keys.revoke(taught.db, key_id)
     with pytest.raises(CannotGoOn, match="revoked"):
-        await teach(taught, job_id, [3])
-
-
-async def test_a_teacher_that_fails_is_told_of_once(taught: Control):
-    job_id, judges = await made(taught), judging_of(taught.context)
-    given: list[Any] = []
-
-    async def rule(body: dict[str, Any]) -> EngineAnswer:
-        if isinstance(answer := given.pop(0), Exception):
-            raise answer
-        return EngineAnswer(200, {"choices": [answer], "usage": {}}) if isinstance(answer, dict) else answer
-
-    taught.engines.rule = rule
-    odd = [{"prompt_logprobs": [None, {}, {"3": {"logprob": value}}]} for value in (None, -9999.0)]
-    refused = EngineAnswer(400, {"error": {"message": "This model's maximum context length is 8 tokens"}})
-    for answer in (refused, *odd, {"text": "?"}, {"text": "?"}):
-        given.append(answer)
-        assert all((await teach(taught, job_id, [3], judges=judges))["errors"]), answer
-    said = [text for text in await taught.messages(job_id) if "nothing is learnt of some answers" in text]
-    assert len(said) == 4 and "maximum context length is 8" in said[0], "the same words once"
-    given.append(LineReturned("EngineCore died", yielded=False))
-    with pytest.raises(CannotGoOn, match="EngineCore died"):
         await teach(taught, job_id, [3])
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import openai
 import pytest
 
-from appliance.controller import retention
 from appliance.controller.bus.asking import EngineAnswer
-from appliance.controller.evals import runner
-from appliance.controller.evals.runner import EvalRunner
-from appliance.store.objects import evals, models
-from tests.unit.controller.conftest import ADMIN, Control
+from appliance.controller.evals import evals as runner
+from appliance.controller.evals.evals import EvalRunner
+from tests.unit.controller.conftest import Control
 
 CHECK: Any = {
     "type": "string_check",
@@ -91,19 +88,6 @@ def asking_routes(judged: str, plain: str) -> list[tuple[str, Any]]:
     ]
 
 
-async def test_a_model_without_a_chat_template_is_asked_nothing(control: Control):
-    control.as_key("ann", owner="ann")
-    sent = answers(control, "yes")
-    judged, plain = await made(control, ASKERS), await made(control)
-    models.update_version(control.db, "starter", "v1", meta={"chat_template": False})
-    for path, body in asking_routes(judged, plain):
-        error = (await control.http.post(f"/v1{path}", json=body)).json()["error"]
-        assert error["code"] == "model_not_supported", (path, error)
-    assert not sent
-    models.add_settings(control.db, "starter", {"chat_template": "{{ messages[0].content }}"}, "d", "ann", 0.0)
-    assert (await ended(control, plain, asked())).status == "completed" and sent, "it was given one"
-
-
 async def ended(control: Control, eval_id: str, source: Any) -> Any:
     run = await control.sdk.evals.runs.create(eval_id, data_source=source)
     assert run.status == "queued"
@@ -122,18 +106,6 @@ def answers(control: Control, text: str) -> list[dict[str, Any]]:
 
     control.engines.rule = rule
     return sent
-
-
-async def test_evals_are_listed_by_their_last_change(control: Control):
-    first, second, third = [await made(control) for _ in range(3)]
-    await control.sdk.evals.update(first, name="new")
-
-    async def listed(**more: Any) -> list[str]:
-        return [one.id async for one in control.sdk.evals.list(order_by="updated_at", limit=1, **more)]
-
-    assert await listed() == [second, third, first]
-    assert await listed(order="desc") == [first, third, second]
-    assert await listed(order="desc", after=third) == [second]
 
 
 async def test_samples_that_the_data_has_are_judged(control: Control):
@@ -166,20 +138,6 @@ async def test_a_model_of_the_box_is_asked_and_its_tokens_are_told(control: Cont
     item = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=eval_id)).data[0]
     assert item.sample.input[0].content == "Say yes" and item.sample.usage.total_tokens == 10
     assert (item.sample.finish_reason, item.sample.seed, item.sample.max_completion_tokens) == ("stop", 3, 7)
-
-
-async def test_a_judges_question_and_answer_have_the_form_of_a_sample(control: Control):
-    control.as_key("carol")
-    said = json.dumps({"reason": "good", "result": 0.75})
-    answers(control, said)
-    judge = {**ASKERS, "sampling_params": {"seed": 5, "temperature": 0}}
-    run = await ended(control, eval_id := await made(control, judge), given(("4", "4")))
-    (result,) = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=eval_id)).data[0].results
-    assert (result.passed, result.score) == (True, 0.75)
-    told = {"input": [{"role": "user", "content": "?"}], "output": [{"role": "assistant", "content": said}]}
-    told |= {"model": "starter", "finish_reason": "stop", "seed": 5, "temperature": 0}
-    assert result.sample | told == result.sample
-    assert result.sample["usage"]["total_tokens"] == 10 and result.sample["error"] == {"code": "", "message": ""}
 
 
 async def test_responses_are_written_otherwise_and_asked_the_same(control: Control):
@@ -330,55 +288,6 @@ async def test_what_is_no_run_is_refused_by_name(control: Control, source: Any, 
     with pytest.raises(openai.BadRequestError) as caught:
         await control.sdk.evals.runs.create(await made(control), data_source=source)
     assert caught.value.param == param
-
-
-async def test_what_no_engine_takes_is_refused_with_the_run_and_not_with_each_item(control: Control):
-    control.as_key("carol")
-    eval_id = await made(control)
-    partly = {"name": "n", "schema": {"type": "string", "not": {}}}
-    named = {"name": "n", "schema": {"type": "nope"}}
-    for params, code in (
-        ({"response_format": {"type": "json_schema", "json_schema": partly}}, None),
-        ({"response_format": {"type": "json_schema", "json_schema": named}}, "invalid_json_schema"),
-        ({"text": {"format": {"type": "json_schema", **named}}}, "invalid_json_schema"),
-    ):
-        with pytest.raises(openai.BadRequestError) as caught:
-            await control.sdk.evals.runs.create(eval_id, data_source=asked(sampling_params=params))
-        assert str(caught.value.param).startswith("data_source.sampling_params")
-        assert code is None or caught.value.code == code
-
-
-async def test_runs_are_forgotten_by_age_and_with_their_owner(control: Control):
-    control.as_key("carol", owner="carol")
-    eval_id = await made(control)
-    run = await ended(control, eval_id, given(("a", "a")))
-    retention.keep_house(control.context, time.time() + 399 * retention.DAY_S)
-    assert evals.find_run(control.db, run.id) is not None
-    retention.keep_house(control.context, time.time() + 401 * retention.DAY_S)
-    assert evals.find_run(control.db, run.id) is None
-    await ended(control, eval_id, given(("a", "a")))
-    control.http.headers.update(ADMIN)
-    told = await control.http.post("/admin/v1/forget", json={"owner": "carol", "cancel": True})
-    assert told.json()["evals"] == 1 and evals.find(control.db, eval_id, viewer=None) is None
-
-
-ODD_SAMPLES: dict[str, Any] = {
-    "choices are a number": {"choices": 5},
-    "a message is a text": {"choices": [{"message": "x"}]},
-    "an answer as the runner keeps them": {"answer": {"prompt_tokens": "x", "error": {"a": 1}}},
-    "messages that are none": {"input": [1]},
-}
-
-
-@pytest.mark.parametrize("sample", ODD_SAMPLES.values(), ids=ODD_SAMPLES)
-async def test_a_sample_of_another_shape_fails_alone(control: Control, sample: Any):
-    content = [{"item": {"answer": "a"}, "sample": sample}, *entries(("a", "a"))]
-    source = {"type": "jsonl", "source": {"type": "file_content", "content": content}}
-    run = await ended(control, await made(control), source)
-    assert run.status == "completed" and run.result_counts.passed == 1
-    shown = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=run.eval_id)).data
-    assert [item.status for item in shown] == ["fail", "pass"]
-    assert control.context.background.degraded() == []
 
 
 async def test_a_run_ends_when_its_owner_holds_too_much(control: Control, monkeypatch: pytest.MonkeyPatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import openai
 import pytest
 
 from appliance.controller.bus.asking import EngineAnswer
@@ -163,27 +162,6 @@ async def test_gate_that_cannot_be_decided_says_why_and_leaves_what_answers(
     for job_id in (failed, cancelled, deleted):
         assert (gate(control, job_id)["verdict"], gate(control, job_id)["activated"]) == ("undecided", False)
     assert active(control) is None and jobs.gated(control.db) == []
-
-
-async def test_what_cannot_be_a_gate_is_refused(control: Control, events: JobEvents, answers: Answers):
-    good, not_run = await evaluation(control), await evaluation(control, has_run=False)
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"gate": {"eval_id": good}}, "gate"),
-        ({"publish_as": "fraud", "gate": {"eval_id": "eval_x"}}, "gate.eval_id"),
-        ({"publish_as": "fraud", "gate": {"eval_id": not_run}}, "gate.eval_id"),
-        ({"publish_as": "fraud", "gate": {"eval_id": good, "pass_rate_at_least": 2}}, "gate.pass_rate_at_least"),
-    ]
-    for fields, param in refused:
-        with pytest.raises(openai.APIStatusError) as caught:
-            await control.job(extra_body=fields)
-        assert caught.value.param == param
-    control.as_key("dave", owner="dave")
-    with pytest.raises(openai.NotFoundError):
-        await gated(control, good)
-    control.as_key("tuner", owner="carol", scopes=["fine_tuning"])
-    with pytest.raises(openai.PermissionDeniedError):
-        await gated(control, good)
-    assert jobs.page(control.db, viewer=None, after=None, limit=10).data == []
 
 
 def items(*passed: bool | None) -> dict[int, bool | None]:

@@ -9,13 +9,10 @@ import openai
 import pytest
 
 from appliance.controller.bus.asking import EngineAnswer
-from appliance.controller.grading import judging
-from tests.simulator.control_plane import LineReturned, graded, judging_of
+from tests.simulator.control_plane import LineReturned
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK
-from tests.unit.controller.test_jobs import prompts
 from train.graders import worker
-from train.graders.hosts import GraderHosts, WorkerBroke
 
 JUDGE: Any = {
     "type": "score_model",
@@ -72,17 +69,6 @@ async def test_code_that_cannot_grade_is_refused(control: Control, source: str):
         assert (caught.value.param, caught.value.code) == (param, "invalid_grader")
 
 
-async def test_run_of_grader_that_broke_its_worker_may_be_retried(control: Control, monkeypatch: pytest.MonkeyPatch):
-    async def broken(*_: Any) -> Any:
-        raise WorkerBroke("the process that grades ended")
-
-    monkeypatch.setattr(GraderHosts, "grade", broken)
-    graders = control.sdk.with_options(max_retries=0).fine_tuning.alpha.graders
-    with pytest.raises(openai.InternalServerError) as caught:
-        await graders.run(grader=CHECK, model_sample="4", item={"answer": "4"})
-    assert (caught.value.status_code, caught.value.code) == (503, "grader_not_run")
-
-
 async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, monkeypatch: pytest.MonkeyPatch):
     python: Any = {
         "type": "python",
@@ -110,20 +96,3 @@ async def test_a_model_of_the_box_judges_and_is_asked_for_the_key(control: Contr
     assert found.api_model_grader_token_usage_per_model == {"starter": {"total_tokens": 29}}
     assert sent[0]["messages"] == [{"role": "user", "content": "2+2: 4"}] and "structured_outputs" in sent[0]
     assert list(control.engines.models) == [] and control.engines.asked_by == [key_id]
-
-
-@pytest.mark.parametrize(("again_s", "times"), [(judging.SAY_AGAIN_S, 1), (0.0, 2)])
-async def test_job_says_each_failure_of_its_grader_once_in_a_while(
-    control: Control, monkeypatch: pytest.MonkeyPatch, again_s: float, times: int
-):
-    monkeypatch.setattr(judging, "SAY_AGAIN_S", again_s)
-    method = {"type": "reinforcement", "reinforcement": {"grader": JUDGE}}
-    job_id = await control.job(training_file=await control.upload(prompts()), method=method)
-    bad, good = "it is good", '{"result": 1}'
-    judged(control, bad, good, "very good", EngineAnswer(400, {"error": {"message": "too long"}}), good)
-    judges = judging_of(control.context)
-    for texts, failed in ((("a", "b"), 1), (("c",), 1), (("d",), 1), (("e",), 0)):
-        verdict = await graded(control.context, job_id, *texts, item={"q": ""}, judging=judges)
-        assert sum(map(bool, verdict["errors"])) == verdict["rewards"].count(None) == failed
-    said = [text for text in await control.messages(job_id) if text.startswith("the grader failed at ")]
-    assert ["too long" in text for text in said] == [False] * times + [True]

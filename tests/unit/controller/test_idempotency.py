@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from appliance.store.records import keys
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK, SCHEMA, given
 
@@ -65,23 +64,6 @@ async def test_every_route_that_makes_something_makes_one_of_a_request_that_come
     await control.settle()
 
 
-async def test_what_was_named_may_be_gone_when_a_request_comes_again(control: Control):
-    control.as_key("ann", owner="ann")
-    made = await bodies(control)
-    naming = ("/v1/batches", "/v1/fine_tuning/jobs")
-    first = {}
-    for path in (*naming, "/v1/responses", "/v1/evals/{eval_id}/runs"):
-        answer = await control.http.post(made[path][0], headers=KEYED, **made[path][1])
-        first[path] = answer.raise_for_status().json()["id"]
-    control.db.execute("UPDATE files SET owner = 'bob'")
-    control.db.execute("UPDATE models SET owner = 'bob'")
-    for path, made_first in first.items():
-        url, same, _ = made[path]
-        assert (await control.http.post(url, headers=KEYED, **same)).json().get("id") == made_first, path
-        assert (await control.http.post(url, **same)).status_code >= 400 or path not in naming, path
-    await control.settle()
-
-
 async def test_a_bound_that_is_reached_refuses_no_repetition(control: Control):
     control.as_key("ann", owner="ann", bounds={"bytes": 400})
     body = {"data_source_config": SCHEMA, "testing_criteria": [CHECK]}
@@ -95,26 +77,3 @@ async def test_a_bound_that_is_reached_refuses_no_repetition(control: Control):
     (await control.http.delete(f"/v1/evals/{first.json()['id']}")).raise_for_status()
     later = await post(**KEYED)
     assert later.status_code == 201 and later.json()["id"] != first.json()["id"], "the first has gone"
-
-
-BOUNDS = {
-    "/v1/files": ("bytes", 413),
-    "/v1/uploads": ("unfinished", 429),
-    "/v1/batches": ("unfinished", 429),
-    "/v1/fine_tuning/jobs": ("unfinished", 429),
-    "/v1/responses": ("unfinished", 429),
-    "/v1/evals": ("bytes", 413),
-    "/v1/evals/{eval_id}/runs": ("unfinished", 429),
-}
-"""POSTs that leave something behind: the bound that an owner has on it."""
-
-
-async def test_each_post_that_makes_something_has_a_bound_for_each_owner(control: Control):
-    ann = control.as_key("ann", owner="ann")
-    made = await bodies(control)
-    for path, (name, status) in BOUNDS.items():
-        url, same, _ = made[path]
-        keys.update(control.db, ann, bounds={name: 0})
-        refused = await control.http.post(url, **same)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (status, name), (path, refused.text)
-    await control.settle()

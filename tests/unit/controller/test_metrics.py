@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.controller.jobs.events import fail
 from appliance.store.objects import jobs
-from appliance.store.records.box import SqliteJournal
 from appliance.store.rows import JobMetricRow
-from tests.simulator.control_plane import change
 
 from .conftest import ADMIN, Control
 
@@ -69,102 +61,4 @@ async def test_metrics_of_jobs_and_devices(control: Control) -> None:
     assert found["appliance_job_energy_joules", job] == 250
 
 
-async def test_metrics_count_ended_handovers(control: Control) -> None:
-    """By outcome, since the controller began."""
-    journal = SqliteJournal(control.db)
-    control.scheduler._journal = journal
-    for number, state, seconds in ((1, "done", 2.0), (2, "done", 3.5), (3, "undone", 1.0), (4, "running", None)):
-        journal.begin(number, "r", 10.0, "", "")
-        if seconds is not None:
-            journal.end(number, state, 10.0 + seconds)
-    found, series = await scrape(control), "appliance_handover_seconds"
-    assert found["appliance_handovers_running", ()] == 1
-    counted = [found[f"{series}_count", (("outcome", state),)] for state in ("done", "undone", "failed")]
-    assert counted == [2, 1, 0] and found[f"{series}_sum", (("outcome", "done"),)] == 5.5
-
-
-async def test_metrics_count_failures(control: Control) -> None:
-    found = await scrape(control)
-    assert found["appliance_jobs_failed", (("code", "training_failed"),)] == 0, "there before the first one fails"
-    context = control.context
-    change(context, main_troubles=lambda: [{"name": "tracking: MLflow of ann"}, {"name": "backup"}])
-    for code in ("training_failed", "training_failed", "invalid_training_file"):
-        fail(control.db, await control.job(), code, "so it is")
-    found = await scrape(control)
-    parts = {dict(labels)["part"] for name, labels in found if name == "appliance_degraded"}
-    assert parts == {"tracking", "backup"}, "names behind the colon are for operators"
-    assert found["appliance_jobs_failed", (("code", "training_failed"),)] == 2
-    assert found["appliance_jobs_failed", (("code", "invalid_training_file"),)] == 1
-
-
-async def test_mfu_needs_a_published_rate_and_bfloat16(control: Control) -> None:
-    running = await control.job()
-    jobs.set_phase(control.db, running, "running", devices=["n0/0", "n0/1"], tokens_per_s=9e5)
-    control.db.execute("UPDATE models SET params = ?, arch = 'LlamaForCausalLM' WHERE id = 'starter'", [10**8])
-
-    async def told(full: bool, precision: str = "bf16") -> float | None:
-        jobs.update(control.db, running, resolved={"precision": precision, "full": full})
-        found = await scrape(control)
-        return found.get(("appliance_job_mfu_ratio", (("job", running), ("model", "starter"))))
-
-    assert await told(True) is None, "nobody publishes the rate of a processor"
-    for device in control.scheduler.devices:
-        device["name"] = "NVIDIA H100 80GB HBM3"
-    assert await told(True) == pytest.approx(6 * 1e8 * 9e5 / (2 * 989e12))
-    assert await told(False) == pytest.approx(4 * 1e8 * 9e5 / (2 * 989e12))
-    assert await told(True, "fp32") is None
-
-
 # As vLLM writes them, between hundreds of others.
-OF_AN_ENGINE = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
-# TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{engine="0",model_name="m@v1"} 3.0
-vllm:num_requests_waiting{engine="0",model_name="m@v1"} 2.0
-vllm:num_requests_waiting_by_reason{engine="0",model_name="m@v1",reason="capacity"} 2.0
-vllm:kv_cache_usage_perc{engine="0",model_name="m@v1"} 0.25
-vllm:num_preemptions_total{engine="0",model_name="m@v1"} 4.0
-vllm:num_preemptions_created{engine="0",model_name="m@v1"} 1.7e+09
-vllm:prefix_cache_queries_total{engine="0",model_name="m@v1"} 100.0
-vllm:prefix_cache_hits_total{engine="0",model_name="m@v1"} 64.0
-vllm:request_success_total{engine="0",finished_reason="a secret of somebody"} 1.0
-"""
-
-
-@contextlib.asynccontextmanager
-async def engine_on(socket: Path, said: bytes | None) -> AsyncIterator[str]:
-    """An engine's server; None: it never answers."""
-
-    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer):
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert head.startswith(b"GET /metrics ")
-            if said is None:
-                await reader.read()
-            else:
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(said), said))
-                await writer.drain()
-
-    async with await asyncio.start_unix_server(answers, socket):
-        yield str(socket)
-
-
-async def test_engine_metrics_leave_out_silent_engines(control: Control, tmp_path: Path) -> None:
-    assert not any(name.startswith("appliance_engine_") for name, _ in await scrape(control))
-    async with engine_on(tmp_path / "a", OF_AN_ENGINE) as well, engine_on(tmp_path / "b", None) as silent:
-        control.context.routing.open_engines = lambda: {
-            "r1": ("m", well),
-            "r2": ("m", silent),
-            "r3": ("m", str(tmp_path / "gone")),
-        }
-        found = await scrape(control)
-    told = {(name, labels): value for (name, labels), value in found.items() if name.startswith("appliance_engine_")}
-    of = (("model", "m"), ("replica", "r1"))
-    assert told == {
-        ("appliance_engine_kv_cache_ratio", of): 0.25,
-        ("appliance_engine_requests", (*of, ("state", "running"))): 3,
-        ("appliance_engine_requests", (*of, ("state", "waiting"))): 2,
-        ("appliance_engine_preemptions_total", of): 4,
-        ("appliance_engine_prefix_tokens_total", of): 100,
-        ("appliance_engine_prefix_hit_tokens_total", of): 64,
-    }
-    assert found["appliance_job_queue_length", ()] == 0

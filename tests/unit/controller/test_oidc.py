@@ -17,11 +17,10 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from appliance.controller.admin import forget, logins
+from appliance.controller.admin import logins
 from appliance.controller.app import create_app
 from appliance.controller.bus.bus import Bus
 from appliance.controller.http.peers import Listener
-from appliance.controller.interfaces.config import OidcSettings
 from appliance.store.database import Database
 from appliance.store.records import audit, keys, page_sessions
 from tests.simulator.control_plane import simulated_context
@@ -162,16 +161,6 @@ async def test_finish_with_a_revoked_key_is_refused(way: Way) -> None:
     assert len(keys.list_all(way.db)) == 1
 
 
-async def test_finish_of_a_forgotten_person_makes_a_new_key(way: Way) -> None:
-    await way.back()
-    (row,) = keys.list_all(way.db)
-    keys.revoke(way.db, row.id)
-    forget.rename(way.db, row.owner, "gone-1")
-    assert keys.of_subject(way.db, row.subject) is None
-    assert "ann" not in repr([tuple(one) for one in way.db.execute("SELECT * FROM keys")])
-    assert (await way.back()).status_code == 201
-
-
 def signed(changes: dict[str, Any], key: Any = KEY, kind: str | None = "RS256", kid: str = "k1") -> Any:
     def sign(claims: dict[str, Any]) -> str:
         told = {name: value for name, value in {**claims, **changes}.items() if value is not None}
@@ -240,14 +229,3 @@ async def test_finish_without_a_group_any_more_ends_earlier_logins(way: Way) -> 
     assert page_sessions.list_live(way.db, time.time()) == []
     assert [row.get("sessions") for row in way.bus.keys.values()] == [None]
     assert [row.scopes for row in keys.list_all(way.db)] == [[]]
-
-
-async def test_begin_without_settings_is_not_found(control: Any) -> None:
-    assert (await control.http.get(OIDC, headers=GATEWAY)).json()["name"] is None
-    assert (await control.http.post(f"{OIDC}/begin", headers=GATEWAY)).status_code == 404
-
-
-@pytest.mark.parametrize("changes", [{"issuer": "http://login.example.org"}, {"client_id": ""}, {"groups": {}}])
-def test_oidc_settings_need_all_parts(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"https|belong"):
-        OidcSettings(**{**SETTINGS, **changes})

@@ -11,7 +11,6 @@ import pytest
 from fastapi.routing import APIRoute
 
 from appliance.controller.http.routers import StrictRoute, make_router
-from appliance.controller.jobs import wanted
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.responses import stored
 from appliance.gateway.core.errors import HttpError
@@ -97,7 +96,6 @@ SPECIAL: dict[tuple[str, str], Any] = {
     ("GET", "/admin/v1/me"): SELF,
     ("GET", "/admin/v1/sessions"): LOGINS,
     ("POST", "/admin/v1/sessions"): LOGINS,
-    ("POST", "/admin/v1/sessions/{session_id}/touch"): LOGINS,
     ("DELETE", "/admin/v1/sessions/{session_id}"): Named({"session_id": "login"}),
     **dict.fromkeys(OPEN, NOTHING),
     ("GET", "/admin/v1/metrics"): SCRAPE,
@@ -339,37 +337,6 @@ async def test_lists_hold_ones_own_alone(control: Control, people: People):
             assert page["has_more"] is False, f"{path}: there is more, but it is another's"
 
 
-async def test_an_admin_sees_all_and_whose_it_is(control: Control, people: People):
-    for (method, path), what in judged(control):
-        if what == LIST:
-            found = {item["id"]: item for item in (await call(control, ADMIN, method, path)).json()["data"]}
-            for one in people.secrets() & found.keys():
-                assert found[one]["owner"] == "bob", (path, one)
-            assert people.secrets() & found.keys(), path
-    file = (await call(control, ADMIN, "GET", f"/v1/files/{people.objects['result']}")).json()
-    assert file["owner"] == "bob" and file["purpose"] == "fine-tune-results"
-    assert (await call(control, ADMIN, "GET", f"/v1/files/{people.own_file}")).json()["owner"] == "alice"
-    shown = (await call(control, ADMIN, "GET", f"/admin/v1/models/{people.objects['model']}")).json()
-    assert (shown["owner"], shown["shared_with"]) == ("bob", [])
-
-
-async def test_a_retry_finds_nobody_elses_resource(control: Control, people: People):
-    job = {"model": "starter", "training_file": people.own_file}
-    repeated = people.alice | {"idempotency-key": "same"}
-    hers = (await call(control, repeated, "POST", "/v1/fine_tuning/jobs", json=job)).json()["id"]
-    batch = {
-        "input_file_id": people.objects["batch input"],
-        "endpoint": "/v1/chat/completions",
-        "completion_window": "24h",
-    }
-    for again in (people.alice, people.alice | {"x-stainless-retry-count": "1"}):
-        answer = await call(control, again, "POST", "/v1/batches", json=batch)
-        assert answer.status_code == 404
-    own = {"model": "starter", "training_file": people.objects["file"]}
-    his = await call(control, people.bob | {"idempotency-key": "same"}, "POST", "/v1/fine_tuning/jobs", json=own)
-    assert his.status_code == 200 and his.json()["id"] != hers
-
-
 # --- sharing
 
 
@@ -400,68 +367,6 @@ async def test_a_model_is_shared_by_its_owner_and_no_longer(control: Control, pe
     assert (await call(control, people.alice, "GET", path)).status_code == 200
     actions = [row["action"] for row in (await call(control, ADMIN, "GET", "/admin/v1/audit")).json()["data"]]
     assert [action for action in actions if "share" in action] == ["model.share", "model.unshare", "model.share"]
-
-
-@pytest.mark.parametrize("how", ["unshare", "list"])
-async def test_a_job_that_runs_is_paused_once_its_key_may_not_use_its_model(control: Control, people: People, how: str):
-    model, share = people.objects["model"], f"/v1/models/{people.objects['model']}/share"
-    await call(control, people.bob, "POST", share, json={"owners": ["alice", "carol"]})
-
-    async def job_on(name: str) -> str:
-        body = {"model": name, "training_file": people.own_file}
-        return (await call(control, people.alice, "POST", "/v1/fine_tuning/jobs", json=body)).json()["id"]
-
-    runs, waits, ends, untouched = [await job_on(name) for name in (model, model, model, "starter")]
-    await control.settle()
-    for one in (runs, untouched):
-        jobs.set_phase(control.db, one, "running", devices=["n0/0"])
-    await call(control, people.alice, "POST", f"/v1/fine_tuning/jobs/{ends}/cancel")
-
-    async def access(given: bool) -> None:
-        if how == "unshare":
-            answer = await call(control, people.bob, "POST", share, json={"owners": ["alice"], "stop": not given})
-            assert runs not in answer.text, "her jobs have no name for him"
-        else:
-            models_ = None if given else ["starter"]
-            answer = await call(control, ADMIN, "PATCH", "/admin/v1/keys/alice", json={"models": models_})
-        assert answer.status_code == 200, answer.text
-
-    await access(False)
-    told = (await call(control, ADMIN, "GET", "/admin/v1/audit")).json()["data"][0]
-    assert told["detail"]["jobs"] == [runs, waits]
-    for one in (runs, waits):
-        row = jobs.get(control.db, one)
-        assert (row.wanted, row.reason) == ("pause", wanted.MODEL_WITHDRAWN)
-        refused = await call(control, people.alice, "POST", f"/v1/fine_tuning/jobs/{one}/resume")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
-    assert [jobs.get(control.db, one).wanted for one in (ends, untouched)] == ["cancel", "run"]
-    await access(True)
-    resumed = await call(control, people.alice, "POST", f"/v1/fine_tuning/jobs/{runs}/resume")
-    assert resumed.status_code == 200 and jobs.get(control.db, runs).wanted == "run"
-
-
-@pytest.mark.parametrize("body", [{}, {"owners": ["a\nb"]}, {"owners": ["*"]}, {"owners": "alice"}, {"with": "all"}])
-async def test_what_cannot_be_shared_with_is_refused(control: Control, people: People, body: dict[str, Any]):
-    answer = await call(control, people.bob, "POST", f"/v1/models/{people.objects['model']}/share", json=body)
-    assert answer.status_code == 400
-
-
-async def test_a_model_that_was_brought_in_is_everybodys_until_an_admin_says_no(control: Control, people: People):
-    share = "/v1/models/starter/share"
-    assert (await call(control, people.alice, "POST", share, json={"everybody": True})).status_code == 403
-    stopped = await call(control, ADMIN, "POST", share, json={"everybody": True, "stop": True})
-    assert stopped.json()["shared_with_everybody"] is False
-    assert (await call(control, people.alice, "GET", "/v1/models/starter")).status_code == 404
-    await call(control, ADMIN, "POST", share, json={"owners": ["alice"]})
-    assert (await call(control, people.alice, "GET", "/v1/models/starter")).status_code == 200
-    assert (await call(control, people.bob, "GET", "/v1/models/starter")).status_code == 404
-
-
-async def test_a_list_of_models_narrows_and_gives_nothing(control: Control, people: People):
-    """What a key may use is what its owner may, and of that only what its list names."""
-    row, _ = keys.create(control.db, "narrow", ["inference"], "carol", models=[people.objects["model"]])
-    assert (await call(control, headers(row), "GET", f"/v1/models/{people.objects['model']}")).status_code == 404
-    assert (await call(control, headers(row), "GET", "/v1/models/starter")).status_code == 404
 
 
 # --- usage

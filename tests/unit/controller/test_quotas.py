@@ -12,20 +12,17 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.controller.access.quotas import GIB, Disk
+from appliance.controller.access.limits import GIB, Disk
 from appliance.controller.app import create_app
 from appliance.controller.http.peers import Listener
-from appliance.controller.interfaces.errors import ApiError
-from appliance.controller.interfaces.principal import Principal
-from appliance.controller.retention import keep_house
 from appliance.store.database import Database
-from appliance.store.objects import models, responses
+from appliance.store.objects import responses
 from appliance.store.records import keys
 from appliance.store.rows import ResponseRow
 from tests.simulator.control_plane import simulated_context
-from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
+from tests.unit.controller.conftest import ADMIN, Control, chat_lines
 
-BOUNDS = {"unfinished": 3, "models": 4, "bytes": 10_000, "responses": 3, "responses_bytes": 100_000}
+BOUNDS = {"unfinished": 3, "bytes": 10_000, "responses": 3, "responses_bytes": 100_000}
 LINE = b'{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "starter"}}\n'
 BATCH = {"completion_window": "24h", "endpoint": "/v1/chat/completions"}
 
@@ -76,19 +73,6 @@ async def test_bytes_bound_counts_all_keys_of_an_owner(control: Control):
     answers = await asyncio.gather(*(file(control, second, b"x" * 3000) for _ in range(8)))
     statuses = [answer.status_code for answer in answers]
     assert statuses.count(200) == 1 and set(statuses) <= {200, 413}
-
-
-async def test_expired_input_file_stays_until_its_batch_ends(control: Control):
-    given = (await file(control, ADMIN, LINE, "batch")).json()["id"]
-    control.engines.lines = 0
-    made = await control.http.post("/v1/batches", headers=ADMIN, json=BATCH | {"input_file_id": given})
-    later_s = time.time() + 31 * 86400
-    keep_house(control.context, later_s)
-    assert (control.context.files_dir / given).exists()
-    await control.http.post(f"/v1/batches/{made.json()['id']}/cancel", headers=ADMIN)
-    await control.context.tasks.idle("batches")
-    keep_house(control.context, later_s)
-    assert not (control.context.files_dir / given).exists()
 
 
 async def test_unfinished_bound_counts_all_kinds_of_work(control: Control):
@@ -181,35 +165,3 @@ async def test_disk_below_its_floor_refuses_writes_not_deletes(control: Control)
     assert (await control.http.delete(f"/v1/files/{kept}", headers=ann)).status_code == 200
     assert (await post(f"/v1/uploads/{pending}/cancel", headers=ann)).status_code == 200
     assert len(list(control.context.files_dir.iterdir())) == 1 and not list(control.context.uploads_dir.iterdir())
-
-
-def fine_tuned(db: Database, owner: str, number: int, size: int) -> None:
-    name = f"ft:{owner}:{number}"
-    insert_model(db, name, kind="fine-tuned", base="starter", owner=owner)
-    models.update(db, name, bytes=size)
-    models.update_version(db, name, "v1", bytes=size)
-
-
-def test_models_bound_counts_number_and_bytes(control: Control, db: Database) -> None:
-    quotas = control.context.quotas
-    rows = {name: keys.create(db, name, ["fine_tuning"], name)[0] for name in ("ann", "ben")}
-    callers = {name: Principal(row.id, frozenset({"fine_tuning"}), "req", name) for name, row in rows.items()}
-    quotas.check(callers["ann"], makes_model=True)
-    for number in range(4):
-        fine_tuned(db, "ann", number, 10)
-    with pytest.raises(ApiError) as found:
-        quotas.check(callers["ann"], makes_model=True)
-    assert (found.value.param, found.value.status_code) == ("models", 429)
-    fine_tuned(db, "ben", 9, 10_000)
-    with pytest.raises(ApiError) as found:
-        quotas.check(callers["ben"], makes_model=True)
-    assert (found.value.param, found.value.status_code) == ("bytes", 413)
-
-
-async def test_bytes_bound_reserves_answers_of_batches(control: Control, db: Database) -> None:
-    ann = caller(db, "ann", bounds={"unfinished": 32, "bytes": 20 * len(LINE)})
-    batch = BATCH | {"input_file_id": (await file(control, ann, LINE, "batch")).json()["id"]}
-    answers = [await control.http.post("/v1/batches", headers=ann, json=batch) for _ in range(10)]
-    assert sum(answer.status_code == 200 for answer in answers) == 6  # 1 + 6 x 3 of 20 lines, and 3 more do not fit
-    error = answers[-1].json()["error"]
-    assert (answers[-1].status_code, error["code"], error["param"]) == (413, "limit_reached", "bytes")

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from appliance.controller.app import create_app
 from appliance.controller.http.peers import Listener
-from appliance.store.database import Database
 from appliance.store.objects import responses
 from appliance.store.records import keys
-from tests.simulator.control_plane import simulated_context
 from tests.unit.controller.conftest import Control
 
 TOKEN = "t" * 64
@@ -184,8 +180,3 @@ async def test_take_of_an_owner_without_keys_stores_nothing(control: Control):
     keys.revoke(control.db, phone.id)
     await send(control, copy(2, key=laptop.id), copy(3))
     assert responses.find(control.db, name(2)) is None and responses.find(control.db, name(3)) is not None
-
-
-async def test_take_with_zero_kept_days_stores_nothing(tmp_path: Path, db: Database):
-    app = create_app(simulated_context(tmp_path, db, responses_kept_days=0))
-    assert await app.state.responses.take([copy(1)]) == 0 and not db.value("SELECT count(*) FROM responses")

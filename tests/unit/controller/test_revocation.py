@@ -5,14 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import Any
-from unittest.mock import AsyncMock
-
-import openai
-import pytest
 
 from appliance.controller.admin.keys import end_expired
 from appliance.controller.bus.asking import EngineAnswer
-from appliance.controller.files import storage
 from appliance.controller.jobs import wanted
 from appliance.store.objects import jobs, responses
 from appliance.store.records import keys
@@ -64,24 +59,6 @@ async def test_request_of_a_revoked_key_is_refused(control: Control):
     assert (await control.http.get(f"/v1/files/{training_file}")).status_code == 200
 
 
-async def test_upload_of_a_key_revoked_meanwhile_keeps_no_file(control: Control, monkeypatch):
-    """What it had begun ends with it: the file would be there again of a person who was forgotten meanwhile."""
-    key_id = control.as_key("uploader")
-    checked = storage.checked
-
-    async def slow(*given: Any, **more: Any) -> Any:
-        await revoke(control, key_id)
-        return await checked(*given, **more)
-
-    monkeypatch.setattr(storage, "checked", slow)
-    with pytest.raises(openai.AuthenticationError) as refused:
-        await control.upload()
-    assert refused.value.code == "invalid_api_key"
-    control.as_key("another", scopes=["admin"])
-    assert (await control.http.get("/v1/files")).json()["data"] == []
-    assert not list(control.context.files_dir.iterdir())
-
-
 async def test_resume_by_a_weaker_key_lowers_the_priority(control: Control):
     strong = control.as_key("strong", owner="alice", max_priority=9)
     claimed = {"priority": 9, "preemptible": False, "deadline_s": time.time() + 100}
@@ -125,24 +102,6 @@ async def test_revoke_fails_background_responses(control: Control):
     assert TASKS.list_all(control.db) == [] and len(control.engines.sent) == 1
 
 
-@pytest.mark.parametrize(
-    ("fields", "limit", "param"),
-    [
-        ({"priority": 6}, {"max_priority": 5}, "priority"),
-        ({"preemptible": False}, {}, "preemptible"),
-        ({"deadline_s": 1e10}, {}, "deadline_s"),
-    ],
-)
-async def test_job_above_its_keys_priority_is_refused(control: Control, fields, limit, param):
-    key_id = control.as_key("laptop", **limit)
-    body = {"model": "starter", "training_file": await control.upload(), **fields}
-    refused = await control.http.post("/v1/fine_tuning/jobs", json=body)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (403, param)
-    assert (await control.http.post("/v1/fine_tuning/jobs", json=body, headers=ADMIN)).status_code == 200
-    await control.http.patch(f"/admin/v1/keys/{key_id}", json={"max_priority": 6}, headers=ADMIN)
-    assert (await control.http.post("/v1/fine_tuning/jobs", json=body)).status_code == 200
-
-
 async def test_expired_key_ends_like_a_revoked_one(control: Control):
     until_s = time.time() + 3600
     body = {"name": "guest", "expires_s": until_s}
@@ -170,21 +129,3 @@ async def test_expired_key_ends_like_a_revoked_one(control: Control):
     rows = (await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]
     told = [(row["key_id"], row["target"]) for row in rows if row["action"] == "key.expire"]
     assert told == [(None, made["id"])]
-
-
-async def test_doctor_names_keys_to_admins_alone(control: Control):
-    told = [{"check": "keys", "state": "warn", "found": "guest expire within a week"}]
-    control.context.doctor.look = AsyncMock(return_value={"exit_code": 1, "data": told, "at_s": 1.0})
-    for headers, findings in ((ADMIN, told), ({"x-appliance-key-id": "key_read", "x-appliance-scopes": "read"}, [])):
-        assert (await control.http.get("/admin/v1/doctor", headers=headers)).json()["data"] == findings
-
-
-async def test_expiry_of_a_key_is_moved_and_lifted(control: Control):
-    past = {"name": "late", "expires_s": time.time() - 1}
-    answer = await control.http.post("/admin/v1/keys", headers=ADMIN, json=past)
-    assert answer.status_code == 400 and "is past" in answer.json()["error"]["message"]
-    await control.http.post("/admin/v1/keys", headers=ADMIN, json={"name": "guest", "expires_s": time.time() + 60})
-    for body, status in (({"expires_s": 1.0}, 400), ({"expires_s": time.time() + 99}, 200), ({"expires_s": None}, 200)):
-        answer = await control.http.patch("/admin/v1/keys/guest", headers=ADMIN, json=body)
-        assert answer.status_code == status
-    assert answer.json()["expires_s"] is None

@@ -163,21 +163,6 @@ async def test_file_that_is_there_is_not_drawn_again_and_the_next_waits_for_its_
     assert (await run.file(1)).weights_step == 1
 
 
-@pytest.mark.parametrize(("phase", "starved"), [("running", False), ("suspended", True)])
-async def test_later_steps_starve_a_job_only_where_it_has_given_its_devices_back(
-    run: Run, judged, phase: Any, starved: bool
-):
-    run.begin(staleness=1)
-    jobs.set_phase(run.control.db, run.job_id, phase)
-    run.publish(0)
-    await run.file(0)
-    run.control.engines.lines = 0
-    run.rollouts._drawn[run.job_id] = SamplesFile("train", 1)
-    assert run.starved is starved
-    run.rollouts.published(run.job_id, 1)
-    assert run.starved, "it has come to this step"
-
-
 async def test_controller_that_dies_before_a_file_is_there_draws_it_whole(run: Run, judged):
     run.begin()
     run.control.engines.lines = 0
@@ -208,23 +193,3 @@ async def test_step_that_cannot_be_drawn_fails_in_words(run: Run, judged, how: s
     run.publish(0)
     samples = await run.file(0)
     assert ("too long" if how == "refused" else "revoked") in samples.failed and samples.ids == []
-
-
-async def test_files_of_steps_before_the_snapshot_are_deleted(run: Run, judged):
-    run.begin()
-    run.publish(0)
-    await run.file(0)
-    jobs.update(run.control.db, run.job_id, snapshot={"step": 1, "path": "/x", "told_s": 0.0})
-    run.publish(1)
-    await run.file(1)
-    async with asyncio.timeout(20):
-        while SamplesFile("train", 0).path(run.folder).exists():
-            await asyncio.sleep(0.01)
-
-
-async def test_job_that_is_over_is_followed_no_more(run: Run, judged):
-    run.begin()
-    run.rollouts.follow()
-    jobs.set_phase(run.control.db, run.job_id, "cancelled")
-    run.rollouts.follow()
-    assert not run.rollouts._followed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from appliance.controller.grading import in_tokens
+from appliance.controller.grading.judging import samples_of, sampling_request, scores_of
 
 
 def choice(index, ids, log_probs, text="x"):
@@ -14,26 +14,26 @@ def choice(index, ids, log_probs, text="x"):
 
 def test_answers_are_read_in_their_order():
     body = {"choices": [choice(1, [5], [-0.5], "b"), choice(0, [3, 2], [-1.0, -2.0], "a")]}
-    assert in_tokens.samples_of(body, 2) == [([3, 2], [-1.0, -2.0], "a"), ([5], [-0.5], "b")]
+    assert samples_of(body, 2) == [([3, 2], [-1.0, -2.0], "a"), ([5], [-0.5], "b")]
     with pytest.raises(ValueError):
-        in_tokens.samples_of({"choices": [choice(0, [3], [-1.0]), choice(1, [3], [-9999.0])]}, 2)
+        samples_of({"choices": [choice(0, [3], [-1.0]), choice(1, [3], [-9999.0])]}, 2)
 
 
 @pytest.mark.parametrize("odd", [{"logprobs": None}, {"logprobs": {}}, {"token_ids": None}, {"index": None}])
 def test_samples_of_incomplete_answers_raise_in_words(odd):
     with pytest.raises(ValueError):
-        in_tokens.samples_of({"choices": [choice(0, [3], [-1.0]), choice(1, [3], [-1.0]) | odd]}, 2)
+        samples_of({"choices": [choice(0, [3], [-1.0]), choice(1, [3], [-1.0]) | odd]}, 2)
 
 
 @pytest.mark.parametrize("places", [None, [], [None], [{}], [{"3": None}], [{"3": {"logprob": None}}]])
 def test_scores_of_incomplete_answers_raise_in_words(places):
     with pytest.raises(ValueError):
-        in_tokens.scores_of({"choices": [{"prompt_logprobs": places}]}, [1, 3], 1)
+        scores_of({"choices": [{"prompt_logprobs": places}]}, [1, 3], 1)
 
 
 def test_vllm_draws_from_the_policys_own_distribution():
     asked = CompletionRequest.model_validate(
-        in_tokens.sampling_request("m@1", [1, 2], n=2, seed=9, max_tokens=5, ends=[2]), strict=False
+        sampling_request("m@1", [1, 2], n=2, seed=9, max_tokens=5, ends=[2]), strict=False
     )
     defaults = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
     params = asked.to_sampling_params(5, defaults)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from appliance.controller.access.spending import spent_quota
+from appliance.controller.access.limits import spent_quota
 from appliance.store.records import keys, usage
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_admin import ask
@@ -53,59 +53,6 @@ def test_spent_quota_renews_by_days_and_months_of_utc(control: Control):
     assert spent_quota(control.db, made, yesterday)[0] == calendar.timegm((2026, 11, 21, 0, 0, 0))
     usage.add(control.db, [row(made.id, prompt=50, completion=0)], NOON)
     assert spent_quota(control.db, made, NOON) == (calendar.timegm((2026, 12, 1, 0, 0, 0)), "100 tokens a month")
-
-
-async def test_key_list_has_the_last_use(control: Control):
-    idle = await ask(control, "POST", "/keys", json={"name": "idle"})
-    busy = await ask(control, "POST", "/keys", json={"name": "busy"})
-    for when_s in (NOON, NOON - 86400):
-        usage.add(control.db, [row(busy["id"])], when_s)
-    keys.update(control.db, busy["id"], created_s=0.0)
-    listed = {one["id"]: one["last_asked_s"] for one in (await ask(control, "GET", "/keys"))["data"]}
-    assert listed == {idle["id"]: None, busy["id"]: NOON - 1800}, "the hour"
-
-
-async def test_usage_report_sums_by_key_owner_model_and_hour(control: Control):
-    alice, _ = keys.create(control.db, "alice", ["inference"], owner="lab")
-    bob, _ = keys.create(control.db, "bob", ["inference"], owner="lab")
-    usage.add(control.db, [row(alice.id), row(alice.id, model="n", errors=1)], NOON)
-    usage.add(control.db, [row(alice.id), row(bob.id, requests=3)], NOON + 3600)
-    report = {by: usage.report(control.db, by, NOON, NOON + 7200) for by in ("key", "owner", "model", "hour")}
-    assert [(r["name"], r["requests"], r["prompt_tokens"], r["completion_tokens"]) for r in report["key"]] == [
-        ("alice", 3, 30, 15),
-        ("bob", 3, 10, 5),
-    ]
-    assert [(r["name"], r["requests"], r["errors"]) for r in report["owner"]] == [("lab", 6, 1)]
-    assert {r["name"]: r["requests"] for r in report["model"]} == {"m": 5, "n": 1}
-    assert [r["name"] for r in report["hour"]] == ["2026-11-21T12:00Z", "2026-11-21T13:00Z"]
-    assert [r["requests"] for r in usage.report(control.db, "key", NOON + 3600, NOON + 7200)] == [1, 3]
-    told = await ask(control, "GET", "/usage?by=owner&since_s=0")
-    assert told["data"][0]["name"] == "lab" and told["by"] == "owner"
-    await ask(control, "GET", "/usage?by=colour", 400)
-
-
-async def test_usage_report_counts_refused_requests(control: Control):
-    alice, _ = keys.create(control.db, "alice", ["inference"])
-    spending = control.context.spending
-    nameless = {"model": "", "version": "", "refused": 3}
-    spending.take([row(alice.id) | {"refused": 2}, row(alice.id, requests=0) | nameless])
-    spending.take([row(alice.id) | {"refused": 1}, row(alice.id)])
-    (spent,) = usage.report(control.db, "key", 0, NOON)
-    assert (spent["requests"], spent["refused"]) == (3, 6)
-    by_model = {r["name"]: r["refused"] for r in usage.report(control.db, "model", 0, NOON)}
-    assert by_model == {"m": 3, "(no model)": 3}
-
-
-async def test_usage_report_counts_device_hours(control: Control):
-    key, _ = keys.create(control.db, "alice", ["fine_tuning"])
-    job_id = await control.job()
-    control.db.execute("UPDATE jobs SET key_id = ?, owner = 'lab' WHERE id = ?", [key.id, job_id])
-    for at, devices in ((0, 4), (600, 4), (1800, 8), (3600, 0), (7200, 0)):
-        usage.devices_held(control.db, job_id, devices, NOON + at)
-    (spent,) = usage.report(control.db, "key", NOON, NOON + 7200)
-    assert spent["name"] == "alice" and spent["device_hours"] == pytest.approx(0.5 * 4 + 0.5 * 8)
-    (later,) = usage.report(control.db, "owner", NOON + 2700, NOON + 7200)
-    assert later["name"] == "lab" and later["device_hours"] == pytest.approx(0.25 * 8)
 
 
 async def test_device_time_ends_at_the_last_step_before_a_crash(control: Control):

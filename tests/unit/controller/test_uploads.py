@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from appliance.controller.files import file_routes, storage
-from appliance.store.objects import uploads
+from appliance.store.rows import UPLOADS
 from tests.unit.controller.conftest import Control, chat_lines
 
 DATA = chat_lines()
@@ -89,7 +89,7 @@ async def test_limits(control: Control):
         await part(control, upload_id, b"x")  # announced: 10, and twice as many may come
     folder = control.context.uploads_dir / upload_id
     assert sum(entry.stat().st_size for entry in folder.iterdir()) == 20
-    row = uploads.find(control.db, upload_id, viewer=None)
+    row = UPLOADS.find_visible(control.db, upload_id, viewer=None)
     assert row is not None and row.part_bytes == 20, "so that no part lists those before it"
 
 
@@ -101,7 +101,7 @@ async def test_cancelled_and_expired_uploads_leave_nothing(control: Control):
     assert (await control.sdk.uploads.cancel(cancelled)).status == "cancelled"
     file_routes.end_uploads(control.context, time.time() + 3601)
     assert left(control) == []
-    row = uploads.find(control.db, expired, viewer=None)
+    row = UPLOADS.find_visible(control.db, expired, viewer=None)
     assert row is not None and row.status == "expired"
     for upload_id in (cancelled, expired):
         with pytest.raises(openai.BadRequestError) as refused:
@@ -128,7 +128,7 @@ async def test_upload_that_ends_while_its_parts_are_joined_is_named(control: Con
     ids = [await part(control, upload_id, piece) for piece in PIECES]
 
     def joined(*_):
-        uploads.update(control.db, upload_id, status="completed")  # by the same request, which came twice
+        UPLOADS.update(control.db, upload_id, status="completed")  # by the same request, which came twice
         raise FileNotFoundError(ids[0])
 
     monkeypatch.setattr(file_routes, "_join", joined)

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,11 +22,9 @@ from scheduler.core.workload import (
     ReplicaView,
     Standby,
 )
-from scheduler.loop.explain import explain
 from scheduler.plan import autoscaler
 from scheduler.plan.autoscaler import Bounds, StandbyLearner, required
-from scheduler.plan.plan import Round, plan
-from tests.unit.scheduler.fakes import box_of
+from scheduler.plan.plan import Round
 
 CONFIG = SchedulerConfig()
 LOOK_S = 0.25
@@ -89,20 +88,6 @@ def test_time_per_token_above_its_target_asks_for_more() -> None:
     assert autoscaler.wanted_now(replace(model, tpot_target_s=None), 10.0, CONFIG) == 2
 
 
-def test_standby_is_kept_while_the_model_is_in_use_and_no_longer() -> None:
-    model = DeploymentView(
-        "m", "v1", max_replicas=8, target_inflight=10, standby=Standby(3), demand=Demand(1, last_request_s=1000.0)
-    )
-    hysteresis, _ = autoscaler.required(model, Hysteresis(), 1000.0, CONFIG)
-    assert hysteresis.replicas == 3
-    quiet = replace(model, demand=Demand(0, last_request_s=1000.0))
-    hysteresis, _ = autoscaler.required(quiet, hysteresis, 1000.0 + CONFIG.give_back_at_latest_s - 1, CONFIG)
-    assert hysteresis.replicas == 3
-    for after_s in (1, 12, 40):
-        hysteresis, _ = autoscaler.required(quiet, hysteresis, 1000.0 + CONFIG.give_back_at_latest_s + after_s, CONFIG)
-    assert hysteresis.replicas == 0
-
-
 MODEL = DeploymentView("m", "v1", min_replicas=1, max_replicas=8, target_inflight=10)
 
 
@@ -113,6 +98,34 @@ def test_few_long_prompts_fill_as_many_caches_as_many_short_ones() -> None:
     short = replace(long, demand=replace(long.demand, prompt_tokens=2_000, waiting_tokens=0))
     assert autoscaler.load(short, CONFIG) == 0.4
     assert autoscaler.load(replace(long, kv_tokens=None), CONFIG) == 0.4, "by their number where nobody knows the cache"
+
+
+def test_slots_rank_first_replicas_by_turn_and_further_ones_by_name() -> None:
+    now_s, asked = 1000.0, Demand(inflight=1)
+
+    def model(name: str, **changes: Any) -> DeploymentView:
+        return replace(MODEL, model=name, max_replicas=2, **{"demand": asked, **changes})
+
+    models = [
+        model("least"),
+        model("new"),
+        model("idle", demand=Demand()),
+        model("open_idle", demand=Demand()),
+        model("over"),
+        model("waits"),
+        model("turn"),
+        model("pinned", pinned=True),
+    ]
+    since_s = {"turn": now_s - 5, "over": now_s - CONFIG.turn_s, "open_idle": now_s - 5}
+    opened = [ReplicaView(name, name, "v1", "open", (name,), at_s) for name, at_s in since_s.items()]
+    hysteresis = {d.model: Hysteresis(replicas=1) for d in models}
+    hysteresis["waits"] = Hysteresis(replicas=1, waiting_since_s=now_s - CONFIG.turn_s)
+    hysteresis["new"] = Hysteresis(replicas=2, waiting_since_s=now_s - 2)
+    hysteresis["least"] = Hysteresis(replicas=1, waiting_since_s=now_s - 1)
+    slots = autoscaler.slots(models, opened, hysteresis, now_s, CONFIG)
+    first = ["pinned", "turn", "waits", "over", "new", "least", "open_idle", "idle"]
+    assert [slot.model for slot in slots if slot.wanted] == [*first, "new"]
+    assert [slot.model for slot in slots if not slot.wanted] == ["pinned", *sorted({*first} - {"pinned", "new"})]
 
 
 LAST_S, LIMIT_S = 1000.0, 300.0
@@ -135,15 +148,6 @@ def asleep_after_s(model: DeploymentView) -> float:
 def test_an_operators_number_is_obeyed_while_others_want_the_devices() -> None:
     for own_s in (5.0, 60.0, 600.0, 1500.0):
         assert asleep_after_s(replace(BUSY, idle_sleep_s=own_s)) == own_s
-
-
-def test_explain_says_until_when_an_idle_model_stays_awake() -> None:
-    idle = replace(BUSY, idle_sleep_s=600.0, demand=Demand(last_request_s=LAST_S))
-    plan_input = PlanInput(Policy("auto"), box_of(2), deployments=(idle,))
-    now_s = LAST_S + 100.0
-    allocation = plan(plan_input, now_s, CONFIG)
-    told = explain((), allocation, plan_input, now_s)
-    assert told["idle"] == {"m": "Stays awake for 500 s more without a request: its idle_sleep_s is 600 s."}
 
 
 def held_for_s(pause_s: float | None) -> float:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.simulator import virtual_time
 from scheduler.core.errors import InvalidSchedule
 from scheduler.core.workload import DeploymentView, JobView, Policy, Workload
-from scheduler.loop.mode_schedule import Window, in_force, preview
+from scheduler.loop.mode_schedule import Window, in_force
 from tests.unit.scheduler.fakes import FakeStore, in_virtual_time
 from tests.unit.scheduler.test_loop import Rig
 
@@ -42,20 +42,6 @@ def test_a_choice_made_inside_a_window_lasts_until_an_edge_of_any_window() -> No
     assert in_force((NIGHT, noon), AUTO, set_s, at("2026-03-03 01:10:00")).window == noon
     resumed = in_force((NIGHT, noon), AUTO, set_s, at("2026-03-03 01:30:00"))
     assert (resumed.window, resumed.since_s) == (NIGHT, at("2026-03-03 01:30:00"))
-
-
-def test_a_preview_is_the_same_as_looking_at_every_minute() -> None:
-    windows = (NIGHT, Window("*/45 2-4 * * *", SERVE, "Europe/Berlin", for_s=600.0), Window("0 9 * * 1-5", SERVE))
-    now_s = at("2026-10-24 12:00:00")  # the night after it has 25 hours
-    segments = preview(windows, AUTO, now_s - 60, now_s)
-    assert segments[0].since_s == now_s and segments[-1].until_s == now_s + 24 * 3600
-    for one, following in zip(segments, segments[1:], strict=False):
-        assert one.until_s == following.since_s and (one.policy, one.window) != (following.policy, following.window)
-    for minute in range(24 * 60):
-        at_s = now_s + 60 * minute
-        shown = next(s for s in segments if s.since_s <= at_s < (s.until_s or 0.0))
-        holds = in_force(windows, AUTO, now_s - 60, at_s)
-        assert (shown.policy, shown.window) == (holds.policy, holds.window)
 
 
 def test_a_time_that_the_clocks_skip_or_repeat_fires_once() -> None:

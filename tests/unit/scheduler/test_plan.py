@@ -116,24 +116,17 @@ def test_a_sleeping_engine_wakes_where_it_sleeps() -> None:
     assert (replica.id, replica.devices, replica.version) == ("r7", ("n0/5",), "v1"), "with the active version"
 
 
-def test_least_recently_used_sleepers_are_stopped() -> None:
-    config = replace_config(max_resident_asleep=2)
+@pytest.mark.parametrize(
+    ("max_asleep", "kept"),
+    [({}, {"r2", "r3"}), ({"n0": 3}, {"r2", "r3"}), ({"n0": 1}, {"r3"}), ({"n0": 0}, set()), ({"n1": 0}, {"r2", "r3"})],
+)
+def test_least_recently_used_sleepers_are_stopped(max_asleep: dict[str, int], kept: set[str]) -> None:
+    """What the host has memory for is a bound beside the configured one."""
+    config = CONFIG.model_copy(update={"max_resident_asleep": 2})
     replicas = tuple(opened(f"r{i}", i, state="asleep", model=f"m{i}") for i in range(4))
-    deployments = tuple(DeploymentView(f"m{i}", "v1", demand=Demand(last_request_s=float(i))) for i in range(4))
-    a = plan(PlanInput(Policy("auto"), EIGHT, deployments=deployments, replicas=replicas), 1000.0, config)
-    assert {r.id for r in a.replicas} == {"r2", "r3"}
-    for bound, kept in ((3, {"r2", "r3"}), (1, {"r3"}), (0, set())):
-        plan_input = PlanInput(
-            Policy("auto"), EIGHT, deployments=deployments, replicas=replicas, max_asleep={"n0": bound}
-        )
-        a = plan(plan_input, 1000.0, config)
-        assert {r.id for r in a.replicas} == kept, "what the host has memory for is a bound beside the configured one"
-    plan_input = PlanInput(Policy("auto"), EIGHT, deployments=deployments, replicas=replicas, max_asleep={"n1": 0})
-    assert {r.id for r in plan(plan_input, 1000.0, config).replicas} == {"r2", "r3"}, "another node is short"
-
-
-def replace_config(**fields) -> SchedulerConfig:  # noqa: ANN003
-    return SchedulerConfig(**{**CONFIG.model_dump(), **fields})
+    models = tuple(DeploymentView(f"m{i}", "v1", demand=Demand(last_request_s=float(i))) for i in range(4))
+    plan_input = PlanInput(Policy("auto"), EIGHT, deployments=models, replicas=replicas, max_asleep=max_asleep)
+    assert {r.id for r in plan(plan_input, 1000.0, config).replicas} == kept
 
 
 def test_an_engine_with_other_settings_is_replaced_by_one_with_the_models() -> None:
@@ -243,7 +236,6 @@ def test_positions_say_in_slurms_words_why_a_job_waits() -> None:
     jobs = [
         JobView("running", (1, 2), devices=("n0/0",), phase="running", submitted_s=1.0),
         JobView("paused", phase="paused", submitted_s=2.0, priority=9),
-        JobView("held", held=True, submitted_s=2.0, priority=8),
         JobView("backoff", not_before_s=20.0, submitted_s=2.0, priority=7),
         JobView("next", (4,), submitted_s=3.0, priority=6),
         JobView("after", submitted_s=4.0),
@@ -251,7 +243,6 @@ def test_positions_say_in_slurms_words_why_a_job_waits() -> None:
     ]
     assert [(job.id, reason) for job, reason in positions(jobs, 10.0)] == [
         ("paused", "JobHeldUser"),
-        ("held", "Held"),
         ("backoff", "BeginTime"),
         ("next", "Resources"),
         ("running", None),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from appliance.controller.bus.bus import Arrivals, ModelLoad, Report
 from appliance.controller.bus.demand_learning import LOOK_S, DemandLearning, Traffic
-from appliance.controller.bus.load import Arrivals, ModelLoad, Report
 from appliance.gateway.core.table import bucket
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView

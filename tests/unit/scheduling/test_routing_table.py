@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.controller.bus.load import Load, ModelLoad
+from appliance.controller.bus.bus import ModelLoad, ReplicaLoad, Report
 from appliance.store.objects import jobs, models
 from appliance.store.records import canaries
 from appliance.store.rows import CanaryRow, JobRow, VersionRow
@@ -19,7 +19,7 @@ class RecordingBus:
     """What gateways would be told, applied at once; `reported` is what they report."""
 
     def __init__(self):
-        self.table, self.generation, self.reported = {}, 0, Load()
+        self.table, self.generation, self.reported = {}, 0, Report()
 
     def set_models(self, table):
         if table != self.table:
@@ -116,9 +116,9 @@ def load(*reported, tokens, **more):
 
 async def test_what_is_asked_of_adapters_is_asked_of_their_base(routing, bus):
     await routing.open("r1", "starter", "v1", SOCKET)
-    bus.reported = Load(
-        {"r1": 4},
-        {
+    bus.reported = Report(
+        replicas={"r1": ReplicaLoad(4)},
+        models={
             "starter": load(1, 0, 5.0, 0.1, tokens=(50, 900.0, 60)),
             "ft:a": load(2, 3, 9.0, 0.4, tokens=(20, 800.0, 80), computed_part=0.5),
             "ft:b": ModelLoad(0, 1, None, None),
@@ -165,7 +165,7 @@ async def test_a_version_can_be_called_by_its_name_while_it_is_active_or_served(
     assert served == {"starter": ["r1", "r2"], "starter@v1": ["r1"], "starter@v2": ["r2"]}
     await routing.open("r1", "starter", "v2", SOCKET)
     assert "starter@v1" not in bus.table
-    bus.reported = Load(models={"starter": ModelLoad(1, 0, 5.0, 0.1), "starter@v2": ModelLoad(2, 1, 9.0, None)})
+    bus.reported = Report(models={"starter": ModelLoad(1, 0, 5.0, 0.1), "starter@v2": ModelLoad(2, 1, 9.0, None)})
     assert (routing.demand("starter").inflight, routing.demand("starter").held) == (3, 1)
     assert routing.host("starter@v2") == "starter"
 

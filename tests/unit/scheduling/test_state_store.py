@@ -90,7 +90,7 @@ def test_a_succeeded_job_can_be_called_at_once(states, events, add_model, add_jo
 def test_what_people_say_of_jobs_models_and_hours_reaches_the_planner(states, add_model, add_job, db):
     add_model()
     deployments.update(db, "starter", max_replicas=1, min_replicas=1, ttft_p95_s=1.5, tpot_p95_ms=80, pinned=1)
-    add_job(allowed_sizes=[2], deadline_s=9.0, preemptible=0, held=1, owner="alice", priority=3)
+    add_job(allowed_sizes=[2], deadline_s=9.0, preemptible=0, owner="alice", priority=3)
     write_mode(db, Mode("train", serving_floor=2), now_s=50.0)
     windows.insert(db, WindowRow("win_1", "0 22 * * *", "UTC", "split", 1.0, None, 3600.0, 6))
     load = states.load(free_devices=0)
@@ -98,7 +98,7 @@ def test_what_people_say_of_jobs_models_and_hours_reaches_the_planner(states, ad
     assert (model.max_replicas, model.min_replicas, model.ttft_target_s, model.pinned) == (1, 1, 1.5, True)
     assert model.tpot_target_s == 0.08
     (job,) = load.jobs
-    assert (job.sizes, job.deadline_s, job.preemptible, job.held, job.owner) == ((2,), 9.0, False, True, "alice")
+    assert (job.sizes, job.deadline_s, job.preemptible, job.owner) == ((2,), 9.0, False, "alice")
     assert (load.policy, load.policy_since_s) == (Policy("train", None, 2), 50.0)
     assert load.windows == (Window("0 22 * * *", Policy("split", 6, 1), "UTC", None, 3600.0, "win_1"),)
 

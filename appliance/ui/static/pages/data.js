@@ -3,7 +3,7 @@ import { get, post } from "../api.js";
 import { ago, bytes, number, percent } from "../format.js";
 import { t } from "../i18n.js";
 import { Rows } from "../rows.js";
-import { Badge, Card, Facts, Failure, Live, Table, html, useAct, useLive } from "../ui.js";
+import { Badge, Card, Facts, Failure, Live, Table, html, useAct, useLive, useState } from "../ui.js";
 
 const CHECKS = ["bad_lines", "empty", "duplicates", "near_duplicates", "too_long", "contaminated", "personal_data"];
 const LENGTHS = ["shortest", "p5", "p50", "p95", "p99", "longest"];
@@ -26,34 +26,21 @@ function List() {
       [t("models.size"), (row) => bytes(row.bytes), "right"],
       [t("created"), (row) => ago(row.created_at), "nowrap"],
       [t("state"), (row) => html`<${Badge} state=${row.status === "error" ? "error" : "ok"}>${row.status}</${Badge}>`],
-      [t("data.found"), (row) => found(row)],
     ]} />`}</${Rows}>
   </${Card}>`}</${Live}>`;
 }
 
-function found({ check }) {
-  if (!check) return "–";
-  if (check.status !== "done") return html`<${Badge} state=${check.status === "failed" ? "failed" : "queued"} />`;
-  return Object.entries(check.found || {}).map(([name, n]) => `${word(name)} ${number(n)}`).join(", ") || t("data.nothing");
-}
-
 function File({ id }) {
-  const shown = useLive(async (signal) => {
-    const file = await get(`/v1/files/${id}`, signal);
-    const report = file.check && file.check.found ? await get(`/v1/files/${id}/check`, signal) : null;
-    return { file, report };
-  }, 2, [id]);
-  const [check, { busy, error }] = useAct(async () => {
-    await post(`/v1/files/${id}/check`, {});
-    shown.reload();
-  });
+  const shown = useLive((signal) => get(`/v1/files/${id}`, signal), 30, [id]);
+  const [report, setReport] = useState(null);
+  const [check, { busy, error }] = useAct(async () => setReport(await post(`/v1/files/${id}/check`, {})));
   return html`<p class="back"><a href="#/data">← ${t("data.all")}</a></p>
-    <${Live} of=${shown}>${({ file: one, report }) => html`<${Card} title=${one.filename} aside=${html`<button type="button" disabled=${busy} onClick=${check}>${busy ? t("data.checking") : t("data.check")}</button>`}>
+    <${Live} of=${shown}>${(one) => html`<${Card} title=${one.filename} aside=${html`<button type="button" disabled=${busy} onClick=${check}>${busy ? t("data.checking") : t("data.check")}</button>`}>
       <${Failure} error=${error} />
       ${one.status_details ? html`<p class="alert bad">${one.status_details}</p>` : null}
       <${Facts} pairs=${[[t("data.file"), html`<code>${one.id}</code>`], [t("models.size"), bytes(one.bytes)], [t("created"), ago(one.created_at)], [t("owner"), one.owner]]} />
     </${Card}>
-    ${report ? html`<${Report} report=${report} />` : html`<p class="alert quiet" role="status">${t(one.check && one.check.status === "waiting" ? "data.waits" : "data.unchecked")}</p>`}`}</${Live}>`;
+    ${report ? html`<${Report} report=${report} />` : html`<p class="alert quiet" role="status">${t("data.unchecked")}</p>`}`}</${Live}>`;
 }
 
 function Report({ report }) {

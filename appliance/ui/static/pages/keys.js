@@ -35,7 +35,6 @@ function Logins({ all }) {
     [t("keys.login"), (row) => html`<span title=${row.agent}>${browser(row.agent || "–")}</span>`],
     [t("keys.key"), (row) => row.key],
     [t("created"), (row) => ago(row.created_s), "nowrap"],
-    [t("keys.login.touched"), (row) => ago(row.seen_s), "nowrap"],
     [t("keys.login.until"), (row) => moment(row.until_s), "nowrap"],
     ["", (row) => row.id === loginId() ? html`<${Badge} state="running">${t("keys.login.this")}</${Badge}>` : html`<button type="button" class="small" disabled=${busy} onClick=${() => end(row)}>${t("keys.login.end")}</button>`],
   ];

@@ -18,7 +18,7 @@ function Waiting() {
   const may = useMay("admin");
   const queue = useLive((signal) => get("/admin/v1/queue", signal), 2);
   const [act, { busy, error }] = useAct(async (row, change) => {
-    if (change === "hold" || change === "release") await post(`/admin/v1/jobs/${row.id}/${change}`);
+    if (change === "pause" || change === "resume") await post(`/v1/fine_tuning/jobs/${row.id}/${change}`);
     else await call("PATCH", `/admin/v1/jobs/${row.id}`, { priority: row.priority + change });
     queue.reload();
   });
@@ -28,7 +28,7 @@ function Waiting() {
       <${Table} label=${t("queue.title")} rows=${answer.data} rowKey=${(row) => row.id} empty=${t("queue.none")} columns=${[
         ["#", (row) => number(row.position), "right"],
         [t("job"), (row) => html`<a href=${`#/jobs/${row.id}`}>${row.id}</a>`],
-        [t("state"), (row) => html`<${Badge} state=${row.held ? "held" : row.phase} />`],
+        [t("state"), (row) => html`<${Badge} state=${row.phase} />`],
         [t("devices"), (row) => row.devices.join(", ") || "–"],
         [t("queue.why"), (row) => row.message ? html`${row.reason ? html`<${Badge} state="queued">${row.reason}</${Badge}> ` : null}${row.message}` : "–"],
         [t("queue.priority"), (row) => number(row.priority), "right"],
@@ -37,7 +37,7 @@ function Waiting() {
         ...(may ? [["", (row) => html`<span class="buttons">
           <button type="button" class="small" disabled=${busy} aria-label=${t("queue.up", { id: row.id })} onClick=${() => act(row, 1)}>+</button>
           <button type="button" class="small" disabled=${busy} aria-label=${t("queue.down", { id: row.id })} onClick=${() => act(row, -1)}>−</button>
-          <button type="button" class="small" disabled=${busy} onClick=${() => act(row, row.held ? "release" : "hold")}>${t(row.held ? "queue.release" : "queue.hold")}</button></span>`]] : []),
+          <button type="button" class="small" disabled=${busy} onClick=${() => act(row, row.phase === "paused" ? "resume" : "pause")}>${t(row.phase === "paused" ? "job.resume" : "job.pause")}</button></span>`]] : []),
       ]} />
       ${answer.owners.length > 1 ? html`<${Table} label=${t("queue.owners")} rows=${answer.owners} empty="" columns=${[
         [t("owner"), (row) => row.owner || "box"],

@@ -1,8 +1,10 @@
 """/v1/batches (https://platform.openai.com/docs/api-reference/batch), and the work of one batch: validating, in
 progress, finalizing, and one of five final states.
 
-State that must outlive the controller is in the batch's row (its status) and in its answers on disk (answers.py); after
-a restart the batch resumes from there and repeats at most the lines that were in flight.
+State that must outlive the controller is in the batch's row (its status) and in its answers on disk: `<folder>/<batch
+id>.output.jsonl` and `.error.jsonl` are appended to and synced before a line counts as answered. A crash can leave one
+torn line at the end, which opening cuts off; when the batch ends, they become files of the box. After a restart the
+batch resumes from there and repeats at most the lines that were in flight.
 """
 
 from __future__ import annotations
@@ -11,33 +13,38 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
+import orjson
 from anyio import to_thread
 from fastapi import APIRouter, Request
-from pydantic import StringConstraints
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 
-from appliance.controller.access.model_access import caller_of, check_asked, known_model
-from appliance.controller.access.quotas import ANSWERS_PER_INPUT
-from appliance.controller.batches import input_lines
-from appliance.controller.batches.answers import Answers
-from appliance.controller.batches.input_lines import CONVERSING, ENDPOINTS, Line, Lines
+from appliance.controller.access.limits import ANSWERS_PER_INPUT
+from appliance.controller.access.model_access import caller_of, usable_model
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed, finished, is_full
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES, ExpiresAfter
+from appliance.controller.http.error_handlers import message_of
 from appliance.controller.http.resource import Resource, object_of, part
-from appliance.controller.http.strict_body import Metadata, StrictBody
-from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict
+from appliance.controller.http.routers import Metadata, StrictBody
+from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, shown
 from appliance.controller.interfaces.principal import INFERENCE, Caller
+from appliance.gateway.core.config import Limits
 from appliance.store.ids import new_id
-from appliance.store.objects import batches, models
+from appliance.store.objects import batches
 from appliance.store.objects import files as file_rows
 from appliance.store.rows import BatchRow, BatchStatus, FileRow, TaskRow, columns
+from train.data.records import MARK, foreign_file
+from weights.format.foreign_json import is_deeper
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +53,11 @@ WINDOW_S = 24 * 3600.0
 AT_ONCE = 256
 """Lines of a batch whose requests run, or wait for a slot of an engine, at once."""
 LOOK_EVERY_S = 2.0
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+CONVERSING = ("/v1/chat/completions", "/v1/responses")
+"""Those whose answers a client may have stored."""
+_MAX_ERRORS = 100
 _MOMENTS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
-_TASK_OF = {"/v1/embeddings": "embed"}
 _EXPIRED = {
     "code": "batch_expired",
     "message": "This request could not be executed before the completion window expired.",
@@ -69,9 +79,6 @@ def routes(context: ControllerContext) -> APIRouter:
 
     @router.post("")
     async def create(body: BatchCreate, request: Request, caller: Caller) -> dict[str, Any]:
-        attempt = BATCHES.attempt(request, caller, await request.body())
-        if (earlier := attempt.earlier()) is not None:
-            return view(earlier)
         file = FILES.known(db, body.input_file_id, caller, "input_file_id")
         if file.purpose != "batch":
             message = f"The file {file.id} has the purpose {file.purpose!r}; a batch reads one of purpose 'batch'."
@@ -95,7 +102,7 @@ def routes(context: ControllerContext) -> APIRouter:
             context.tasks.start(TASKS, row.id, row.key_id)
             return row
 
-        return view(attempt.once(make))
+        return view(BATCHES.once(request, caller, await request.body(), make))
 
     @router.post("/{batch_id}/cancel")
     async def cancel(batch_id: str, caller: Caller) -> dict[str, Any]:
@@ -191,10 +198,14 @@ class Batch:
         if file_rows.find(self._db, row.input_file_id, viewer=None, now_s=0) is None:
             raise TaskFailed("file_unreadable", f"The file {row.input_file_id} was deleted.")
         path, config = self._context.files_dir / row.input_file_id, self._context.config
-        read = partial(input_lines.read, path, row.endpoint, config.batch_max_lines, config.json_body_bytes)
+        read = partial(read_lines, path, row.endpoint, config.batch_max_lines, config.json_body_bytes)
         lines = await to_thread.run_sync(read, limiter=self._context.file_threads)
         if row.status == "validating":
-            self._check_model(lines)
+            if not lines.errors:
+                try:
+                    usable_model(self._db, caller_of(self._db, row.key_id), lines.model or "")
+                except ApiError as error:
+                    lines.add_error(error.code or "", error.message, 1, "body.model")
             batches.update(self._db, row.id, total=len(lines.requests))
         if lines.errors:  # of one in progress, too: the box may have become stricter since it was validated
             await self.end("failed", errors=lines.errors)
@@ -225,38 +236,13 @@ class Batch:
                 await to_thread.run_sync(self._store, expired)
         await self.end(end)
 
-    def _check_model(self, lines: Lines) -> None:
-        row, name, code, why = self._row, lines.model, "model_not_supported", ""
-        if lines.errors or name is None:
-            return
-        try:
-            caller, chats = caller_of(self._db, row.key_id), row.endpoint in CONVERSING
-            check_asked(self._db, caller, name, chats=chats, param="body.model")
-        except ApiError as error:
-            lines.add_error(error.code or code, error.message, 1, "body.model")
-            return
-        found = known_model(self._db, name)
-        if found.model.task != _TASK_OF.get(row.endpoint, "generate"):
-            why = f"The model `{name}` does not support {row.endpoint}."
-        elif found.pinned:
-            canary, active = models.find_canary(self._db, found.model.id), found.model.active_version
-            if found.version.version not in (active, canary and canary.version):
-                # No engine would ever serve it for a batch, which would wait until it expires.
-                code = "model_version_not_served"
-                why = (
-                    f"The version of `{name}` is not served; `{active}` of the model is. `appliance model rollback` or "
-                    "`appliance model canary` serve another."
-                )
-        if why:
-            lines.add_error(code, why, 1, "body.model")
-
     async def _ask(self, line: Line, model: str, source: BinaryIO) -> dict[str, Any]:
         """The answered line."""
         url, request_id = self._row.endpoint, new_id("req_")
 
         async def body() -> dict[str, Any]:
             source.seek(line.offset)
-            request = input_lines.parse(source.read(line.size))["body"]
+            request = parse_line(source.read(line.size))["body"]
             # No client knows the ids by which it could look stored answers up.
             return {**request, "store": False} if url in CONVERSING else request
 
@@ -313,3 +299,188 @@ class Batch:
 
 def _line(line: Line) -> dict[str, Any]:
     return {"id": new_id("batch_req_"), "custom_id": line.custom_id}
+
+
+# --- the answers on disk
+
+
+_TOKENS = ("input_tokens", "output_tokens", "total_tokens", "cached_tokens", "reasoning_tokens")
+_RENAMED = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
+"""Counters of chat completions."""
+
+
+class Answers:
+    """Create it and call `append` on a thread; after an OSError open them anew. custom_ids: of the answered lines.
+    tokens: of those that succeeded. paths: of "output" and "error". Raises OSError."""
+
+    def __init__(self, folder: Path, batch_id: str):
+        self.paths = {name: folder / f"{batch_id}.{name}.jsonl" for name in ("output", "error")}
+        self.custom_ids: set[str] = set()
+        self.completed = self.failed = 0
+        self.tokens = Counter[str]()
+        self._lock = threading.Lock()
+        self._handles = {name: self._opened(path) for name, path in self.paths.items()}  # empty once it is closed
+
+    def append(self, lines: list[dict[str, Any]]) -> None:
+        """Each {"id", "custom_id", "response", "error"}; synced on return. One that is answered already is left out: a
+        write goes on where its batch was cancelled or expired meanwhile. Raises OSError."""
+        with self._lock:
+            lines = [line for line in lines if line["custom_id"] not in self.custom_ids]
+            for name, handle in self._handles.items():
+                mine = [line for line in lines if _is_good(line) == (name == "output")]
+                data = memoryview(b"".join(orjson.dumps(line) + b"\n" for line in mine))
+                while data:
+                    data = data[os.write(handle, data) :]
+                os.fsync(handle)
+                for line in mine:
+                    self._count(line)
+
+    def close(self) -> None:
+        """Waits for a write in progress."""
+        with self._lock:
+            for handle in self._handles.values():
+                os.close(handle)
+            self._handles = {}
+
+    def remove(self) -> None:
+        for path in self.paths.values():
+            path.unlink(missing_ok=True)
+
+    def _opened(self, path: Path) -> int:
+        """Count the answers that exist already, and cut off a torn one."""
+        handle, whole = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), 0
+        with open(path, "rb") as source:
+            for line in source:
+                if line.endswith(b"\n"):
+                    self._count(orjson.loads(line))
+                    whole += len(line)
+        os.ftruncate(handle, whole)
+        return handle
+
+    def _count(self, line: dict[str, Any]) -> None:
+        self.custom_ids.add(line["custom_id"])
+        if not _is_good(line):
+            self.failed += 1
+            return
+        self.completed += 1
+        self.tokens.update(_usage_of(line["response"]["body"]))
+
+
+def _usage_of(body: Any) -> dict[str, int]:
+    """The tokens that an answer reports, by the names of /v1/responses."""
+    usage = body.get("usage") if isinstance(body, dict) else None
+    if not isinstance(usage, dict):
+        return {}
+    details = [usage.get(f"{name}_tokens_details") or {} for name in ("prompt", "completion", "input", "output")]
+    counted = {_RENAMED.get(name, name): tokens for part in (usage, *details) for name, tokens in part.items()}
+    return {name: counted.get(name) or 0 for name in _TOKENS}
+
+
+def _is_good(line: dict[str, Any]) -> bool:
+    response = line["response"]
+    return response is not None and response["status_code"] == 200
+
+
+# --- the input file, checked line by line before anything runs
+#
+# A line is {"custom_id": text, "method": "POST", "url": the batch's endpoint, "body": {"model": …, …}}
+# (https://platform.openai.com/docs/api-reference/batch/request-input). Apart from its model, a body is checked when the
+# line runs, as for any request: then one line fails and the others continue.
+
+
+class Line(NamedTuple):
+    """A request, and its position in the input file in bytes."""
+
+    custom_id: str
+    offset: int
+    size: int
+
+
+@dataclass
+class Lines:
+    """The requests by custom_id, in file order; the one model they use; and the errors (at most 100 {"code", "line",
+    "message", "param"}; lines count from 1)."""
+
+    requests: dict[str, Line] = field(default_factory=dict)
+    model: str | None = None
+    errors: list[dict[str, Any]] = field(default_factory=list)
+
+    def add_error(self, code: str, message: str, line: int | None = None, param: str | None = None) -> None:
+        self.errors.append({"code": code, "line": line, "message": message, "param": param})
+
+
+def read_lines(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Lines:
+    """Check the file, up to a line that is too long: a file may be one line of 8 GiB. Raises OSError."""
+    lines, offset = Lines(), 0
+    with open(path, "rb") as source:
+        if foreign := foreign_file(source):
+            what, command = foreign[0], foreign[1].replace("train.jsonl", "requests.jsonl")
+            lines.add_error("invalid_json_line", f"The file is {what}; expected JSON lines in UTF-8: {command}.", 1)
+            return lines
+        for number, raw in enumerate(iter(partial(source.readline, line_bytes + 1), b""), 1):
+            if len(raw) > line_bytes:
+                lines.add_error("line_too_long", f"The line has more than {line_bytes} bytes.", number)
+                return lines
+            if raw.removeprefix(MARK).strip():
+                if len(lines.requests) == max_lines:
+                    lines.add_error("too_many_requests", f"The file holds more than {max_lines} requests.", number)
+                    return lines
+                try:
+                    custom_id, lines.model = _checked(raw, endpoint, lines)
+                    lines.requests[custom_id] = Line(custom_id, offset, len(raw))
+                except TaskFailed as error:
+                    lines.add_error(error.code, str(error), number, error.param)
+                if len(lines.errors) >= _MAX_ERRORS:
+                    return lines
+            offset += len(raw)
+    if not lines.requests and not lines.errors:
+        lines.add_error("empty_file", "The input file holds no requests.")
+    return lines
+
+
+def parse_line(raw: bytes) -> Any:
+    """A line. On Windows files begin with a mark of UTF-8, and so do the parts of files that were joined."""
+    return orjson.loads(raw.removeprefix(MARK))
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    custom_id: Annotated[str, StringConstraints(min_length=1, max_length=512)]
+    method: Literal["POST"]
+    url: str
+    body: dict[str, Any]
+
+
+def _checked(raw: bytes, endpoint: str, before: Lines) -> tuple[str, str]:
+    """(custom_id, model). Raises TaskFailed."""
+    try:
+        data = parse_line(raw)
+        if is_deeper(data, Limits().json_depth + 1):
+            # It can be parsed, but neither be shown nor written again for an engine.
+            raise TaskFailed("invalid_json_line", f"It is nested deeper than {Limits().json_depth} levels.", "body")
+        line = _Request.model_validate(data)
+    except orjson.JSONDecodeError as error:
+        raise TaskFailed("invalid_json_line", f"This line is not parseable as valid JSON: {error}.") from error
+    except ValidationError as error:
+        if not isinstance(data, dict):
+            raise TaskFailed("invalid_json_line", "This line is not a JSON object.") from error
+        first = error.errors()[0]
+        param = ".".join(map(str, first["loc"]))
+        message, code = message_of(param, dict(first))
+        raise TaskFailed(code, message, param) from error
+    if line.url != endpoint:
+        message = f"url is {shown(line.url)}; the batch was created for {endpoint}."
+        raise TaskFailed("mismatched_endpoint", message, "url")
+    model = line.body.get("model")
+    if not isinstance(model, str) or not model:
+        raise TaskFailed("missing_required_parameter", "Missing required parameter: 'body.model'.", "body.model")
+    for name in ("stream", "background"):
+        if line.body.get(name):
+            raise TaskFailed("unsupported_parameter", f"Requests of a batch have no `{name}`.", f"body.{name}")
+    if line.custom_id in before.requests:
+        raise TaskFailed("duplicate_custom_id", f"The custom_id {shown(line.custom_id)} is used twice.", "custom_id")
+    if before.model not in (None, model):
+        message = f"All requests of a batch ask one model: {shown(model)} was given after {shown(before.model)}."
+        raise TaskFailed("mismatched_model", message, "body.model")
+    return line.custom_id, model
