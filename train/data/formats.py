@@ -282,10 +282,8 @@ def _marked(fields: Fields, read: Callable[[Fields], Record]) -> Record:
         raise BadRecord(f"{fields.name(*MARKS)!r} is {mark!r}; expected true for a good answer, false for a bad one")
     chat = read(fields)
     messages = chat["messages"]
-    last_question = max(
-        (n for n, message in enumerate(messages) if message["role"] not in ("assistant", "tool")), default=-1
-    )
-    if not _train_from(messages, last_question + 1):
+    index = max((n for n, message in enumerate(messages) if message["role"] not in ("assistant", "tool")), default=-1)
+    if not _train_from(messages, index + 1):
         raise BadRecord("the answer to the last question has weight 0, so there is nothing to learn")
     return {"sequences": [chat], "label": bool(mark)}
 
@@ -303,10 +301,10 @@ def _train_from(messages: list[Record], first: int) -> bool:
 
 def _openai_preference(fields: Fields) -> Record:
     """{"input": {"messages"}, "preferred_output": [...], "non_preferred_output": [...]}."""
-    request_object = fields.take("input")
-    if not isinstance(request_object, dict) or not isinstance(request_object.get("messages"), list):
+    inputs = fields.take("input")
+    if not isinstance(inputs, dict) or not isinstance(inputs.get("messages"), list):
         raise BadRecord("'input' must be an object with 'messages', a list")
-    with Fields(request_object, fields.left, "input") as request:
+    with Fields(inputs, fields.left, "input") as request:
         prompt = request.take("messages")
         return _preference(fields, prompt, "input.messages", [_output(fields, name) for name in OUTPUTS], request)
 

@@ -214,8 +214,7 @@ def filled(messages: Sequence[Message], sample: templates.Sample, item: Any) -> 
     for message in messages:
         text = "\n".join(templates.fill(part, sample, item) for _, part in message.parts())
         if (size := size + len(text)) > templates.MAX_TEXT:
-            why = f"the messages of a model have more than {templates.MAX_TEXT} characters"
-            raise GradingFailed(why, GradingErrors(other_error=True))
+            raise GradingFailed(f"a prompt has over {templates.MAX_TEXT} characters", GradingErrors(other_error=True))
         # A lone surrogate, which JSON may contain, cannot be sent.
         chat.append({"role": message.role, "content": text.encode(errors="replace").decode()})
     return chat

@@ -360,11 +360,9 @@ def _learning_rate(given: Given, dataset: DatasetStats, model: ModelStats, field
     auto = recipe.peak_rate(model.n_parameters, step_tokens, full=fields["full"], rows=dataset.n_examples)
     multiplier = given.number("learning_rate_multiplier", 1e-6, 1e4, auto=1.0)
     rate = given.number("learning_rate", 1e-9, 1.0, auto=auto)
-    if rate * multiplier > (most := HIGHEST_RATE * auto):
-        name, factor = "learning_rate_multiplier", auto
-        if given.is_set("learning_rate"):
-            name, factor = "learning_rate", multiplier
-        expected = f"at most {most / factor:.3g}: {HIGHEST_RATE:g} times the automatic rate {auto:.2g} ruins a model"
+    if rate * multiplier > HIGHEST_RATE * auto:
+        name = "learning_rate" if given.is_set("learning_rate") else "learning_rate_multiplier"
+        expected = f"at most {HIGHEST_RATE:g} times the automatic {auto:.2g}, with the multiplier; more ruins a model"
         raise InvalidHyperparameter(name, given.value(name, auto), expected)
     return rate * multiplier
 

@@ -73,7 +73,7 @@ def test_request_messages_together_have_a_limit() -> None:
     part = {"role": "user", "content": "{{ item }}"}
     judge = parse({"type": "score_model", "name": "j", "model": "m", "input": [part, part]})
     assert isinstance(judge, ScoreModel) and judge.request(Sample(""), "a")["messages"][1]["content"] == "a"
-    with pytest.raises(GradingFailed, match="more than"):
+    with pytest.raises(GradingFailed, match="a prompt has over"):
         judge.request(Sample(""), "a" * (MAX_TEXT // 2 + 1))
 
 
