@@ -64,7 +64,7 @@ class PingLimits:
 
 @dataclass(frozen=True)
 class SuspendReport:
-    """`snapshot_path` is None if the job had not done a step yet. seconds: agree (until the step is done or left),
+    """`snapshot_path` is None if the job had not done a step yet. seconds: agree (until the step is done or aborted),
     snapshot, exit (the rest until the devices are free), total."""
 
     step: int
@@ -162,8 +162,8 @@ class Group:
         self._following = asyncio.create_task(self._follow(), name=f"{self._job_id} ranks")
 
     async def suspend(self) -> SuspendReport | None:
-        """Leave the devices with a snapshot of the last step boundary, or of the next if it is near; returns when they
-        are free: no process is left.
+        """Abort the step under way and leave the devices with a snapshot of the state before it; returns when they
+        are free.
 
         None if the job ended otherwise meanwhile (it was in its last step, or failed): `wait` returns how.
         """
@@ -209,7 +209,7 @@ class Group:
             for task in (*self._listeners, *watchers):
                 task.cancel()
         await asyncio.gather(*self._listeners, *watchers, return_exceptions=True)
-        detail = {"outcome": "failed", "step": self._step} if error else self._done[0]
+        detail: dict[str, Any] = {"outcome": "failed", "step": self._step} if error else self._done[0]
         outcome = Outcome(detail["outcome"], detail["step"], error, detail)
         self._report("finished", outcome=outcome.outcome, step=outcome.step, error=outcome.error)
         return outcome
