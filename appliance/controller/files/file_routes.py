@@ -12,12 +12,11 @@ two parts. Completing copies the parts into one file; until then the disk holds 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -341,8 +340,13 @@ def _join(row: UploadRow, folder: Path, part_ids: list[str], target: Path) -> tu
     if (size := sum(map(sizes.__getitem__, part_ids))) != row.bytes:
         why = f"The parts named hold {size} bytes together; {row.bytes} were announced."
         raise BadRequest(why, "part_ids", "upload_size_mismatch")
-    with contextlib.ExitStack() as opened:
-        return _copied((opened.enter_context(open(folder / one, "rb", buffering=0)) for one in part_ids), target)
+
+    def parts() -> Iterator[BinaryIO]:
+        for part_id in part_ids:
+            with open(folder / part_id, "rb") as part:  # one at a time: there may be 10,000
+                yield part
+
+    return _copied(parts(), target)
 
 
 def _remove_bytes(context: ControllerContext, upload_id: str) -> None:

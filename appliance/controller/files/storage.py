@@ -55,8 +55,10 @@ class ExpiresAfter(StrictBody):
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:
-    files.delete(context.db, row.id)
-    (context.files_dir / row.id).unlink(missing_ok=True)
+    """The bytes go before the row does: after a crash in between, the row leads here again."""
+    with context.db.transaction():
+        files.delete(context.db, row.id)
+        (context.files_dir / row.id).unlink(missing_ok=True)
 
 
 def sweep(context: ControllerContext) -> None:
