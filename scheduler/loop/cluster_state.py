@@ -85,6 +85,10 @@ class ClusterState:
         self.observe_again_s = self._clock() + self._config.observe_every_s
         try:
             observed = await self._effects.observe()
+            for replica in observed.replicas.values():
+                known = replica.answered or replica.id in self.box.replicas or Holder("replica", replica.id) in busy
+                if not known:  # its devices would look free
+                    raise EffectFailed(f"replica {replica.id} does not answer, and its devices are not known")
         except EffectFailed as error:
             log.warning("the box cannot be observed (%s)", error)
             self.observe_again_s = self._clock() + self._config.backoff_first_s
@@ -105,8 +109,7 @@ class ClusterState:
             if Holder("replica", replica.id) in busy:
                 continue
             if known is None:
-                if replica.answered:
-                    replicas[replica.id] = replace(replica, since_s=now_s)
+                replicas[replica.id] = replace(replica, since_s=now_s)
             elif not replica.answered or replica.state == known.state == "dead":
                 replicas[replica.id] = known
             elif replica.state == "dead":
