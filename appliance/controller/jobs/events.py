@@ -149,8 +149,8 @@ class JobEvents:
         db, row = self._db, jobs.get(self._db, job_id)
         table = _metrics_table(db, row)
         try:
-            made = storage.make_result(db, self._files_dir, table, "step_metrics.csv", row.owner)
-            jobs.update(db, job_id, result_files=[made])
+            file_id = storage.make_result(db, self._files_dir, table, "step_metrics.csv", row.owner)
+            jobs.update(db, job_id, result_files=[file_id])
         except OSError as error:
             where = f"`GET /v1/fine_tuning/jobs/{row.id}/metrics` has them"
             message = f"The table of its steps could not be written: {error.strerror}. {where}"
@@ -158,13 +158,13 @@ class JobEvents:
         self._compare(row)
 
     def _compare(self, row: JobRow) -> None:
-        """Put what the job took beside its estimate."""
+        """Store the measured memory and speed with the estimate, once."""
         steps, estimate = list(jobs.all_metrics(self._db, row.id)), row.estimate or {}
-        speeds = [one.tokens_per_s / one.devices for one in steps if one.tokens_per_s and one.devices]
-        if "devices" not in estimate or not speeds:
+        speeds = [step.tokens_per_s / step.devices for step in steps if step.tokens_per_s and step.devices]
+        if "devices" not in estimate or estimate.get("measured") or not speeds:
             return
-        taken = max((one.memory_bytes or 0 for one in steps), default=0)
-        measured = {"device_bytes": taken or None, "tokens_per_s": median(speeds) * estimate["devices"]}
+        peak_bytes = max((step.memory_bytes or 0 for step in steps), default=0)
+        measured = {"device_bytes": peak_bytes or None, "tokens_per_s": median(speeds) * estimate["devices"]}
         jobs.update(self._db, row.id, estimate=estimate | {"measured": measured})
         text = " and ".join(
             f"{shown(measured[name])} (estimated {shown(estimate[name])})"
@@ -187,10 +187,10 @@ class JobEvents:
                 return
             if not row.result_files:  # after a restart of the controller between the two
                 self.conclude(job_id)
-            if done := [one for one in jobs.all_metrics(db, job_id) if 0 < one.step <= versions[-1].step]:
+            if steps := [m for m in jobs.all_metrics(db, job_id) if 0 < m.step <= versions[-1].step]:
                 # Where the answers to each prompt of a step got one reward, the step trained nothing.
-                if all((one.measured or {}).get("equal_rewards") == 1.0 for one in done):
-                    fail(db, job_id, "nothing_trained", _NOTHING_TRAINED.format(len(done)))
+                if all((m.measured or {}).get("equal_rewards") == 1.0 for m in steps):
+                    fail(db, job_id, "nothing_trained", _NOTHING_TRAINED.format(len(steps)))
                     return
             result = versions[-1]
             meta = {name: value for name, value in result.meta.items() if name != "of_epoch"}
@@ -231,16 +231,16 @@ class JobEvents:
         # One that is done again, after the death of a rank, say, counts once.
         before = jobs.find_metric(db, row.id, step)
         if before is not None and before.created_s == at_s:
-            return  # read in the run's log by a new controller, and delivered too, by ranks that outlived the old one
-        # Not when it is read: steps of a time without a controller are read all at once.
+            return  # the last one that an earlier controller took, delivered again
+        # Not the time of reading: steps of a time without a controller are read all at once.
         created_s, measured = time.time() if at_s is None else float(at_s), _measured(row, event, "train_")
         of_step = {name: event.get(name) for name in _OF_STEP}
         jobs.upsert_metric(db, JobMetricRow(row.id, step, created_s, measured=measured, **of_step))
         total = event.get("total_steps") or row.total_steps
         tokens = (row.trained_tokens or 0) + (int(event.get("tokens") or 0) if before is None else 0)
-        told = {"loss": event.get("loss"), "tokens_per_s": event.get("tokens_per_s")}
+        latest = {"loss": event.get("loss"), "tokens_per_s": event.get("tokens_per_s")}
         eta_s = self._eta_s(row.id, step, total)
-        jobs.update(db, row.id, step=step, total_steps=total, eta_s=eta_s, trained_tokens=tokens, **told)
+        jobs.update(db, row.id, step=step, total_steps=total, eta_s=eta_s, trained_tokens=tokens, **latest)
         data = {key: value for key, value in event.items() if key not in ("event", "job", *_OF_TRAINING)}
         data |= {f"train_{key}": event[key] for key in _OF_TRAINING if key in event}
         reward = event.get("train_mean_reward")
@@ -255,8 +255,8 @@ class JobEvents:
 
     def _validation(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, loss = self._db, int(event["step"]), event.get("loss")
-        found = JobMetricRow(row.id, step, time.time(), valid_loss=loss, valid_measured=_measured(row, event))
-        jobs.upsert_metric(db, found)
+        metric = JobMetricRow(row.id, step, time.time(), valid_loss=loss, valid_measured=_measured(row, event))
+        jobs.upsert_metric(db, metric)
         jobs.update(db, row.id, valid_loss=loss)
         total = event.get("total_steps") or row.total_steps  # before the first step the event alone knows
         known = ("event", "job", "step", "total_steps")
@@ -294,12 +294,12 @@ class JobEvents:
         if models.find(db, row.output_model) is not None:
             return
         base = resolve(db, row.model)  # deleted while the job trains: its values are unknown
-        known: dict[str, Any] = {"arch": "unknown", "params": 0}
+        fields: dict[str, Any] = {"arch": "unknown", "params": 0}
         if base is not None:
-            known = columns(base.model, "arch params max_model_len info")
-        known |= {"owner": row.owner, "owned_by": f"org-{self._organization}", "source": f"job {row.id}"}
-        known |= {"base": row.model, "job_id": row.id, "bytes": size_bytes, "created_s": time.time()}
-        models.insert(db, ModelRow(row.output_model, "fine-tuned", **known))
+            fields = columns(base.model, "arch params max_model_len info")
+        fields |= {"owner": row.owner, "owned_by": f"org-{self._organization}", "source": f"job {row.id}"}
+        fields |= {"base": row.model, "job_id": row.id, "bytes": size_bytes, "created_s": time.time()}
+        models.insert(db, ModelRow(row.output_model, "fine-tuned", **fields))
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
         """An event tells of the first: small models on a CPU write one at nearly every step."""
@@ -316,9 +316,9 @@ class JobEvents:
         if row is None:
             return {}
         trained = {"loss": row.loss, **(row.measured or {})}
-        found = {f"train_{name}": value for name, value in trained.items()}
-        found |= _of_validation({"loss": row.valid_loss, **(row.valid_measured or {})})
-        return {name: value for name, value in found.items() if value is not None}
+        metrics = {f"train_{name}": value for name, value in trained.items()}
+        metrics |= _of_validation({"loss": row.valid_loss, **(row.valid_measured or {})})
+        return {name: value for name, value in metrics.items() if value is not None}
 
 
 def _written(event: dict[str, Any]) -> str:
@@ -333,14 +333,14 @@ def _shown(what: str, value: float | None) -> str:
 
 def _measured(row: JobRow, event: dict[str, Any], prefix: str = "") -> dict[str, float] | None:
     """What the job's method measures beside the loss, where the event has it."""
-    found = {name: event.get(f"{prefix}{name}", event.get(name)) for name in METHODS[row.method].measured}
-    return {name: value for name, value in found.items() if value is not None} or None
+    values = {name: event.get(f"{prefix}{name}", event.get(name)) for name in METHODS[row.method].measured}
+    return {name: value for name, value in values.items() if value is not None} or None
 
 
-def _of_validation(found: dict[str, Any]) -> dict[str, Any]:
-    """What a validation has found by OpenAI's names, which has others for one of the whole file, as all are."""
-    whole = {f"full_valid_{name}": found[name] for name in _OF_VALIDATION if name in found}
-    return {f"valid_{name}": value for name, value in found.items()} | whole
+def _of_validation(scores: dict[str, Any]) -> dict[str, Any]:
+    """A validation's scores by OpenAI's names, which has others for one of the whole file, as all are."""
+    whole = {f"full_valid_{name}": scores[name] for name in _OF_VALIDATION if name in scores}
+    return {f"valid_{name}": value for name, value in scores.items()} | whole
 
 
 def _metrics_table(db: Database, job: JobRow) -> bytes:
@@ -354,6 +354,6 @@ def _metrics_table(db: Database, job: JobRow) -> bytes:
     for m in jobs.all_metrics(db, job.id):
         if m.step > 0:  # what is measured before the first step is of the starting model
             trained, validated = m.measured or {}, m.valid_measured or {}
-            values = [one for name in others for one in (trained.get(name), validated.get(name))]
+            values = [value for name in others for value in (trained.get(name), validated.get(name))]
             writer.writerow([m.step, m.loss, trained.get(first), m.valid_loss, validated.get(first), *values])
     return base64.b64encode(out.getvalue().encode())

@@ -65,7 +65,7 @@ def routes(context: ControllerContext) -> APIRouter:
         name: str,
         caller: Caller,
         base: bool = False,
-        asked: Annotated[str | None, Header(alias="range")] = None,
+        range_header: Annotated[str | None, Header(alias="range")] = None,
         if_range: Annotated[str | None, Header()] = None,
     ) -> StreamingResponse:
         """All files of a version in one tar file, for the model's owner; of a base model for all who may use it.
@@ -82,7 +82,7 @@ def routes(context: ControllerContext) -> APIRouter:
             if not found.version.disk_path or not folder.is_dir():
                 lease = take_lease(context.tiers.bring_in(name_of(found.version)))
                 folder, done = lease.path, BackgroundTask(lease.release)
-            return archive.answer(folder, name, asked, if_range, done)
+            return archive.answer(folder, name, range_header, if_range, done)
         except (LookupError, WeightsError, OSError) as error:  # its text may name paths of the box
             log.warning("%s cannot be downloaded: %s", name, error)
             text = f"The files of {shown(name)} cannot be read now; ask again later."
