@@ -85,10 +85,9 @@ class ClusterState:
         self.observe_again_s = self._clock() + self._config.observe_every_s
         try:
             observed = await self._effects.observe()
-            for replica in observed.replicas.values():
-                known = replica.answered or replica.id in self.box.replicas or Holder("replica", replica.id) in busy
-                if not known:  # its devices would look free
-                    raise EffectFailed(f"replica {replica.id} does not answer, and its devices are not known")
+            silent = {replica.id for replica in observed.replicas.values() if not replica.answered}
+            if unknown := silent - self.box.replicas.keys() - {h.id for h in busy}:  # their devices would look free
+                raise EffectFailed(f"{', '.join(sorted(unknown))} did not answer yet")
         except EffectFailed as error:
             log.warning("the box cannot be observed (%s)", error)
             self.observe_again_s = self._clock() + self._config.backoff_first_s
