@@ -161,7 +161,7 @@ class JobEvents:
         """Put what the job took beside its estimate."""
         steps, estimate = list(jobs.all_metrics(self._db, row.id)), row.estimate or {}
         speeds = [one.tokens_per_s / one.devices for one in steps if one.tokens_per_s and one.devices]
-        if "devices" not in estimate or not speeds:
+        if "devices" not in estimate or "measured" in estimate or not speeds:
             return
         taken = max((one.memory_bytes or 0 for one in steps), default=0)
         measured = {"device_bytes": taken or None, "tokens_per_s": median(speeds) * estimate["devices"]}
@@ -187,10 +187,11 @@ class JobEvents:
                 return
             if not row.result_files:  # after a restart of the controller between the two
                 self.conclude(job_id)
-            if done := [one for one in jobs.all_metrics(db, job_id) if 0 < one.step <= versions[-1].step]:
+            if METHODS[row.method].judged_by == "grader":
+                steps = [one for one in jobs.all_metrics(db, job_id) if 0 < one.step <= versions[-1].step]
                 # Where the answers to each prompt of a step got one reward, the step trained nothing.
-                if all((one.measured or {}).get("equal_rewards") == 1.0 for one in done):
-                    fail(db, job_id, "nothing_trained", _NOTHING_TRAINED.format(len(done)))
+                if steps and all((one.measured or {}).get("equal_rewards") == 1.0 for one in steps):
+                    fail(db, job_id, "nothing_trained", _NOTHING_TRAINED.format(len(steps)))
                     return
             result = versions[-1]
             meta = {name: value for name, value in result.meta.items() if name != "of_epoch"}

@@ -42,8 +42,7 @@ POLICY_IDLE_S = 1.0
 def job_host_bytes(row: JobRow) -> dict[int, int]:
     """Host memory that the job takes when it starts, by the numbers of devices that it may run on, ascending."""
     by_size = (row.estimate or {}).get("memory", {}).get("host_bytes", {})
-    most = max(by_size.values(), default=0)  # for a number that an operator allowed later
-    return {size: by_size.get(str(size), most) for size in row.allowed_sizes or (1,)}
+    return {size: by_size.get(str(size), 0) for size in row.allowed_sizes or (1,)}
 
 
 class SqliteStateStore:

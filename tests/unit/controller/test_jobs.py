@@ -92,6 +92,7 @@ def wandb(**values: Any) -> dict[str, Any]:
         (hyper(n_epochs=0), "hyperparameters.n_epochs"),
         (hyper(learning_rate_multiplier=10_000), "hyperparameters.learning_rate_multiplier"),
         (hyper(learning_rate=1), "hyperparameters.learning_rate"),
+        (hyper(lora_targets="a" * 5000), "hyperparameters.lora_targets"),
         (hyper(publish="best"), "hyperparameters.publish"),
         (hyper(early_stopping_patience=2), "hyperparameters.early_stopping_patience"),
         (supervised(lora_rank=-1), "method.supervised.hyperparameters.lora_rank"),
