@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Allocation, Holder, Policy, ReplicaState, ReplicaView, Workload
-from scheduler.handover.effects import Box, Detail, Effects, GroupView, Journal, StepRecord, StepState
+from scheduler.handover.effects import Box, Detail, Effects, GroupView, HandoverState, Journal, StepRecord, StepState
 
 log = logging.getLogger(__name__)
 
@@ -251,7 +251,8 @@ class Runner:
             self._loop.move_ended(move, state, failure)
         self._states.append(state)
         if self.ended:
-            end = "failed" if "failed" in self._states else "done" if {*self._states} == {"done"} else "undone"
+            states = {*self._states}
+            end: HandoverState = "failed" if "failed" in states else "done" if states == {"done"} else "undone"
             self._journal.end(self._id, end, self._now_s(), "; ".join(self._errors))
 
     async def release_devices(self, move: Move) -> None:

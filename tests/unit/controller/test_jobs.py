@@ -90,8 +90,6 @@ def wandb(**values: Any) -> dict[str, Any]:
     ("fields", "param"),
     [
         (hyper(n_epochs=0), "hyperparameters.n_epochs"),
-        (hyper(learning_rate_multiplier=10_000), "hyperparameters.learning_rate_multiplier"),
-        (hyper(learning_rate=1), "hyperparameters.learning_rate"),
         (hyper(lora_targets="a" * 5000), "hyperparameters.lora_targets"),
         (hyper(publish="best"), "hyperparameters.publish"),
         (hyper(early_stopping_patience=2), "hyperparameters.early_stopping_patience"),
@@ -199,7 +197,7 @@ async def test_pairs_of_which_max_length_leaves_nothing_are_refused_by_line(cont
         job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
         assert (job.status, job.error.param) == ("failed", at_fault)
         (bad,) = (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}/errors")).json()["data"]
-        assert bad["line"] == 12 and "of max_length 64 tokens nothing is left" in bad["reason"]
+        assert bad["line"] == 12 and "max_length" in bad["reason"]
     # That the short one fits was seen: it is the training file of the job whose validation file is at fault.
     job_id = await control.job(training_file=cut, extra_body={"method": {"type": "dpo"}})
     assert jobs.get(control.db, job_id).phase == "queued", await control.messages(job_id)
