@@ -123,8 +123,8 @@ class JobEvents:
             row = jobs.get(db, job_id)
             jobs.set_phase(db, job_id, "running", devices=devices, reason="")
             # The snapshot's step, not the last one reported: a sudden end loses the training after the snapshot.
-            what = f"continues at step {row.snapshot['step']}" if resumed and row.snapshot else "started"
-            text = f"Fine-tuning job {what} on {len(devices)} device(s)"
+            action = f"continues at step {row.snapshot['step']}" if resumed and row.snapshot else "started"
+            text = f"Fine-tuning job {action} on {len(devices)} device(s)"
             add_message(db, job_id, text, data={"devices": devices})
 
     def goes_on(self, job_id: str, step: int) -> None:
@@ -149,8 +149,8 @@ class JobEvents:
         db, row = self._db, jobs.get(self._db, job_id)
         table = _metrics_table(db, row)
         try:
-            made = storage.make_result(db, self._files_dir, table, "step_metrics.csv", row.owner)
-            jobs.update(db, job_id, result_files=[made])
+            file_id = storage.make_result(db, self._files_dir, table, "step_metrics.csv", row.owner)
+            jobs.update(db, job_id, result_files=[file_id])
         except OSError as error:
             where = f"`GET /v1/fine_tuning/jobs/{row.id}/metrics` has them"
             message = f"The table of its steps could not be written: {error.strerror}. {where}"
@@ -239,9 +239,9 @@ class JobEvents:
         jobs.upsert_metric(db, JobMetricRow(row.id, step, created_s, measured=measured, **of_step))
         total = event.get("total_steps") or row.total_steps
         tokens = (row.trained_tokens or 0) + (int(event.get("tokens") or 0) if before is None else 0)
-        told = {"loss": event.get("loss"), "tokens_per_s": event.get("tokens_per_s")}
+        reported = {"loss": event.get("loss"), "tokens_per_s": event.get("tokens_per_s")}
         eta_s = self._eta_s(row.id, step, total)
-        jobs.update(db, row.id, step=step, total_steps=total, eta_s=eta_s, trained_tokens=tokens, **told)
+        jobs.update(db, row.id, step=step, total_steps=total, eta_s=eta_s, trained_tokens=tokens, **reported)
         data = {key: value for key, value in event.items() if key not in ("event", "job", *_OF_TRAINING)}
         data |= {f"train_{key}": event[key] for key in _OF_TRAINING if key in event}
         reward = event.get("train_mean_reward")
@@ -256,8 +256,8 @@ class JobEvents:
 
     def _validation(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, loss = self._db, int(event["step"]), event.get("loss")
-        found = JobMetricRow(row.id, step, time.time(), valid_loss=loss, valid_measured=_measured(row, event))
-        jobs.upsert_metric(db, found)
+        metric = JobMetricRow(row.id, step, time.time(), valid_loss=loss, valid_measured=_measured(row, event))
+        jobs.upsert_metric(db, metric)
         jobs.update(db, row.id, valid_loss=loss)
         total = event.get("total_steps") or row.total_steps  # before the first step the event alone knows
         known = ("event", "job", "step", "total_steps")
@@ -286,9 +286,9 @@ class JobEvents:
         # Also epochs before the last, and those of a job that does not reach its end.
         held_back = publish != "epoch" or not answers_at_once(db, row, new)
         models.insert_version(db, replace(new, held_back=int(held_back)))
-        what = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
+        kind = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
         data = {"step": step, "job_id": row.id, **meta}
-        add_message(db, row.id, f"{what} created at step {step}{_written(event)}", data=data)
+        add_message(db, row.id, f"{kind} created at step {step}{_written(event)}", data=data)
 
     def _ensure_output_model(self, row: JobRow, size_bytes: int) -> None:
         db = self._db
@@ -317,9 +317,9 @@ class JobEvents:
         if row is None:
             return {}
         trained = {"loss": row.loss, **(row.measured or {})}
-        found = {f"train_{name}": value for name, value in trained.items()}
-        found |= _of_validation({"loss": row.valid_loss, **(row.valid_measured or {})})
-        return {name: value for name, value in found.items() if value is not None}
+        metrics = {f"train_{name}": value for name, value in trained.items()}
+        metrics |= _of_validation({"loss": row.valid_loss, **(row.valid_measured or {})})
+        return {name: value for name, value in metrics.items() if value is not None}
 
 
 def _written(event: dict[str, Any]) -> str:
@@ -328,20 +328,20 @@ def _written(event: dict[str, Any]) -> str:
     return "" if nbytes is None or seconds is None else f": {nbytes / 1e6:.1f} MB in {seconds:.3g} s"
 
 
-def _shown(what: str, value: float | None) -> str:
-    return f"{what}=not finite" if value is None else f"{what}={value:.4f}"
+def _shown(label: str, value: float | None) -> str:
+    return f"{label}=not finite" if value is None else f"{label}={value:.4f}"
 
 
 def _measured(row: JobRow, event: dict[str, Any], prefix: str = "") -> dict[str, float] | None:
     """What the job's method measures beside the loss, where the event has it."""
-    found = {name: event.get(f"{prefix}{name}", event.get(name)) for name in METHODS[row.method].measured}
-    return {name: value for name, value in found.items() if value is not None} or None
+    values = {name: event.get(f"{prefix}{name}", event.get(name)) for name in METHODS[row.method].measured}
+    return {name: value for name, value in values.items() if value is not None} or None
 
 
-def _of_validation(found: dict[str, Any]) -> dict[str, Any]:
+def _of_validation(values: dict[str, Any]) -> dict[str, Any]:
     """What a validation has found by OpenAI's names, which has others for one of the whole file, as all are."""
-    whole = {f"full_valid_{name}": found[name] for name in _OF_VALIDATION if name in found}
-    return {f"valid_{name}": value for name, value in found.items()} | whole
+    whole = {f"full_valid_{name}": values[name] for name in _OF_VALIDATION if name in values}
+    return {f"valid_{name}": value for name, value in values.items()} | whole
 
 
 def _metrics_table(db: Database, job: JobRow) -> bytes:

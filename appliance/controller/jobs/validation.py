@@ -91,8 +91,8 @@ class JobValidation:
             with self._db.transaction():
                 if isinstance(error, InvalidData):
                     for line, reason in error.report.errors:
-                        told = {"param": error.param, "line": line, "reason": reason, "of": error.report.n_errors}
-                        add_message(self._db, task.id, f"line {line}: {reason}", level="error", data=told)
+                        data = {"param": error.param, "line": line, "reason": reason, "of": error.report.n_errors}
+                        add_message(self._db, task.id, f"line {line}: {reason}", level="error", data=data)
                 fail(self._db, task.id, error.code, str(error), error.param)
         self._ended(task.id)
 

@@ -120,14 +120,14 @@ class Canaries:
     def begin(self, name: str, caller: Principal, *, version: str, **settings: Any) -> CanaryRow:
         """settings: share, auto, watch_s and min_requests of the row. Raises NotFound, Conflict, BadRequest."""
         db, model = self._db, stored_model(self._db, name)
-        found = stored_version(db, name, version)
+        stored = stored_version(db, name, version)
         if version == model.active_version:
             raise InvalidValue(f"{version} is already the active version of {name}; name another one.", "version")
         running = models.find_canary(db, name)
         if running is not None and running.version != version:
             text = f"{running.version} is the canary of {name}; promote it or roll it back first."
             raise Conflict(text, param="version", code="canary_running")
-        self._check_room(model, found)
+        self._check_room(model, stored)
         created_s = time.time() if running is None else running.created_s  # with other settings: the counts are kept
         row = CanaryRow(name, version, model.active_version or "", created_s=created_s, **settings)
         canaries.put(db, row)
@@ -221,11 +221,11 @@ class Canaries:
                 param="version",
                 code="versions_differ_in_kind",
             )
-        have, needed = len(self._context.scheduler.status()["devices"]), 2 * deployment.tensor_parallel
-        if not is_adapter and have < needed:
+        count, needed = len(self._context.scheduler.status()["devices"]), 2 * deployment.tensor_parallel
+        if not is_adapter and count < needed:
             raise Conflict(
                 f"A canary needs an engine in addition to that of {model.active_version}: {needed} devices, and this "
-                f"box has {have}.",
+                f"box has {count}.",
                 param="model",
                 code="no_room_for_canary",
             )
@@ -269,13 +269,13 @@ def decide(row: CanaryRow, new: VersionLoad, old: VersionLoad, now_s: float) -> 
     # Times are compared at the end, so that an engine's first slow requests do not decide.
     if (left_s := row.created_s + row.watch_s - now_s) > 0:
         return Decision("wait", f"watched for {math.ceil(left_s)} s more")
-    for what, its, usual in (
+    for measure, canary_s, active_s in (
         ("time to first byte", p95_s(new.first_byte), p95_s(old.first_byte)),
         ("duration", p95_s(new.duration), p95_s(old.duration)),
     ):
-        if its is not None and usual is not None and its > SLOWER_FACTOR * usual + SLOWER_SLACK_S:
-            both = f"{its:.3g} s with {row.version}, {usual:.3g} s with {row.before}"
-            return Decision("roll back", f"the 95th percentile of the {what} is {both}")
+        if canary_s is not None and active_s is not None and canary_s > SLOWER_FACTOR * active_s + SLOWER_SLACK_S:
+            both = f"{canary_s:.3g} s with {row.version}, {active_s:.3g} s with {row.before}"
+            return Decision("roll back", f"the 95th percentile of the {measure} is {both}")
     return Decision("promote", f"{row.version} is as good as {row.before}: {counts}")
 
 

@@ -75,8 +75,8 @@ async def remove_bytes(context: ControllerContext, *versions: VersionRow) -> Non
 def drop_older_checkpoints(db: Database, job: JobRow) -> list[VersionRow]:
     """Delete the checkpoints of this job but for those of its last epochs, and those that something rests on. Returns
     them: their bytes have to follow."""
-    made = (row for row in models.versions_made_by(db, job.id) if row.meta.get("of_epoch"))
-    by_step = sorted(made, key=lambda row: row.step)
+    checkpoints = (row for row in models.versions_made_by(db, job.id) if row.meta.get("of_epoch"))
+    by_step = sorted(checkpoints, key=lambda row: row.step)
     with db.transaction():
         older = [row for row in by_step[:-KEPT_CHECKPOINTS] if not _rests_on(db, row)]
         for row in older:

@@ -110,9 +110,9 @@ class SqliteStateStore:
         row = self._open(job_id)
         if row is None:
             return
-        which = f"{len(devices)} device{'s' * (len(devices) > 1)} ({', '.join(devices)})"
+        devices_text = f"{len(devices)} device{'s' * (len(devices) > 1)} ({', '.join(devices)})"
         after = f" once the engines on {answering} of them have finished their requests" if answering else ""
-        reason = f"The job gets {which}: its ranks start{after}."
+        reason = f"The job gets {devices_text}: its ranks start{after}."
         self._add_event(row, reason, reason)
         jobs.update(self._db, job_id, reason=reason)
 
@@ -166,9 +166,9 @@ class SqliteStateStore:
             before = next((row for row in rows if row.digest == served.settings), None)
             if before is None and served.settings:
                 return False
-            number, said = (before.number, before.settings) if before is not None else (0, {})
+            number, settings = (before.number, before.settings) if before is not None else (0, {})
             note = f"no engine starts with settings {rows[0].number}, so those before, {number}, serve again: {reason}"
-            models.add_settings(self._db, model, said, served.settings, "box", time.time(), note)
+            models.add_settings(self._db, model, settings, served.settings, "box", time.time(), note)
             detail = {"failed": rows[0].number, "back_to": number, "reason": reason}
             audit.insert(self._db, AuditRow("model.settings", model, detail=detail))
         self._routing.models_changed()  # the gateways' table holds the context
@@ -233,8 +233,8 @@ class SqliteStateStore:
 
     def _job(self, row: JobRow) -> JobView:
         # One that is too large for the box now keeps its sizes and waits: the box may get its devices back.
-        sizes, there = tuple(row.allowed_sizes or (1,)), self._memory.job_sizes(row)
-        sizes = tuple(size for size in sizes if size in there) or sizes
+        sizes, with_memory = tuple(row.allowed_sizes or (1,)), self._memory.job_sizes(row)
+        sizes = tuple(size for size in sizes if size in with_memory) or sizes
         if row.eta_s is not None and row.devices:
             self._remaining_device_s[row.id] = row.eta_s * len(row.devices)
         return JobView(

@@ -6,6 +6,8 @@ import asyncio
 import time
 from typing import Any
 
+import pytest
+
 from appliance.controller.admin.keys import end_expired
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.jobs import wanted
@@ -100,6 +102,18 @@ async def test_revoke_fails_background_responses(control: Control):
     found = [await control.sdk.responses.retrieve(response_id) for response_id in stopped]
     assert [(one.status, one.error.code) for one in found] == [("failed", "invalid_prompt")] * 2
     assert TASKS.list_all(control.db) == [] and len(control.engines.sent) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [({"priority": 6}, {"max_priority": 5}), ({"preemptible": False}, {}), ({"deadline_s": 1e10}, {})],
+)
+async def test_job_above_its_keys_priority_is_refused(control: Control, fields: dict[str, Any], limit: dict[str, int]):
+    control.as_key("laptop", **limit)
+    body = {"model": "starter", "training_file": await control.upload(), **fields}
+    refused = await control.http.post("/v1/fine_tuning/jobs", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (403, next(iter(fields)))
+    assert (await control.http.post("/v1/fine_tuning/jobs", json=body, headers=ADMIN)).status_code == 200
 
 
 async def test_expired_key_ends_like_a_revoked_one(control: Control):
