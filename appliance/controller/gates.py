@@ -111,9 +111,8 @@ class Gates:
         checkpoint = row.checkpoint if row is not None else None
         with self._db.transaction():
             source = {**like.data_source, "model": checkpoint or f"{job.output_model}@{version}"}
-            run = insert_run(
-                self._context, evaluation, caller_of(self._db, job.key_id), source, name=f"gate of {job.id}"
-            )
+            caller = caller_of(self._db, job.key_id)
+            run = insert_run(self._context, evaluation, caller, source, name=f"gate of {job.id}")
             self._set(job.id, runs={**runs, version: run.id})
         return run
 

@@ -17,7 +17,7 @@ from appliance.controller.interfaces.errors import BadRequest, InvalidValue
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Verdict
 from appliance.store.objects import jobs, models
-from appliance.store.rows import JobRow, VersionRow
+from appliance.store.rows import VersionRow
 from runtime.devices.kinds import HOST, kind_of
 from scheduler.core.config import SchedulerConfig
 from train.data.check import DataReport
@@ -130,10 +130,6 @@ class Wish:
         reason = f"such that a step of {resolved['batch_size']} sequences divides into {sizes} devices only"
         nodes.refuse_more("min_devices", fitting[0], reason)
         return fitting
-
-
-def wish_of(row: JobRow) -> Wish:
-    return Wish(row.min_devices, row.max_devices)
 
 
 def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:

@@ -53,8 +53,8 @@ async def change(
 
 
 async def switch(context: ControllerContext, row: ModelRow, version: str, why: str) -> None:
-    """Raises SwapFailed: the store has the version of `row` again, and its replicas keep it or
-    go back to it; unless that version, or the model, was deleted meanwhile."""
+    """Raises SwapFailed: the store has the version of `row` again, and its replicas keep it or go back to it; unless
+    that version, or the model, was deleted meanwhile."""
     models.activate(context.db, row.id, version)
     context.scheduler.nudge(why)
     try:
@@ -96,10 +96,8 @@ class Canaries:
             self._context.model_ops.let_go(name)  # not before: an engine that starts would hold its version again
 
     async def _look_at(self, name: str, now_s: float) -> None:
-        with (
-            self._context.background.guard(f"canary: {name}"),
-            suppress(NotFound),
-        ):  # the model may be deleted meanwhile
+        # NotFound: the model may be deleted meanwhile.
+        with self._context.background.guard(f"canary: {name}"), suppress(NotFound):
             async with lock(name):
                 row = models.find_canary(self._db, name)
                 if row is None:
@@ -126,7 +124,7 @@ class Canaries:
         running = models.find_canary(db, name)
         if running is not None and running.version != version:
             text = f"{running.version} is the canary of {name}; promote it or roll it back first."
-            raise Conflict(text, param="version", code="canary_running")
+            raise Conflict(text, "version", "canary_running")
         self._check_room(model, stored)
         created_s = time.time() if running is None else running.created_s  # with other settings: the counts are kept
         row = CanaryRow(name, version, model.active_version or "", created_s=created_s, **settings)
@@ -206,29 +204,19 @@ class Canaries:
     def _check_room(self, model: ModelRow, version: VersionRow) -> None:
         deployment = deployments.find(self._db, model.id)
         if deployment is None:
-            raise Conflict(
-                f"{model.id} is not served, so a canary would get no requests; `appliance model deploy "
-                f"{model.id}` changes that.",
-                param="model",
-                code="not_deployed",
-            )
+            remedy = f"`appliance model deploy {model.id}` changes that."
+            why = f"{model.id} is not served, so a canary would get no requests; {remedy}"
+            raise Conflict(why, "model", "not_deployed")
         active = models.active(self._db, model)
         is_adapter = bool(version.meta.get("adapter"))
         if active is not None and is_adapter is not bool(active.meta.get("adapter")):
-            raise Conflict(
-                f"{version.version} and {model.active_version} of {model.id} are an adapter and whole "
-                "weights, which are not served side by side under one name.",
-                param="version",
-                code="versions_differ_in_kind",
-            )
+            both = f"{version.version} and {model.active_version} of {model.id}"
+            why = f"{both} are an adapter and whole weights, which are not served side by side under one name."
+            raise Conflict(why, "version", "versions_differ_in_kind")
         count, needed = len(self._context.scheduler.status()["devices"]), 2 * deployment.tensor_parallel
         if not is_adapter and count < needed:
-            raise Conflict(
-                f"A canary needs an engine in addition to that of {model.active_version}: {needed} devices, and this "
-                f"box has {count}.",
-                param="model",
-                code="no_room_for_canary",
-            )
+            why = f"A canary needs an engine in addition to that of {model.active_version}"
+            raise Conflict(f"{why}: {needed} devices, and this box has {count}.", "model", "no_room_for_canary")
 
     def _end(
         self,
@@ -248,7 +236,7 @@ class Canaries:
     def _running(self, name: str) -> CanaryRow:
         if (row := models.find_canary(self._db, name)) is None:
             text = f"{shown(name)} has no canary; `appliance model canary` begins one."
-            raise Conflict(text, param="model", code="no_canary")
+            raise Conflict(text, "model", "no_canary")
         return row
 
 

@@ -74,6 +74,8 @@ async def test_resume_by_a_weaker_key_lowers_the_priority(control: Control):
         row = jobs.get(control.db, job_id)
         assert (row.key_id, row.wanted, row.priority) == (weak, "run", most)
         assert (row.preemptible, row.deadline_s) == ((0, claimed["deadline_s"]) if most else (1, None))
+        lost = "priority" if most else "deadline_s, preemptible, priority"
+        assert any(f"may claim less; changed: {lost}." in text for text in await control.messages(job_id))
     assert (await revoke(control, weak))["stopped"]["jobs"] == [second]
     resumed = await control.http.post(f"/v1/fine_tuning/jobs/{first}/resume", headers=ADMIN)
     assert resumed.status_code == 200 and jobs.get(control.db, first).priority == 4
