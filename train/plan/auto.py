@@ -404,8 +404,7 @@ class Given:
         value = self.value(name, [])
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
-        # A bound, since each round of the scheduler reads the settings of all jobs.
-        is_list = isinstance(value, (list, tuple)) and len(str(value)) <= 4096
+        is_list = isinstance(value, (list, tuple)) and len(str(value)) <= 4096  # each round of the scheduler reads it
         if not is_list or not all(isinstance(part, str) for part in value):
             raise InvalidHyperparameter(name, value, "a short list of layer names, e.g. ['q_proj', 'v_proj']")
         return list(value)

@@ -75,8 +75,8 @@ def _changes(context: ControllerContext, row: JobRow, fields: dict[str, Any]) ->
             raise InvalidValue(f"{name} cannot be null.", name)
     changes = fields | ({"preemptible": int(fields["preemptible"])} if "preemptible" in fields else {})
     if not fields.keys().isdisjoint(("min_devices", "max_devices")):
-        wish = settings.Wish(*(fields.get(name, getattr(row, name)) for name in ("min_devices", "max_devices")))
-        sizes = wish.check(row.resolved, settings.nodes_of(context))
+        least, most = (fields.get(name, getattr(row, name)) for name in ("min_devices", "max_devices"))
+        sizes = settings.DeviceBounds(least, most).check(row.resolved, settings.nodes_of(context))
         changes |= {"allowed_sizes": sizes} if row.resolved else {}
         if row.resolved and (base := resolve(context.db, row.model)) is not None:
             shape, box = settings.shape_of(base), settings.box_facts(context)

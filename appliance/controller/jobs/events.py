@@ -127,7 +127,7 @@ class JobEvents:
             text = f"Fine-tuning job {action} on {len(devices)} device(s)"
             add_message(db, job_id, text, data={"devices": devices})
 
-    def goes_on(self, job_id: str, step: int) -> None:
+    def resumed(self, job_id: str, step: int) -> None:
         """Its ranks begin after `step`. Records which steps are repeated, if any."""
         # Not the row's step: the handler of the end has already reset it to the snapshot's.
         reached = jobs.last_step(self._db, job_id)
@@ -196,14 +196,14 @@ class JobEvents:
             result = versions[-1]
             meta = {name: value for name, value in result.meta.items() if name != "of_epoch"}
             models.update_version(db, row.output_model, result.version, meta=meta)
-            message = self._made(row, result.version)
+            message = self._serve_result(row, result.version)
             # Not the row's step: one that was suspended once its last step was done has the snapshot's.
             jobs.update(db, job_id, step=jobs.last_step(db, job_id) or row.step)
             jobs.set_phase(db, job_id, "succeeded", reason="")
             add_message(db, job_id, message)
             add_message(db, job_id, "The job has successfully completed")
 
-    def _made(self, row: JobRow, version: str) -> str:
+    def _serve_result(self, row: JobRow, version: str) -> str:
         """Let the job's result answer, unless another version is to go on. Returns what to say of it."""
         db, name = self._db, row.output_model
         before = model.active_version if (model := models.find(db, name)) is not None else None

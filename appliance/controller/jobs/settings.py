@@ -92,8 +92,8 @@ def host_cores() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """The devices that a request asks for, as a JobRow has them."""
+class DeviceBounds:
+    """The numbers of devices that a request allows, as a JobRow has them."""
 
     min_devices: int | None = None
     max_devices: int | None = None
@@ -161,18 +161,18 @@ def resolve(
     method: Method,
     requested: dict[str, Any],
     dataset: auto.DatasetStats,
-    wish: Wish,
+    bounds: DeviceBounds,
 ) -> dict[str, Any]:
     """The fields of a TrainSpec, before a layout is chosen. Raises InvalidHyperparameter."""
     nodes, model = nodes_of(context), model_stats(context, base)
     together = math.prod(
         n for name in ("tensor_parallel", "sequence_parallel") if type(n := requested.get(name)) is int
     )
-    most = max(1, min(wish.most(nodes, together), nodes.largest))
+    most = max(1, min(bounds.most(nodes, together), nodes.largest))
     resolved = method.resolve(requested, dataset, model, most)
-    if wish.min_devices and requested.get("batch_size", "auto") == "auto" and not wish.divided(resolved, nodes)[1]:
+    if bounds.min_devices and requested.get("batch_size", "auto") == "auto" and not bounds.divided(resolved, nodes)[1]:
         # An automatic batch follows the requested devices, not the other way round.
-        rows = math.ceil(resolved["batch_size"] / wish.min_devices) * wish.min_devices
+        rows = math.ceil(resolved["batch_size"] / bounds.min_devices) * bounds.min_devices
         resolved = method.resolve({**requested, "batch_size": rows}, dataset, model, most)
     return resolved
 
@@ -183,11 +183,11 @@ def choose(
     method: Method,
     requested: dict[str, Any],
     dataset: auto.DatasetStats,
-    wish: Wish,
+    bounds: DeviceBounds,
 ) -> Settings:
     """As `resolve`, with the best layout that fits the box."""
-    nodes, resolved = nodes_of(context), resolve(context, base, method, requested, dataset, wish)
-    by_batch, sizes = wish.divided(resolved, nodes)
+    nodes, resolved = nodes_of(context), resolve(context, base, method, requested, dataset, bounds)
+    by_batch, sizes = bounds.divided(resolved, nodes)
     if not sizes:
         return Settings(resolved, by_batch, None, [])
     speed, memory = jobs.factors(context.db, base.name, method.name, resolved["full"])
@@ -198,16 +198,16 @@ def choose(
     fitting, changed = list[capacity.Layout](), ""
     for parts in _row_parts(requested, method, model, resolved, box):
         shared = resolved | {"sequence_parallel": parts}
-        sizes = wish.divided(shared, nodes)[1]
+        sizes = bounds.divided(shared, nodes)[1]
         # A micro-batch that nobody asked for never costs a number of devices.
-        by_micro = {n: wish.divided({**shared, "micro_batch": n}, nodes)[1] for n in auto.micro_batches(shared)}
+        by_micro = {n: bounds.divided({**shared, "micro_batch": n}, nodes)[1] for n in auto.micro_batches(shared)}
         by_micro = {n: of_micro for n, of_micro in by_micro.items() if of_micro and set(sizes) <= set(of_micro)}
         fitting, changed = capacity.fit(shape, shared, by_micro, box, method, load, kept) if by_micro else ([], "")
         if fitting:
             resolved = shared
             break
     resolved = resolved | (fitting[0].fields if fitting else capacity.leanest(resolved, box))
-    by_batch, sizes = wish.divided(resolved, nodes)
+    by_batch, sizes = bounds.divided(resolved, nodes)
     verdict = capacity.job(shape, resolved, sizes, box, method)
     if changed:
         verdict = replace(verdict, warnings=(changed, *verdict.warnings))

@@ -300,9 +300,9 @@ async def _plan(context: ControllerContext, body: JobPlan, caller: Principal) ->
     else:
         examples = body.examples or TYPICAL_EXAMPLES
         dataset = auto.DatasetStats(examples, TYPICAL_TOKENS * method.sequences * examples, 2 * TYPICAL_TOKENS)
-    wish = settings.Wish(max_devices=body.devices)
+    bounds = settings.DeviceBounds(max_devices=body.devices)
     try:
-        chosen = settings.choose(context, base, method, body.hyperparameters, dataset, wish)
+        chosen = settings.choose(context, base, method, body.hyperparameters, dataset, bounds)
     except InvalidHyperparameter as error:
         raise refused(error, "hyperparameters") from error
     fields, best = chosen.resolved, next(iter(chosen.layouts), None)

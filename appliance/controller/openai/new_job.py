@@ -209,17 +209,17 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     data = {"training_file": _data_file(context, body.training_file, "training_file", caller)}
     if body.validation_file is not None:
         data["validation_file"] = _data_file(context, body.validation_file, "validation_file", caller)
-    wish, nodes = settings.Wish(body.min_devices, body.max_devices), settings.nodes_of(context)
-    wish.check(None, nodes)  # before the batch size that follows from it
+    bounds, nodes = settings.DeviceBounds(body.min_devices, body.max_devices), settings.nodes_of(context)
+    bounds.check(None, nodes)  # before the batch size that follows from it
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
         dataset = _seen(data["training_file"])
-        resolved = settings.resolve(context, base, method, training.hyperparameters, dataset, wish)
+        resolved = settings.resolve(context, base, method, training.hyperparameters, dataset, bounds)
         if body.validation_file is None:
             settings.refuse_without_validation(resolved)
     except InvalidHyperparameter as error:
         raise refused(error, training.where) from error
-    wish.check(resolved, nodes)
+    bounds.check(resolved, nodes)
     row = JobRow(
         id=new_id("ftjob-"),
         key_id=caller.key_id,

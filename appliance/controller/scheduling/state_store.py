@@ -55,7 +55,7 @@ class SqliteStateStore:
         serving_floor: int,
         max_replicas: int,
         routing: BusRouting,
-        wishes: Wishes,
+        queued_demand: QueuedDemand,
         learning: DemandLearning,
         memory: BoxMemory,
         store: WeightStore,
@@ -69,7 +69,7 @@ class SqliteStateStore:
         """
         self._db, self._events, self._routing = db, events, routing
         self._serving_floor, self._max_replicas = serving_floor, max_replicas
-        self._wishes, self._learning, self._memory, self._store = wishes, learning, memory, store
+        self._queued_demand, self._learning, self._memory, self._store = queued_demand, learning, memory, store
         self._starved = starved
         self._settings: dict[str, str] = {}
         self._demand: Callable[[str], Demand] = lambda model: Demand()  # until the first round
@@ -88,7 +88,7 @@ class SqliteStateStore:
         ids = {row.id for row in unfinished}
         self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
         mode = read_mode(self._db)
-        self._settings, self._demand = models.settings_digests(self._db), self._wishes.demands(free_devices)
+        self._settings, self._demand = models.settings_digests(self._db), self._queued_demand.demands(free_devices)
         return Workload(
             policy=policy_of(mode, self._serving_floor),
             policy_since_s=mode.since_s,
@@ -278,7 +278,7 @@ class SqliteStateStore:
         )
 
 
-class Wishes:
+class QueuedDemand:
     """Decides which models may be woken for work without a client, which gives way to interactive requests and to
     training.
 

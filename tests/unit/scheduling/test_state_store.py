@@ -11,7 +11,7 @@ import pytest
 from appliance.controller.bus.bus import Bus
 from appliance.controller.devices.mode import Mode, write_mode
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.scheduling.state_store import Wishes, job_host_bytes
+from appliance.controller.scheduling.state_store import QueuedDemand, job_host_bytes
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.records import audit, canaries, deployments, windows
@@ -191,8 +191,8 @@ NO_POLICIES: Mapping[str, str] = MappingProxyType({})
 OPEN = {"starter": {"replicas": [{"id": "r1", "state": "open"}]}}
 
 
-class Asked(Wishes):
-    """Wishes of a box whose gateways report nothing."""
+class Asked(QueuedDemand):
+    """Demand of a box whose gateways report nothing."""
 
     def __init__(
         self, db: Database, folder: Path, lines: tuple[str, ...] = (), policies: Mapping[str, str] = NO_POLICIES
