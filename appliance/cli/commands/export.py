@@ -24,7 +24,7 @@ from appliance.cli.commands.models import TIMEOUT_S as ANSWER_TIMEOUT_S
 from appliance.cli.commands.models import endpoint
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.locate import look_for_all, python
-from appliance.cli.options import number, opt, text_file
+from appliance.cli.options import flag, number, opt, text_file
 from appliance.cli.resources import MODEL, segment
 
 ADAPTER_FILE = "adapter_config.json"
@@ -76,6 +76,7 @@ def export(session: Session, args: Namespace) -> None:
         "--form FORM", "int8 and fp8: half the memory; int4: a quarter.", choices=("int8", "fp8", "int4"), required=True
     ),
     opt("--name NAME", "The new model's name. Default: NAME-FORM."),
+    flag("--as-version", "Make it a version of the same base model, for `model canary` or `model rollback --version`."),
     opt("--compare FILE", "Chats, one per line, to measure how far the answers of both models agree.", type=text_file),
     opt("--limit N", "Compare at most N chats.", type=number(int, 1), default=50),
 )
@@ -94,16 +95,23 @@ def quantize(session: Session, args: Namespace) -> None:
     """
     if not session.client.is_local:
         raise BadUsage("this command reads and writes the model's files; run it on the box's own machine")
+    if args.as_version and (args.name or args.compare):
+        raise BadUsage("--as-version gives the model no other name, and the version answers --compare as a canary only")
     chats = None if args.compare is None else _questions(args.compare, args.limit)
     plain = args.id.removeprefix("ft:").replace(":", "-").replace("@", "-")
-    name = args.name or f"{plain}-{args.form}"
+    name = args.id if args.as_version else args.name or f"{plain}-{args.form}"
     # In the data directory: the box may have a /tmp of its own.
     below = session.box_file.data_dir if session.box_file else None
     with _checkpoint(session, args.id, below, merged=True) as whole:
         rounded = whole.with_name(args.form)
         output.say(f"rounding to {args.form} ...")
         error = _remake(args.form, whole, rounded)["error"]
-        body = {"source": str(rounded), "origin": f"{args.id} in {args.form}", "name": name}
+        body = {
+            "source": str(rounded),
+            "origin": f"{args.id} in {args.form}",
+            "name": name,
+            "as_version": args.as_version,
+        }
         # The files are deleted when this command ends, so it waits for however long the import takes.
         waiting = Namespace(wait=True, timeout=None)
         operation = finish(session, session.client.post("/admin/v1/models/import", body), waiting)

@@ -85,6 +85,12 @@ class Resolved:
     is_checkpoint: bool = False
     pinned: bool = False
 
+    @property
+    def quantization(self) -> str | None:
+        """The form of its quantised layers; None without any."""
+        form: str | None = self.version.meta.get("quantization", self.model.info.get("quantization"))
+        return form
+
 
 def resolve(db: Database, name: str) -> Resolved | None:
     """Returns None for an unknown name, and for a model without an active version."""

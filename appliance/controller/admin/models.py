@@ -384,13 +384,15 @@ PROGRESS_EVERY_S = 0.5
 
 
 class Import(StrictBody):
-    """origin: where the files of a path came from, kept as the model's source."""
+    """origin: where the files of a path came from, kept as the model's source. as_version: a further version of the
+    base model `name`, which answers nobody until it is a canary or is chosen."""
 
     source: Text
     origin: Text | None = None
     name: Text | None = None
     base: Text | None = None
     revision: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{1,255}$")] | None = None
+    as_version: bool = False
 
 
 def _import_routes(context: ControllerContext, router: APIRouter) -> None:
@@ -407,11 +409,17 @@ def _import_routes(context: ControllerContext, router: APIRouter) -> None:
                 raise InvalidValue(f"Invalid model name {shown(name)}: expected {MODEL_NAME_RULE}.", "name")
             if name.startswith("ft:"):
                 raise InvalidValue("Names that begin with 'ft:' belong to fine-tuned models.", "name")
-            if models.find(db, name) is not None or made_by_jobs(db, name):
+            existing = models.find(db, name)
+            if body.as_version and (existing is None or existing.kind != "base"):
+                raise InvalidValue(f"{shown(name)} is not a base model of this box.", "name")
+            if not body.as_version and (existing is not None or made_by_jobs(db, name)):
                 remedy = "delete it first or choose another name"
                 raise Conflict(f"The model {shown(name)} exists, or a job makes it; {remedy}.", "name", "model_exists")
         context.quotas.disk.check()  # only the import itself finds out how much more it needs
-        arguments = {**columns(body, "source origin name revision"), "adapter": await _adapter(context, body)}
+        arguments = {
+            **columns(body, "source origin name revision as_version"),
+            "adapter": await _adapter(context, body),
+        }
         target, progress = name or body.source, {"done": 0, "total": None, "unit": "", "message": "starting"}
         with db.transaction():
             for twin in operations.list_all(db, "state = 'running' AND target = ?", target):
@@ -484,7 +492,8 @@ def import_kind(context: ControllerContext) -> Kind:
                 names = {"name": given["name"], "revision": given["revision"]}
                 made, origin = await ops.run(ops.library.import_model, source, report=report, **names), given["origin"]
             caller = caller_of(db, task.key_id)
-            result = await register(context, made, caller, source=origin or made.source, adapter=adapter)
+            serves = not given["as_version"]
+            result = await register(context, made, caller, source=origin or made.source, adapter=adapter, serves=serves)
         except OperationFailed as error:
             raise TaskFailed(error.code, str(error)) from error
         operations.update(db, row.id, state="succeeded", result=result, progress=progress, ended_s=time.time())

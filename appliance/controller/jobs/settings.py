@@ -240,7 +240,7 @@ def model_stats(context: ControllerContext, base: Resolved) -> auto.ModelStats:
         tensor_slices=shape.tensor_slices,
         hidden=shape.hidden,
         heads=(shape.queries // shape.head_dim, shape.kv_heads) if shape.head_dim else (0, 0),
-        quantised=base.model.info.get("quantization") is not None,
+        quantised=base.quantization is not None,
     )
 
 

@@ -70,14 +70,21 @@ def _named(db: Database, named: str) -> ModelRow | None:
 
 
 async def register(
-    context: ControllerContext, made: ModelVersion, caller: Principal, *, source: str, adapter: dict[str, Any] | None
+    context: ControllerContext,
+    made: ModelVersion,
+    caller: Principal,
+    *,
+    source: str,
+    adapter: dict[str, Any] | None,
+    serves: bool = True,
 ) -> dict[str, Any]:
-    """Create the rows of a version whose bytes are in place: the model, the version, which becomes the active one, and
-    the deployment. An adapter is for those who may use its base, until that is changed.
+    """Create the rows of a version whose bytes are in place: the model, the version, and the deployment. An adapter is
+    for those who may use its base, until that is changed.
 
     Args:
         source: where its files came from.
         adapter: as `adapter_base` returns it; None for a whole model.
+        serves: whether the version becomes the active one.
 
     Raises:
         OperationFailed: Jobs make a model of this name, or the base was deleted meanwhile. The bytes are gone then.
@@ -92,6 +99,8 @@ async def register(
             refused = f"{adapter['base']} {adapter['base_version']} was deleted during the import", "base_not_found"
     elif info.get("chat_template") is not None:
         meta = {"chat_template": info["chat_template"]}
+    if not serves:
+        meta["quantization"] = info.get("quantization")  # it may have another form than the model's other versions
     if made_by_jobs(db, made.name):  # an import never becomes a version of what jobs make
         text = f"{shown(made.name)} is the name of a model that jobs make; import this one with --name, by another."
         refused = text, "model_exists"
@@ -119,7 +128,8 @@ async def register(
                 models.share(db, row.id, owner)
         if models.find_version(db, row.id, made.version) is None:
             models.insert_version(db, version)
-        models.serve(db, row.id, made.version)
+        if serves:
+            models.serve(db, row.id, made.version)
     context.scheduler.nudge(f"model {row.id} version {made.version} is ready")
     result = {"name": row.id, **columns(made, "version params bytes")}
     if made.warnings:

@@ -274,7 +274,7 @@ def _base(context: ControllerContext, name: str, caller: Principal) -> Resolved:
     base, why = usable_model(context.db, caller, name), ""
     if base.model.task != "generate":
         why = f"The model {shown(name)} makes embeddings; only text-generating models can be tuned."
-    elif (form := base.model.info.get("quantization")) not in (None, TRAINED_FORM):
+    elif (form := base.quantization) not in (None, TRAINED_FORM):
         why = (
             f"The weights of {shown(name)} are quantised as {shown(form)}: they can be served, not trained. Import the "
             "model as its publisher trained it (bf16 or fp16) and tune that, or make one to tune in few bits of it: "

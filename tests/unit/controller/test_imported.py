@@ -40,6 +40,18 @@ async def test_a_model_out_of_a_package_says_which_and_not_a_path_that_is_gone(r
     assert error["error"]["param"] == "origin"
 
 
+async def test_import_as_version_leaves_the_active_version_and_names_base_models_only(roomy: Control):
+    models.update_version(roomy.db, "starter", "v1", version="v0")
+    models.update(roomy.db, "starter", active_version="v0")
+    body = {"source": "/data/whole", "name": "starter", "as_version": True}
+    done = await ended(roomy, await ask(roomy, "POST", "/models/import", 202, json=body))
+    shown = await ask(roomy, "GET", "/models/starter")
+    assert done["state"] == "succeeded" and shown["active_version"] == "v0"
+    assert {version["version"] for version in shown["versions"]} == {"v0", done["result"]["version"]}
+    error = await ask(roomy, "POST", "/models/import", 400, json=body | {"name": "nosuch"})
+    assert error["error"]["param"] == "name"
+
+
 async def test_an_adapter_of_a_private_base_is_private_too(roomy: Control):
     models.unshare(roomy.db, "starter", "*")
     models.share(roomy.db, "starter", "ann")
