@@ -285,7 +285,7 @@ class QueuedDemand:
     An awake engine works on it in every mode: it holds its devices anyway. A model without one is woken only while no
     other model has requests or a device is free, never in mode train, and in mode auto only while no job wants devices.
     Engines that write or judge the samples of a training job belong to training: they are woken in every mode, and stay
-    awake while the job runs. Where there is no device for both, the job gives way (scheduler.plan.shares).
+    awake while the job runs. Where there is no device for both, the job gives way (scheduler.plan.plan).
 
     box_floor: devices that serving keeps in every mode.
     """
