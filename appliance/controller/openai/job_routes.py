@@ -306,8 +306,7 @@ async def _plan(context: ControllerContext, body: JobPlan, caller: Principal) ->
     except InvalidHyperparameter as error:
         raise refused(error, "hyperparameters") from error
     fields, best = chosen.resolved, next(iter(chosen.layouts), None)
-    if chosen.verdict is None:
-        raise InvalidValue(settings.no_size(fields, chosen.by_batch), "devices")
+    assert chosen.verdict is not None, "without a least number of devices there is a number of them"
     answer = chosen.verdict.as_dict()
     if counted:
         answer["warnings"] += settings.cut_warning(method, dataset, fields)

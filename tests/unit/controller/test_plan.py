@@ -70,11 +70,6 @@ async def test_ended_job_shows_what_it_took_and_corrects_the_next_estimate(contr
     assert after["tokens_per_s"] == pytest.approx(measured["tokens_per_s"])
 
 
-async def test_plan_without_a_possible_number_of_devices_is_refused(control: Control):
-    answer = await ask(control, devices=1, hyperparameters={"tensor_parallel": 2})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "devices")
-
-
 async def test_a_plan_on_a_bad_or_unknown_file_says_so(control: Control):
     bad = await control.upload(b"{}\n" * 3)
     answer = await ask(control, training_file=bad)
