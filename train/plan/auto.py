@@ -409,8 +409,9 @@ class Given:
         value = self.value(name, [])
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
-        if not isinstance(value, (list, tuple)) or not all(isinstance(part, str) for part in value):
-            raise InvalidHyperparameter(name, value, "a list of layer names, e.g. ['q_proj', 'v_proj']")
+        is_list = isinstance(value, (list, tuple)) and len(str(value)) <= 4096  # each round of the scheduler reads it
+        if not is_list or not all(isinstance(part, str) for part in value):
+            raise InvalidHyperparameter(name, value, "a short list of layer names, e.g. ['q_proj', 'v_proj']")
         return list(value)
 
     def value(self, name: str, auto: Any) -> Any:
