@@ -310,7 +310,7 @@ _RENAMED = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens
 
 
 class Answers:
-    """Create it and call `append` on a thread; after an OSError open them anew. custom_ids: of the answered lines.
+    """Create it and call `append` on a thread; reopen it after an OSError. custom_ids: of the answered lines.
     tokens: of those that succeeded. paths: of "output" and "error". Raises OSError."""
 
     def __init__(self, folder: Path, batch_id: str):
@@ -322,8 +322,8 @@ class Answers:
         self._handles = {name: self._opened(path) for name, path in self.paths.items()}  # empty once it is closed
 
     def append(self, lines: list[dict[str, Any]]) -> None:
-        """Each {"id", "custom_id", "response", "error"}; synced on return. One that is answered already is left out: a
-        write goes on where its batch was cancelled or expired meanwhile. Raises OSError."""
+        """Each {"id", "custom_id", "response", "error"}; synced on return. One that is answered already is skipped: a
+        write continues after its batch was cancelled or has expired. Raises OSError."""
         with self._lock:
             lines = [line for line in lines if line["custom_id"] not in self.custom_ids]
             for name, handle in self._handles.items():
@@ -414,8 +414,9 @@ def read_lines(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Li
     lines, offset = Lines(), 0
     with open(path, "rb") as source:
         if foreign := foreign_file(source):
-            what, command = foreign[0], foreign[1].replace("train.jsonl", "requests.jsonl")
-            lines.add_error("invalid_json_line", f"The file is {what}; expected JSON lines in UTF-8: {command}.", 1)
+            kind_of_file, command = foreign[0], foreign[1].replace("train.jsonl", "requests.jsonl")
+            message = f"The file is {kind_of_file}; expected JSON lines in UTF-8: {command}."
+            lines.add_error("invalid_json_line", message, 1)
             return lines
         for number, raw in enumerate(iter(partial(source.readline, line_bytes + 1), b""), 1):
             if len(raw) > line_bytes:

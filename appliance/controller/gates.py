@@ -44,14 +44,14 @@ class Gates:
     async def _look_at(self, job: JobRow) -> None:
         gate, name = job.gate or {}, job.output_model
         if gate["verdict"] is None:
-            made, model = models.versions_made_by(self._db, job.id), models.find(self._db, name)
+            versions_made, model = models.versions_made_by(self._db, job.id), models.find(self._db, name)
             versions: dict[str, str | None] = {}
-            if job.phase == "succeeded" and made and model is not None:
-                versions = {"version": made[-1].version, "before": model.active_version}
-                verdict = await self._judge(job, made[-1].version, model.active_version)
+            if job.phase == "succeeded" and versions_made and model is not None:
+                versions = {"version": versions_made[-1].version, "before": model.active_version}
+                verdict = await self._judge(job, versions_made[-1].version, model.active_version)
             else:
-                what = job.phase if job.phase != "succeeded" else "succeeded, and its version was deleted"
-                verdict = _UNDECIDED, f"the job {what}"
+                outcome = job.phase if job.phase != "succeeded" else "succeeded, and its version was deleted"
+                verdict = _UNDECIDED, f"the job {outcome}"
             if verdict is None:
                 return
             gate = self._set(job.id, verdict=verdict[0], reason=verdict[1], **versions)
@@ -101,16 +101,18 @@ class Gates:
             if (known := evals.find_run(self._db, runs[version])) is None:
                 raise ApiError(404, f"{runs[version]} was deleted")
             return known
-        of, first = evals.find(self._db, eval_id, viewer=None), next(iter(runs.values()), None)  # the same data for all
+        evaluation = evals.find(self._db, eval_id, viewer=None)
+        first = next(iter(runs.values()), None)  # the same data for all
         like = evals.find_run(self._db, first) if first else evals.newest_sampled(self._db, eval_id, viewer=None)
-        if of is None or like is None:
+        if evaluation is None or like is None:
             raise ApiError(404, f"{eval_id} or its run was deleted")
         # The version before has engines of its own.
-        made = None if runs else models.find_version(self._db, job.output_model, version)
-        asked = made.checkpoint if made is not None else None
+        row = None if runs else models.find_version(self._db, job.output_model, version)
+        checkpoint = row.checkpoint if row is not None else None
         with self._db.transaction():
-            source = {**like.data_source, "model": asked or f"{job.output_model}@{version}"}
-            run = insert_run(self._context, of, caller_of(self._db, job.key_id), source, name=f"gate of {job.id}")
+            source = {**like.data_source, "model": checkpoint or f"{job.output_model}@{version}"}
+            caller = caller_of(self._db, job.key_id)
+            run = insert_run(self._context, evaluation, caller, source, name=f"gate of {job.id}")
             self._set(job.id, runs={**runs, version: run.id})
         return run
 

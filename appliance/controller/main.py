@@ -55,7 +55,7 @@ from appliance.controller.http.peers import Listener
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import removal
 from appliance.controller.scheduling.job_runs import TIDY_EVERY_S, JobRuns
-from appliance.controller.scheduling.state_store import SqliteStateStore, Wishes, job_host_bytes
+from appliance.controller.scheduling.state_store import QueuedDemand, SqliteStateStore, job_host_bytes
 from appliance.memory.box_memory import LOOK_EVERY_S, BoxMemory, Means
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
@@ -164,7 +164,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     asking = Asking(db, transport, lambda: bus.models, inbox.nudge)
 
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
-    tiers = Tiers(db, weights, config.weights, paths)
+    tiers = Tiers(weights, config.weights, paths)
     versions = VersionProvider(db, weights, tiers, config, home[0], sizes)
     flow = TierFlow(db, tiers, owner=paths.box_id, is_held=versions.holds)
     hub = HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
@@ -194,7 +194,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         floor,
         config.serve.max_replicas,
         routing,
-        Wishes(db, bus, routing, asking, floor),
+        QueuedDemand(db, bus, routing, asking, floor),
         DemandLearning(routing.traffic, bus.arrivals.take, config.scheduler, len(home)),
         memory,
         weights,

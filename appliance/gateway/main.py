@@ -126,7 +126,7 @@ class Gateway:
             await asyncio.to_thread(state.tracing.close)
 
     async def _idle(self, longest_s: float) -> None:
-        """Returns when each client has its whole answer and the controller its copies, or after so long."""
+        """Wait until each client has its whole answer and the controller its copies, or for `longest_s`."""
         state, until_s = self.state, time.monotonic() + longest_s
         while time.monotonic() < until_s:
             unread = any(connection.transport.get_write_buffer_size() for connection in state.connections)
@@ -154,6 +154,8 @@ class Gateway:
                 state.metrics.events["revoked_in_flight"] += 1
                 exchange.end(refusal)
             choice, ticket = exchange.choice, exchange.ticket
+            if ticket is not None and ticket.place.done() and ticket.place.exception() is None:
+                choice = ticket.place.result()  # which its coroutine has not got yet
             if choice is not None and choice.work.batch and not state.router.is_open(choice):
                 # Its replica drains; whoever sent it sends it again.
                 text = "This request of class batch gives way: its engine stops. Please retry."
@@ -170,16 +172,16 @@ class Gateway:
         state.report_now()
 
     def _revoked(self, exchange: Exchange) -> HttpError | None:
-        """Why nothing may come by this request's key, its secret or its login any more; None if it may."""
-        before, session = exchange.caller, exchange.session
-        caller = self.state.spending.callers.get(before.id)
-        if not before.id or (exchange.route in (ROTATION, SESSIONS) and exchange.body_complete):
+        """Return the error for a request whose key, secret or login is no longer valid; None if it is."""
+        admitted, session = exchange.caller, exchange.session
+        caller = self.state.spending.callers.get(admitted.id)
+        if not admitted.id or (exchange.route in (ROTATION, SESSIONS) and exchange.body_complete):
             return None  # of the box itself, or what it ends may be its own secret or login
         if caller is not None and caller.has_expired(time.time()):
             return errors.key_ended(caller.expires_s)
         by_key = not session and not exchange.connection.private  # work of the box itself outlives a rotation
-        if caller is None or (by_key and caller.secret != before.secret):
-            return errors.key_ended(before.expires_s)
+        if caller is None or (by_key and caller.secret != admitted.secret):
+            return errors.key_ended(admitted.expires_s)
         if session and session not in {login.id for login in caller.sessions.values()}:
             return errors.session_ended()
         exchange.caller = caller
@@ -238,7 +240,7 @@ class Gateway:
                 log.error("bus: a message is refused, the last table stays in force: %s", error)
 
     def _report(self) -> None:
-        """Send a report that says something new, if the controller is connected and keeps up."""
+        """Send a report that differs from the last one, or is due, if the controller is connected and keeps up."""
         writer, state = self._bus, self.state
         if writer is None or writer.is_closing():
             return

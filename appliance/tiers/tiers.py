@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from appliance.paths import BoxPaths
-from appliance.store.database import Database
-from appliance.store.objects import models
 from appliance.store.rows import VersionRow
 from weights.format.config import KeepRules, WeightsConfig
 from weights.format.errors import (
@@ -64,9 +62,9 @@ class Tiers:
     client.
     """
 
-    def __init__(self, db: Database, store: WeightStore, config: WeightsConfig, paths: BoxPaths) -> None:
+    def __init__(self, store: WeightStore, config: WeightsConfig, paths: BoxPaths) -> None:
         self.store, self.clock = store, time.time
-        self._db, self._jobs_dir = db, paths.jobs
+        self._jobs_dir = paths.jobs
         disk, remote = config.disk, config.remote
         on_disk = DirectoryCopies(paths.models, paths.snapshots, free_bytes=disk.free_bytes)
         self.disk = Tier("disk", on_disk, disk.versions, disk.snapshots)
@@ -182,9 +180,8 @@ class Tiers:
         memory = ["memory"] if (self.store.root / name.key).is_dir() else []
         return memory + [tier.name for tier in self.all if name in tier.here]
 
-    def tiers_of_version(self, model: str, version: str) -> list[str]:
-        row = models.find_version(self._db, model, version)
-        return [] if row is None else self.tiers_of(name_of(row))
+    def tiers_of_version(self, row: VersionRow) -> list[str]:
+        return self.tiers_of(name_of(row))
 
     def status(self) -> list[dict[str, Any]]:
         """One entry per tier, shared memory first; sizes in bytes, times in Unix seconds. It reads folders of shared

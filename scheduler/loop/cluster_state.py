@@ -85,6 +85,9 @@ class ClusterState:
         self.observe_again_s = self._clock() + self._config.observe_every_s
         try:
             observed = await self._effects.observe()
+            silent = {replica.id for replica in observed.replicas.values() if not replica.answered}
+            if unknown := silent - self.box.replicas.keys() - {h.id for h in busy}:  # their devices would look free
+                raise EffectFailed(f"{', '.join(sorted(unknown))} did not answer yet")
         except EffectFailed as error:
             log.warning("the box cannot be observed (%s)", error)
             self.observe_again_s = self._clock() + self._config.backoff_first_s
@@ -105,8 +108,7 @@ class ClusterState:
             if Holder("replica", replica.id) in busy:
                 continue
             if known is None:
-                if replica.answered:
-                    replicas[replica.id] = replace(replica, since_s=now_s)
+                replicas[replica.id] = replace(replica, since_s=now_s)
             elif not replica.answered or replica.state == known.state == "dead":
                 replicas[replica.id] = known
             elif replica.state == "dead":

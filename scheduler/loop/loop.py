@@ -319,12 +319,11 @@ class SchedulerLoop(cluster_state.ClusterState):
         self._wake.set()  # the next try may have other settings
 
     def _moves(self, plan_input: PlanInput, allocation: Allocation) -> tuple[Move, ...]:
-        known = {j.id for j in plan_input.jobs}
         return handover.moves(
             self.box,
             allocation,
             busy=self._transitions.keys(),
-            over={j for j in self.box.groups if j not in known},
+            over=self.box.groups.keys() - {job.id for job in plan_input.jobs},
             forced={
                 j for j in self.box.groups if self.failures.moves[f"free job {j}"] >= self._config.suspend_attempts
             },

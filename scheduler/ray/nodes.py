@@ -205,8 +205,7 @@ class Nodes:
 
     def device(self, device_id: str) -> Device:
         """Raises EffectFailed when the device or its node is gone."""
-        device = next((d for d in self.devices if d.id == device_id), None)
-        if device is None:
+        if (device := next((d for d in self.devices if d.id == device_id), None)) is None:
             raise EffectFailed(f"device {device_id} is gone", "outside")
         return device
 

@@ -362,6 +362,7 @@ def test_data_is_reported_by_number_and_by_line(visit: Visit, front: Front) -> N
         file_id = http.post("/v1/files", data={"purpose": "fine-tune"}, files=sent).json()["id"]
     page = visit(place="#/data")
     page.get_by_role("link", name="people.jsonl").click()
+    page.get_by_role("button", name="Check").click()
     page.get_by_text("a job takes it").wait_for(timeout=200_000)  # checked in a process of its own
     assert page.url.endswith(file_id)
     duplicates = page.get_by_role("row").filter(has_text="duplicates").first

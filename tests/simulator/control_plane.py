@@ -203,7 +203,7 @@ class SimulatedTiers:
             }
         ]
 
-    def tiers_of_version(self, model: str, version: str) -> list[str]:
+    def tiers_of_version(self, row: object) -> list[str]:
         return ["disk"]
 
     def bring_in(self, name: object) -> NoReturn:

@@ -224,19 +224,19 @@ def _called(fields: Fields, question: tuple[str, ...]) -> Record:
 
 def _question_turns(fields: Fields, question: tuple[str, ...]) -> list[Record]:
     """The turns up to the question, of a text with more of it in another field, or a list of messages."""
-    asked, history = fields.take(*question), list(_history(fields))
+    prompt, history = fields.take(*question), list(_history(fields))
     further = tuple(key for key in _MORE if key not in question)
     more = fields.take(*further)
-    if isinstance(more, list) and is_empty(asked):
-        asked, more = more, None
-    if isinstance(asked, list):
+    if isinstance(more, list) and is_empty(prompt):
+        prompt, more = more, None
+    if isinstance(prompt, list):
         if has_value(more):
             raise BadRecord("has a list of messages as the prompt and a text besides; expected one of the two")
-        return [*history, *map(untrained, asked)]
-    for value, names in ((asked, question), (more, further)):
+        return [*history, *map(untrained, prompt)]
+    for value, names in ((prompt, question), (more, further)):
         if has_value(value) and not isinstance(value, str):
             raise BadRecord(f"{fields.name(*names)!r} must be a text or a list of messages, and is a {kind_of(value)}")
-    text = "\n".join(part for part in (asked, more) if part)
+    text = "\n".join(part for part in (prompt, more) if part)
     if not text.strip():
         keys = [key for key in (*question, *further) if key in fields.record]
         raise BadRecord(f"has no prompt: nothing in {' and '.join(map(repr, keys))}")
@@ -282,8 +282,8 @@ def _marked(fields: Fields, read: Callable[[Fields], Record]) -> Record:
         raise BadRecord(f"{fields.name(*MARKS)!r} is {mark!r}; expected true for a good answer, false for a bad one")
     chat = read(fields)
     messages = chat["messages"]
-    asked = max((n for n, message in enumerate(messages) if message["role"] not in ("assistant", "tool")), default=-1)
-    if not _train_from(messages, asked + 1):
+    index = max((n for n, message in enumerate(messages) if message["role"] not in ("assistant", "tool")), default=-1)
+    if not _train_from(messages, index + 1):
         raise BadRecord("the answer to the last question has weight 0, so there is nothing to learn")
     return {"sequences": [chat], "label": bool(mark)}
 
@@ -301,10 +301,10 @@ def _train_from(messages: list[Record], first: int) -> bool:
 
 def _openai_preference(fields: Fields) -> Record:
     """{"input": {"messages"}, "preferred_output": [...], "non_preferred_output": [...]}."""
-    given = fields.take("input")
-    if not isinstance(given, dict) or not isinstance(given.get("messages"), list):
+    inputs = fields.take("input")
+    if not isinstance(inputs, dict) or not isinstance(inputs.get("messages"), list):
         raise BadRecord("'input' must be an object with 'messages', a list")
-    with Fields(given, fields.left, "input") as request:
+    with Fields(inputs, fields.left, "input") as request:
         prompt = request.take("messages")
         return _preference(fields, prompt, "input.messages", [_output(fields, name) for name in OUTPUTS], request)
 

@@ -145,10 +145,10 @@ def _array(file: BinaryIO, limit: int) -> list[Any] | None:
 def _goes_on(text: bytes) -> bool:
     """Whether the JSON value that a text begins with has more than one line."""
     try:
-        _, end = json.JSONDecoder().raw_decode(found := text.decode(errors="replace"))
+        _, end = json.JSONDecoder().raw_decode(decoded := text.decode(errors="replace"))
     except (ValueError, RecursionError):
         return False
-    return "\n" in found[:end]
+    return "\n" in decoded[:end]
 
 
 def _bare(raw: bytes) -> bytes:
@@ -183,9 +183,9 @@ def foreign_file(file: BinaryIO) -> tuple[str, str] | None:
     Leaves the file at its beginning."""
     head = file.read(4096)
     file.seek(0)
-    for begins, what, command in _BEGINNINGS:
-        if re.match(begins, head, re.DOTALL):
-            return what, command
+    for beginning, kind, command in _BEGINNINGS:
+        if re.match(beginning, head, re.DOTALL):
+            return kind, command
     text = head.removeprefix(MARK).lstrip()
     first, second, *_ = [*text.split(b"\n"), b""]
     for delimiter, name, option in _DELIMITERS if b"{" not in first and not first.startswith(b"[") else ():

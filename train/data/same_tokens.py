@@ -22,15 +22,15 @@ def differ(student: Path, teacher: Path) -> str:
     number = min((n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n)), default=None)
     if number is None:
         return ""
-    here, there = (repr(one[number][:_SHOWN]) if number in one else "none" for one in (ours, theirs))
+    here, there = (repr(texts[number][:_SHOWN]) if number in texts else "none" for texts in (ours, theirs))
     return f"it reads tokens, and their tokenizers differ: {number} is {here} to the student and {there} to it"
 
 
 def _tokens(written: bytes) -> dict[int, str]:
     """Tokens by number."""
-    made = orjson.loads(written)
-    vocabulary = made["model"].get("vocab") or {}
+    tokenizer = orjson.loads(written)
+    vocabulary = tokenizer["model"].get("vocab") or {}
     if isinstance(vocabulary, list):  # of unigrams, each with its score
-        vocabulary = {one[0]: number for number, one in enumerate(vocabulary)}
-    vocabulary = vocabulary | {one["content"]: one["id"] for one in made.get("added_tokens") or ()}
+        vocabulary = {token[0]: number for number, token in enumerate(vocabulary)}
+    vocabulary = vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
     return {int(number): str(text) for text, number in vocabulary.items()}

@@ -61,20 +61,20 @@ def turn_form(render: Render, stops: Callable[[str], bool], eos: str | None) -> 
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}
     system = {"role": "system", "content": "b"}
     # Some templates insist on a system prompt, or are for tools alone.
-    for asked, tools in (([user], None), ([system, user], None), ([system, user], [_TOOL])):
-        if (text := _try(render, [*asked, answer], tools)) is not None:
+    for start, tools in (([user], None), ([system, user], None), ([system, user], [_TOOL])):
+        if (text := _try(render, [*start, answer], tools)) is not None:
             break
     if text is None or PROBE not in text:
         return TurnForm("", "", "", eos or "", eos or "")
     before, _, tail = text.rpartition(PROBE)
-    question = _try(render, asked, tools)
+    question = _try(render, start, tools)
     header = before[len(question) :] if question is not None and before.startswith(question) else ""
-    followed = (_try(render, [*asked, answer, {"role": "user", "content": "c"}], tools) or text).rpartition(PROBE)[2]
+    within = (_try(render, [*start, answer, {"role": "user", "content": "c"}], tools) or text).rpartition(PROBE)[2]
     tail, blank = tail.rstrip(), tail[len(tail.rstrip()) :]
     end, marker = tail, re.match(r"\s*(?:<[^\s<>]+>|\S+)", tail)
-    if not followed.startswith(tail) and marker and stops(marker[0]):
+    if not within.startswith(tail) and marker and stops(marker[0]):
         end = marker[0]  # what follows it ends the last turn alone, as Phi 3's <|endoftext|>
-    if not tail and (marker := _MARKER.match(followed)):
+    if not tail and (marker := _MARKER.match(within)):
         end = marker[1]
     end = _to_first(eos, end) if stops(end) else end + (eos or "")
     return TurnForm(header if header.strip() else "", tail, blank, end, eos or "")
@@ -101,17 +101,17 @@ class Conversation:
         messages = self.messages
         whole = self.render(messages, self.tools)
         together: list[tuple[int, int]] = []
-        heard = 0
+        checked = 0
         own: list[Row] = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant" or message.get("weight", 1) == 0:
                 continue
             prompt, written = self._turn(index)
-            for number in range(heard, index):
+            for number in range(checked, index):
                 role, text = messages[number]["role"], (messages[number].get("content") or "").strip()
                 if role in ("system", "user") and not any(form in prompt for form in _forms(text)):
                     raise BadRecord(_unwritten(f"the text of messages[{number}], from {role!r},"))
-            heard = index
+            checked = index
             if index == len(messages) - 1 and whole.startswith(prompt):
                 whole = prompt + written  # with its end of turn, which some templates leave to the next message
             end = None if apart else _end_in(whole, prompt, written, message)
@@ -124,20 +124,20 @@ class Conversation:
     def _turn(self, index: int) -> tuple[str, str]:
         """(prompt, written) of the assistant's turn `messages[index]`. Raises BadRecord."""
         before, message = self.messages[:index], self.messages[index]
-        thinks = any(what == "reasoning" for what, _ in _texts(message))
+        thinks = any(kind == "reasoning" for kind, _ in _texts(message))
         through = self.render(self.messages[: index + 1], self.tools)
         prompt = self._try(before, add_generation_prompt=True) if before else None
         parting = _parting(prompt, through) if prompt is not None else 0
         if prompt is not None and parting < len(prompt):
             bare = self._try(before)
-            begun = _parting(prompt, bare) if bare is not None else len(prompt)  # where the generation prompt begins
-            if parting < begun:
+            ask_at = _parting(prompt, bare) if bare is not None else len(prompt)  # where the generation prompt begins
+            if parting < ask_at:
                 # What came before is written otherwise once it is answered (gpt-oss drops earlier thoughts): the answer
                 # begins after the generation prompt, where that is written.
-                asks, head = prompt[begun:], through[: self._answer_begins(before, through)]
-                parting = head.rfind(asks) + len(asks) if asks and asks in head else 0
-                said = (before[-1].get("content") or "").strip()
-                if said and any(form[-20:] in head[parting:] for form in _forms(said)):
+                ask, head = prompt[ask_at:], through[: self._answer_begins(before, through)]
+                parting = head.rfind(ask) + len(ask) if ask and ask in head else 0
+                last_text = (before[-1].get("content") or "").strip()
+                if last_text and any(form[-20:] in head[parting:] for form in _forms(last_text)):
                     parting = 0  # it is the prompt of an earlier turn
             elif thinks and _THOUGHT_CLOSED.search(prompt):
                 prompt = through[:parting]  # the template thinks where a request asks for it: that prompt is its own
@@ -237,10 +237,10 @@ def _parting(one: str, other: str) -> int:
 def _lost(message: dict[str, Any], written: str) -> str | None:
     """What of an assistant's message is not in what is written of it; None if all is."""
     before, rest = "", written
-    for what, text in _texts(message):
+    for kind, text in _texts(message):
         form = next((form for form in _forms(text) if form in rest), None)
         if form is None:
-            return what
+            return kind
         skipped, _, rest = rest.partition(form)
         before += skipped
     written = before + rest  # without the texts, which may name a function too

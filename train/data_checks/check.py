@@ -200,8 +200,11 @@ class NearDuplicates:
         sketch = own[:_SKETCH].tolist()
         own = own.astype(np.uint32)  # half the time and memory; in one text, these rarely meet
         for earlier in dict.fromkeys(self._newest[gram] for gram in sketch if gram in self._newest):
-            both = len(np.intersect1d(own, self._grams[earlier]))
-            if (alike := both / (len(own) + len(self._grams[earlier]) - both)) >= LIKE:
+            other = self._grams[earlier]
+            if not LIKE * len(own) <= len(other) <= len(own) / LIKE:
+                continue  # a text of megabytes is not compared with each short one
+            both = len(np.intersect1d(own, other))
+            if (alike := both / (len(own) + len(other) - both)) >= LIKE:
                 return earlier, alike
         self._newest.update(dict.fromkeys(sketch, index))
         self._grams[index] = own

@@ -43,10 +43,10 @@ def value(formula: str, rewards: Mapping[str, float]) -> float:
     """Raises GradingFailed when it has no value for these rewards (a division by zero, a root of a negative number)."""
     try:
         code = compile(_parsed(formula), "formula", "eval")
-        found = eval(code, {"__builtins__": {}} | _FUNCTIONS, {name: float(one) for name, one in rewards.items()})
-        if isinstance(found, complex) or not math.isfinite(found):
-            raise ValueError(f"it is {found}")
-        return float(found)
+        result = eval(code, {"__builtins__": {}} | _FUNCTIONS, {name: float(one) for name, one in rewards.items()})
+        if isinstance(result, complex) or not math.isfinite(result):
+            raise ValueError(f"it is {result}")
+        return float(result)
     except (ArithmeticError, TypeError, ValueError) as error:
         given = ", ".join(f"{name} = {reward:g}" for name, reward in rewards.items())
         raise GradingFailed(

@@ -23,6 +23,7 @@ MAX_MESSAGES = 64
 MAX_LABELS = 256
 MAX_PARTS = 64
 MAX_BYTES = 2 << 20
+MAX_VARIABLES = 1000
 DEFAULT_ANSWER_TOKENS = 1024
 REASON_CHARACTERS = 160
 REASON_TOKENS = 512
@@ -208,11 +209,15 @@ class Sampling(_Strict):
 
 
 def filled(messages: Sequence[Message], sample: templates.Sample, item: Any) -> list[dict[str, Any]]:
-    """The messages of a chat completion. Raises GradingFailed when the data lacks a variable, or makes one too long."""
-    texts = [[templates.fill(text, sample, item) for _, text in message.parts()] for message in messages]
-    # A lone surrogate, which JSON may contain, cannot be sent.
-    contents = ["\n".join(parts).encode(errors="replace").decode() for parts in texts]
-    return [{"role": one.role, "content": text} for one, text in zip(messages, contents, strict=True)]
+    """The messages of a chat completion. Raises GradingFailed if the data lacks a variable or makes them too long."""
+    chat, size = list[dict[str, Any]](), 0
+    for message in messages:
+        text = "\n".join(templates.fill(part, sample, item) for _, part in message.parts())
+        if (size := size + len(text)) > templates.MAX_TEXT:
+            raise GradingFailed(f"a prompt has over {templates.MAX_TEXT} characters", GradingErrors(other_error=True))
+        # A lone surrogate, which JSON may contain, cannot be sent.
+        chat.append({"role": message.role, "content": text.encode(errors="replace").decode()})
+    return chat
 
 
 class _ModelGrader(_Grader):
@@ -377,6 +382,8 @@ def parse(given: Any) -> Grader:
         written = json.dumps(named)
         if len(written) > MAX_BYTES:
             raise InvalidGrader("", f"the grader has {len(written)} bytes; at most {MAX_BYTES} are taken")
+        if written.count("{{") > MAX_VARIABLES:  # Jinja would take seconds
+            raise InvalidGrader("", f"the grader has more than {MAX_VARIABLES} variables in braces")
         # Lax only about JSON's one kind of number: 1 is a float.
         grader = _ANY.validate_json(written)
     except ValidationError as error:
@@ -442,10 +449,12 @@ def _by_name(graders: Any) -> Any:
 
 
 def _refuse(error: ValidationError) -> NoReturn:
-    found = error.errors(include_url=False, include_input=False)
-    first = found[0]
+    faults = error.errors(include_url=False, include_input=False)
+    first = faults[0]
     if first["type"] == "missing":  # a misspelt name is both missing and unknown: report the one that was written
-        unknown = (one for one in found if one["type"] == "extra_forbidden" and one["loc"][:-1] == first["loc"][:-1])
+        unknown = (
+            fault for fault in faults if fault["type"] == "extra_forbidden" and fault["loc"][:-1] == first["loc"][:-1]
+        )
         first = next(unknown, first)
     # A union adds what it tried to the path.
     path = [

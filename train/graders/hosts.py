@@ -35,6 +35,8 @@ MOST_BROKEN = 3
 devices would wait two minutes for each of its answers."""
 START_S = 60.0
 """For the worker, which imports packages for a second or more, to fork a child."""
+RETRY_S = 1.0
+"""Before the one retry: the ended worker is reaped meanwhile, and a machine without memory may have some."""
 _RESULT_BYTES = 256 << 10  # of one sample
 _REAPED_S = 0.1  # after which it is known whether the worker has ended
 _ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
@@ -88,7 +90,7 @@ class GraderHosts:
         answers: Sequence[dict[str, ModelAnswer]],
         waited_for: bool = False,
     ) -> list[Graded]:
-        """In the order of the samples; one whose code ends its process has no reward and a flag.
+        """In the order of the samples; one that ends its process has no reward and a flag.
 
         waited_for: work of the box stands still meanwhile, so that the worker has its priority. Raises WorkerBroke.
         """
@@ -99,12 +101,13 @@ class GraderHosts:
         ]
         nice = 0 if waited_for else NICENESS
         calls = sum(isinstance(leaf, Python) for leaf in leaves(grader).values())
+        time_s = calls * TIME_S or OWN_TIME_S
         async with self._turn(owner, "grade"), self._free:
-            if not calls:
-                bounds = Bounds(OWN_TIME_S, OWN_TIME_S * max(1, len(rows)), nice=nice)
-                return await self._together(head, rows, bounds)
-            found = await self._apart(head, rows, Bounds(calls * TIME_S, calls * TIME_S, nice=nice))
-        return [_without_reward(one) if isinstance(one, ForkBroke) else one for one in found]
+            with suppress(ForkBroke):  # one sample did: the others have a process of their own then
+                if not calls:
+                    return await self._together(head, rows, Bounds(time_s, time_s * max(1, len(rows)), nice=nice))
+            results = await self._apart(head, rows, Bounds(time_s, time_s, nice=nice))
+        return [_without_reward(result, calls) if isinstance(result, ForkBroke) else result for result in results]
 
     async def unusable(self, owner: str, sources: Mapping[str, str]) -> list[tuple[str, str]]:
         """(path, why) of the code, by its path, that cannot grade. Raises WorkerBroke."""
@@ -118,10 +121,10 @@ class GraderHosts:
         """(place, why) of the items that do not follow a JSON schema; place -1: it is not a schema. Raises WorkerBroke,
         for one that takes more than its bounds ForkBroke."""
         async with self._turn(owner, "check"):
-            found = await self._together({"kind": "jsonschema", "schema": schema}, items, bounds)
-        if found and found[0][0]:
-            return [(-1, found[0][1])]
-        return [(place, why) for place, (_, why) in enumerate(found) if why]
+            verdicts = await self._together({"kind": "jsonschema", "schema": schema}, items, bounds)
+        if verdicts and verdicts[0][0]:
+            return [(-1, verdicts[0][1])]
+        return [(place, why) for place, (_, why) in enumerate(verdicts) if why]
 
     async def refused_schema(self, owner: str, schema: Mapping[str, Any]) -> str:
         """Why it is not a JSON schema, "" if it is one. Raises WorkerBroke."""
@@ -145,7 +148,7 @@ class GraderHosts:
         a model's answer does to its process changes no other result."""
         results: list[Any] = []
         for row in rows:
-            if len(results) == MOST_BROKEN and all(isinstance(one, ForkBroke) for one in results):
+            if len(results) == MOST_BROKEN and all(isinstance(result, ForkBroke) for result in results):
                 why = f"it was not run: the first {MOST_BROKEN} calls all ended without a result"
                 return results + [NotRun(why)] * (len(rows) - MOST_BROKEN)
             try:
@@ -156,6 +159,15 @@ class GraderHosts:
 
     async def _together(self, head: dict[str, Any], rows: Sequence[Any], bounds: Bounds) -> list[Any]:
         """The result of each row, from one child of the worker. Raises WorkerBroke."""
+        try:
+            return await self._results(head, rows, bounds)
+        except ForkBroke:
+            raise
+        except WorkerBroke:  # maybe at another owner's request
+            await asyncio.sleep(RETRY_S)
+            return await self._results(head, rows, bounds)
+
+    async def _results(self, head: dict[str, Any], rows: Sequence[Any], bounds: Bounds) -> list[Any]:
         read: Callable[[bytes], Any] = _GRADED.validate_json if head["kind"] == "grade" else json.loads
         results = []
         async with self._child(head, rows, bounds) as lines:
@@ -229,8 +241,9 @@ class GraderHosts:
             return self._control, self._process
 
 
-def _without_reward(why: ForkBroke) -> Graded:
-    errors = GradingErrors(python_grader_runtime_error=True, python_grader_runtime_error_details=str(why))
-    if isinstance(why, NotRun):
-        errors = GradingErrors(other_error=True)
+def _without_reward(why: ForkBroke, calls: int) -> Graded:
+    """calls: of users' code."""
+    errors = GradingErrors(other_error=True)
+    if calls and not isinstance(why, NotRun):
+        errors = GradingErrors(python_grader_runtime_error=True, python_grader_runtime_error_details=str(why))
     return Graded(0.0, False, errors=errors, messages=[str(why)])

@@ -22,6 +22,7 @@ MAX_TEXT = 1 << 20
 """Characters of what a template becomes."""
 _SHOWN = 200
 _PLACE = re.compile(r"[0-9]{1,9}")
+_LONG = re.compile(r"\{\{[^{}]{256}")  # no name is: Jinja takes seconds for a path of a million steps
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 # Only variables are special: {% and {# are texts.
 _JINJA = Environment(block_start_string="\0block", comment_start_string="\0comment", keep_trailing_newline=True)
@@ -41,9 +42,9 @@ class Sample:
         """Of the text of an answer to a prompt with tools. A call is JSON between the tags of Hermes, which Qwen and
         SmolLM have too, or, as Llama's, the whole answer. Everything else is text."""
         begin = _CALL.search(text)
-        found = _CALL.findall(text) if begin else [text]
-        calls = [call for one in found if (call := _call(one))]
-        if not calls or len(calls) < len(found):
+        texts = _CALL.findall(text) if begin else [text]
+        calls = [call for part in texts if (call := _call(part))]
+        if not calls or len(calls) < len(texts):
             return cls(text)
         tools = [{"id": f"call_{n}", "type": "function", "function": call} for n, call in enumerate(calls)]
         return cls(text[: begin.start()].strip() if begin else "", tools)
@@ -117,8 +118,8 @@ def fill(template: str, sample: Sample, item: Any) -> str:
     size, filled = 0, []
     for piece in _pieces(template):
         if isinstance(piece, tuple):
-            found = _value(piece, sample, item)
-            piece = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+            filling = _value(piece, sample, item)
+            piece = filling if isinstance(filling, str) else json.dumps(filling, ensure_ascii=False)
             size += len(piece)
             if size > MAX_TEXT:
                 raise GradingFailed(
@@ -136,8 +137,10 @@ def value(path: str, sample: Sample, item: Any) -> Any:
 @lru_cache(maxsize=64)
 def _pieces(template: str) -> tuple[str | Path, ...]:
     """Its texts and the paths of its variables. Raises ValueError for another expression, and what Jinja raises."""
-    outputs = _JINJA.parse(template).find_all(nodes.Output)
-    return tuple(_piece(node) for output in outputs for node in output.nodes)
+    if _LONG.search(template):
+        raise ValueError("it has a variable of more than 256 characters")
+    body = _JINJA.parse(template).body
+    return tuple(_piece(node) for output in body for node in getattr(output, "nodes", [output]))
 
 
 def _piece(node: nodes.Node) -> str | Path:
@@ -167,19 +170,19 @@ def _parsed(text: str) -> Any:
 
 def _value(path: Path, sample: Sample, item: Any) -> Any:
     namespace, *steps = path
-    found: Any = item
+    current: Any = item
     if namespace == "sample":
-        found, steps = getattr(sample, steps[0]), steps[1:]
+        current, steps = getattr(sample, steps[0]), steps[1:]
     for step in steps:
-        if isinstance(found, str) and namespace == "sample":  # a call of a tool has its arguments as JSON
-            found = _parsed(found)
-        if isinstance(found, Mapping) and step in found:
-            found = found[step]
-        elif isinstance(found, list) and _PLACE.fullmatch(step) and int(step) < len(found):
-            found = found[int(step)]
+        if isinstance(current, str) and namespace == "sample":  # a call of a tool has its arguments as JSON
+            current = _parsed(current)
+        if isinstance(current, Mapping) and step in current:
+            current = current[step]
+        elif isinstance(current, list) and _PLACE.fullmatch(step) and int(step) < len(current):
+            current = current[int(step)]
         else:
             # If an answer lacks it, the answer is at fault, not the grader, and a model has to learn to avoid that.
             lacks = GradingErrors(**{"sample_parse_error" if namespace == "sample" else "invalid_variable_error": True})
             shown = ".".join(path)[:_SHOWN]
             raise GradingFailed(f"the variable {shown!r} has no value: {step[:_SHOWN]!r} is not there", lacks)
-    return found
+    return current

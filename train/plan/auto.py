@@ -19,9 +19,9 @@ from train.plan.recipe import SCHEDULES
 from train.plan.speed import Load
 
 Own = Callable[["Given", dict[str, Any]], None]
-"""How long others may wait for the end of a step: a job that keeps its devices is what its key may have or not."""
 LORA_FROM_PARAMETERS = 1_000_000_000
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_publish")
+HIGHEST_RATE = 100.0  # times the automatic learning rate of supervised tuning; more ruins a model
 LEAST_STEPS = 50  # fewer teach little whatever the learning rate: warm-up and decay are most of them
 ROW_MULTIPLE = 32  # tokens of a row without packing, because kernels are compiled for every new shape
 SHORTEST_ROW = 128  # tokens; a shorter one takes a device as long
@@ -359,7 +359,12 @@ def _learning_rate(given: Given, dataset: DatasetStats, model: ModelStats, field
     step_tokens = fields["n_epochs"] * dataset.n_tokens / steps(dataset, fields)
     auto = recipe.peak_rate(model.n_parameters, step_tokens, full=fields["full"], rows=dataset.n_examples)
     multiplier = given.number("learning_rate_multiplier", 1e-6, 1e4, auto=1.0)
-    return given.number("learning_rate", 1e-9, 1.0, auto=auto) * multiplier
+    rate = given.number("learning_rate", 1e-9, 1.0, auto=auto)
+    if rate * multiplier > HIGHEST_RATE * auto:
+        name = "learning_rate" if given.is_set("learning_rate") else "learning_rate_multiplier"
+        expected = f"at most {HIGHEST_RATE:g} times the automatic {auto:.2g}, with the multiplier; more ruins a model"
+        raise InvalidHyperparameter(name, given.value(name, auto), expected)
+    return rate * multiplier
 
 
 class Given:
@@ -404,8 +409,9 @@ class Given:
         value = self.value(name, [])
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
-        if not isinstance(value, (list, tuple)) or not all(isinstance(part, str) for part in value):
-            raise InvalidHyperparameter(name, value, "a list of layer names, e.g. ['q_proj', 'v_proj']")
+        is_list = isinstance(value, (list, tuple)) and len(str(value)) <= 4096  # each round of the scheduler reads it
+        if not is_list or not all(isinstance(part, str) for part in value):
+            raise InvalidHyperparameter(name, value, "a short list of layer names, e.g. ['q_proj', 'v_proj']")
         return list(value)
 
     def value(self, name: str, auto: Any) -> Any:

@@ -225,16 +225,16 @@ class Form:
         lowest first. Raises InvalidSpec for a form that no answer can have."""
         xgrammar = self._xgrammar
         matcher = xgrammar.GrammarMatcher(self._grammar, override_stop_tokens=self._ends)
-        found = []
+        masks = []
         for token in ids:
             mask = xgrammar.allocate_token_bitmask(1, self._vocabulary)
             if not matcher.is_terminated():
                 matcher.fill_next_token_bitmask(mask)
             if not mask.any():
                 raise InvalidSpec("response_format: no text fits its schema")
-            found.append(mask[0].numpy())
+            masks.append(mask[0].numpy())
             matcher.accept_token(int(token))
-        return np.stack(found)
+        return np.stack(masks)
 
 
 # -- what is learnt from verdicts --------------------------------------------------------------------------------------

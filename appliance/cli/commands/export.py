@@ -12,6 +12,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from os.path import commonprefix
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,9 +204,8 @@ def _checkpoint(session: Session, model: str, below: Path | None, *, merged: boo
 def _download(session: Session, model: str, folder: Path, base: bool = False) -> None:
     """Write the files of a model, or of the base of an adapter, into the new `folder`. Raises CommandFailed."""
     from weights.format.errors import IntegrityError
-    from weights.format.manifest import Manifest
+    from weights.format.manifest import Manifest, chunks_of, read_whole
     from weights.format.names import MANIFEST_FILE
-    from weights.tiers.copies import verify
 
     parts = session.client.parts(f"/v1/models/{segment(model)}/archive{'?base=true' if base else ''}")
     done, total = 0, 0
@@ -223,7 +223,8 @@ def _download(session: Session, model: str, folder: Path, base: bool = False) ->
                 for entry in tar:
                     tar.extract(entry, folder, filter="data")
                     total = total or Manifest.read(folder).nbytes  # it comes first
-            verify(folder)
+            manifest = Manifest.read(folder)
+            read_whole(manifest, partial(chunks_of, folder, manifest), source=folder)
             (folder / MANIFEST_FILE).unlink()
         except (tarfile.TarError, IntegrityError) as error:
             raise CommandFailed(f"the download is damaged ({error}): run it again") from error

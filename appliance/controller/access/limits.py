@@ -108,9 +108,9 @@ class Quotas:
             return
         bounds = self.bounds(caller.key_id)
 
-        def total(what: str, *tables: str) -> int:
-            """what: of the rows of each of these tables, over all keys of this key's owner."""
-            select = f"SELECT coalesce({what}, 0) FROM"
+        def total(expression: str, *tables: str) -> int:
+            """Sum an SQL expression over the rows that all keys of this key's owner have in these tables."""
+            select = f"SELECT coalesce({expression}, 0) FROM"
             return sum(int(self._db.value(f"{select} {table}", [caller.key_id])) for table in tables)
 
         if begins and (number := total("count(*)", *_UNFINISHED.values())) >= bounds.unfinished:
@@ -160,7 +160,7 @@ class Spending:
         """rows: {"key", "model", "version", "requests", "errors", "prompt_tokens", "completion_tokens"}, perhaps
         "refused". Raises sqlite3.Error when they cannot be written now; the next `write` then includes them."""
         for row in rows:
-            counts = {what: count for what, count in row.items() if what not in _NAMED_BY}
+            counts = {name: count for name, count in row.items() if name not in _NAMED_BY}
             self._unwritten.setdefault(tuple(row[part] for part in _NAMED_BY), Counter()).update(counts)
         self.write()
 
@@ -206,26 +206,26 @@ def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
     logins: dict[str, dict[str, Any]] = {}
     for login in page_sessions.list_live(db, now_s):
         logins.setdefault(login.key_id, {})[login.sha256] = {"id": login.id, "until_s": login.until_s}
-    made = cache(partial(jobs.names_made_by, db))  # an owner may have many keys, each with a list
+    trained = cache(partial(jobs.names_made_by, db))  # an owner may have many keys, each with a list
     rows = keys.list_ended(db, now_s - EXPIRED_TOLD_S)
     ended: dict[str, dict[str, Any]] = {row.sha256: {"id": row.id, "expires_s": row.expires_s} for row in rows}
-    return ended | {row.sha256: _key(db, row, now_s, logins.get(row.id), made) for row in keys.list_live(db)}
+    return ended | {row.sha256: _key(db, row, now_s, logins.get(row.id), trained) for row in keys.list_live(db)}
 
 
 def _key(
-    db: Database, row: KeyRow, now_s: float, sessions: dict[str, Any] | None, made: Callable[[str], list[str]]
+    db: Database, row: KeyRow, now_s: float, sessions: dict[str, Any] | None, trained: Callable[[str], list[str]]
 ) -> dict[str, Any]:
-    """made: names of what an owner's jobs made."""
+    """trained: names of the models that an owner's jobs made."""
     (spent_until_s, spent), owner = spent_quota(db, row, now_s), row.owner or row.id
     limits = {
-        "models": None if row.models is None else sorted({*row.models, *made(owner)}),
+        "models": None if row.models is None else sorted({*row.models, *trained(owner)}),
         "requests_per_minute": row.requests_per_minute,
         "tokens_per_minute": row.tokens_per_minute,
         "spent_until_s": spent_until_s,
         "spent_quota": spent or None,
-        "quota": min((one for one in (row.tokens_per_day, row.tokens_per_month) if one is not None), default=None),
+        "quota": min(filter(None, (row.tokens_per_day, row.tokens_per_month)), default=None),
         "expires_s": row.expires_s,
         "sessions": sessions,
     }
-    given = {name: value for name, value in limits.items() if value is not None}
-    return {"id": row.id, "owner": owner, "scopes": row.scopes} | given
+    applied = {name: value for name, value in limits.items() if value is not None}
+    return {"id": row.id, "owner": owner, "scopes": row.scopes} | applied

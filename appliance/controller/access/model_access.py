@@ -120,8 +120,8 @@ def model_of(db: Database, name: str) -> str:
 def made_by_jobs(db: Database, name: str) -> bool:
     """Whether jobs make the model of this name, or will: nothing else may bring a version of it in."""
     row = models.find(db, name)
-    made = row is not None and row.job_id is not None
-    return made or bool(jobs.unfinished_making(db, name))
+    has_job = row is not None and row.job_id is not None
+    return has_job or bool(jobs.unfinished_making(db, name))
 
 
 def root_base(db: Database, model: ModelRow) -> str:
@@ -154,9 +154,9 @@ def stored_version(db: Database, model: str, version: str) -> VersionRow:
 
 def known_model(db: Database, name: str) -> Resolved:
     """Raises NotFound."""
-    if (found := resolve(db, name)) is None:
+    if (resolved := resolve(db, name)) is None:
         raise unknown_model(name)
-    return found
+    return resolved
 
 
 def usable_model(db: Database, caller: Principal, name: str) -> Resolved:

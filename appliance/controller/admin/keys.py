@@ -250,8 +250,9 @@ async def end_expired(context: ControllerContext) -> None:
 _COUNTED = ("files", "uploads", "batches", "responses", "jobs", "evals")
 _WAITED_FOR = ("jobs", "batches", "responses", "eval_runs")
 _NAMED = (("audit", "target"), ("model_settings", "by_whom"), ("handovers", "asked_by"))
-"""Columns that say by the name of a key or an owner who did something; the texts of `_NAMED_IN` are JSON."""
-_NAMED_IN = (("audit", "detail"), ("box", "value"))
+"""Columns that say by the name of a key or an owner who did something; those of `_NAMED_IN` are JSON, in which the name
+is replaced only behind this text: a key may be called "train", as the mode is."""
+_NAMED_IN = (("audit", "detail", ""), ("box", "value", '"by":'))
 Owner = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
@@ -358,9 +359,9 @@ def rename(db: Database, owner: str, pseudonym: str) -> None:
         for name in {owner, *(row.name for row in known)}:
             for table, column in _NAMED:
                 db.execute(f"UPDATE {table} SET {column} = ?2 WHERE {column} = ?1", [name, pseudonym])
-            quoted = [json.dumps(name), json.dumps(pseudonym)]
-            for table, column in _NAMED_IN:
-                db.execute(f"UPDATE {table} SET {column} = replace({column}, ?1, ?2) WHERE instr({column}, ?1)", quoted)
+            for table, column, before in _NAMED_IN:
+                texts = [before + json.dumps(name), before + json.dumps(pseudonym)]
+                db.execute(f"UPDATE {table} SET {column} = replace({column}, ?1, ?2) WHERE instr({column}, ?1)", texts)
         for number, key in enumerate(known, 1):
             keys.update(db, key.id, name=f"{pseudonym}-{number}", subject="")
         # Every table with an owner, so that one that is added later is not left out.

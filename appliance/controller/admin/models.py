@@ -176,7 +176,7 @@ def model_view(
                 "kind": "adapter" if v.meta.get("adapter") else "version",
                 "pinned": bool(v.pinned),
                 "held_back": bool(v.held_back),
-                "tiers": context.tiers.tiers_of_version(row.id, v.version),
+                "tiers": context.tiers.tiers_of_version(v),
             }
             for v in models.list_versions(db, row.id)
         ],

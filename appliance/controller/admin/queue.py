@@ -6,17 +6,20 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from appliance.controller.access.model_access import resolve
 from appliance.controller.context.context import ControllerContext, name_of
 from appliance.controller.http.routers import Status, StrictBody, audited
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue
 from appliance.controller.interfaces.principal import Caller
+from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message
-from appliance.controller.jobs.settings import Wish, nodes_of
 from appliance.controller.jobs.wanted import JOBS, pause_reason
+from appliance.controller.models import capacity
 from appliance.controller.openai.job_routes import job_object, job_phase
 from appliance.controller.openai.new_job import Devices, Moment, Priority
 from appliance.store.objects import jobs
 from appliance.store.rows import JobRow
+from train.methods.methods import method_of
 
 # Slurm's reason codes (https://slurm.schedmd.com/job_reason_codes.html), each with a sentence of the box's own.
 VALIDATING = ("Dependency", "Its training file is being checked.")
@@ -72,9 +75,13 @@ def _changes(context: ControllerContext, row: JobRow, fields: dict[str, Any]) ->
             raise InvalidValue(f"{name} cannot be null.", name)
     changes = fields | ({"preemptible": int(fields["preemptible"])} if "preemptible" in fields else {})
     if not fields.keys().isdisjoint(("min_devices", "max_devices")):
-        wish = Wish(*(fields.get(name, getattr(row, name)) for name in ("min_devices", "max_devices")))
-        sizes = wish.check(row.resolved, nodes_of(context))
+        least, most = (fields.get(name, getattr(row, name)) for name in ("min_devices", "max_devices"))
+        sizes = settings.DeviceBounds(least, most).check(row.resolved, settings.nodes_of(context))
         changes |= {"allowed_sizes": sizes} if row.resolved else {}
+        if row.resolved and (base := resolve(context.db, row.model)) is not None:
+            shape, box = settings.shape_of(base), settings.box_facts(context)
+            verdict = capacity.job(shape, row.resolved, sizes, box, method_of(row.method))
+            changes["estimate"] = (row.estimate or {}) | {"memory": verdict.memory()}
     return changes
 
 

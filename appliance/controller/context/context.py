@@ -58,9 +58,8 @@ class Doctor:
                 try:
                     status, out, err = await run_command(*self._command, within_s=LIMIT_S)
                 except TimeoutError:
-                    raise OperationFailed(
-                        f"The checks did not end within {LIMIT_S:.0f} s.", code="doctor_failed"
-                    ) from None
+                    why = f"The checks did not end within {LIMIT_S:.0f} s."
+                    raise OperationFailed(why, code="doctor_failed") from None
                 if status != 0:
                     why = (err.decode(errors="replace").strip() or "they said nothing").splitlines()[-1]
                     raise OperationFailed(f"The checks ended with an error: {why}", code="doctor_failed")

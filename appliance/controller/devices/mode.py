@@ -114,7 +114,7 @@ class PowerKeeper:
         self._refused: dict[str, str] = {}
 
     async def look(self) -> None:
-        """Called every `LOOK_EVERY_S`: a device that was reset has lost its limit."""
+        """Called every `POWER_EVERY_S`: a device that was reset has lost its limit."""
         if self._control is None:
             return
         mode = mode_in_force(self._db, self._floor, time.time()).policy.kind

@@ -266,10 +266,8 @@ class BusRouting:
         if row.host is not None:
             table_row["host"] = row.host
         is_open = any(replica["state"] == "open" for replica in replicas)
-        trouble, version = (
-            self._troubles.get(row.host or name),
-            row.adapter.base_version if row.adapter else row.version,
-        )
+        trouble = self._troubles.get(row.host or name)
+        version = row.adapter.base_version if row.adapter else row.version
         if not is_open and trouble is not None and trouble.version == version:
             table_row["trouble"] = {
                 "reason": trouble.reason,

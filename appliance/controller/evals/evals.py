@@ -41,13 +41,7 @@ from appliance.controller.evals.shapes import (
     sample_of,
 )
 from appliance.controller.files.storage import FILES
-from appliance.controller.grading.checks import (
-    check_code,
-    check_completion,
-    check_form,
-    check_schema,
-    grader_of,
-)
+from appliance.controller.grading.checks import check_code, check_completion, check_form, check_schema, grader_of
 from appliance.controller.grading.judging import Grading, Judged
 from appliance.controller.http.resource import Resource, list_object, part
 from appliance.controller.http.routers import make_router

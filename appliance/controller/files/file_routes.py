@@ -12,12 +12,11 @@ two parts. Completing copies the parts into one file; until then the disk holds 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -120,8 +119,8 @@ async def _received(context: ControllerContext, request: Request, caller: Princi
         upload = await receive(request, incoming)
         fields = _form_of(upload.fields)
         keep_s, by = fields.expires_after.seconds if fields.expires_after else None, (caller.owner, caller.key_id)
-        made = storage.row_of(incoming, upload.filename, fields.purpose, upload.sha256, *by, keep_s, file_id)
-        row = await storage.described(context, incoming, made)
+        arrived = storage.row_of(incoming, upload.filename, fields.purpose, upload.sha256, *by, keep_s, file_id)
+        row = await storage.described(context, incoming, arrived)
 
         def make() -> FileRow:
             context.quotas.check(caller, row.bytes)
@@ -141,7 +140,7 @@ def _form_of(fields: dict[str, str]) -> _Form:
     try:
         return _Form.model_validate_strings(body)
     except ValidationError as error:
-        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        errors = [{**mistake, "loc": ("body", *mistake["loc"])} for mistake in error.errors()]
         raise RequestValidationError(errors, body=body) from error
 
 
@@ -184,7 +183,7 @@ async def receive(request: Request, target: Path, part: str = "file") -> Upload:
 
 
 def _copied(sources: Iterable[BinaryIO], target: Path) -> tuple[str, str]:
-    """Write these one behind the other into a new file, synced on return. Returns its SHA-256 and MD5 in hex."""
+    """Write the sources one after the other to a new file, synced on return. Returns its SHA-256 and MD5 in hex."""
     sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
     handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with disk_may_be_full(), os.fdopen(handle, "wb", buffering=0) as out:
@@ -307,11 +306,11 @@ async def _complete(context: ControllerContext, row: UploadRow, body: UploadComp
             raise BadRequest(why, "md5", "checksum_mismatch")
         # An admin may complete another owner's upload; its owner stays the same.
         by = row.owner, row.key_id
-        made = storage.row_of(incoming, row.filename, row.purpose, sha256, *by, row.file_keep_s, file_id)
-        made = await storage.described(context, incoming, made)
+        file = storage.row_of(incoming, row.filename, row.purpose, sha256, *by, row.file_keep_s, file_id)
+        file = await storage.described(context, incoming, file)
         with db.transaction():
             _pending(context, row.id, caller)  # still
-            storage.keep(context, made, incoming)
+            storage.keep(context, file, incoming)
             uploads.update(db, row.id, status="completed", file_id=file_id)
 
 
@@ -341,8 +340,13 @@ def _join(row: UploadRow, folder: Path, part_ids: list[str], target: Path) -> tu
     if (size := sum(map(sizes.__getitem__, part_ids))) != row.bytes:
         why = f"The parts named hold {size} bytes together; {row.bytes} were announced."
         raise BadRequest(why, "part_ids", "upload_size_mismatch")
-    with contextlib.ExitStack() as opened:
-        return _copied((opened.enter_context(open(folder / one, "rb", buffering=0)) for one in part_ids), target)
+
+    def parts() -> Iterator[BinaryIO]:
+        for part_id in part_ids:
+            with open(folder / part_id, "rb") as part:  # one at a time: there may be 10,000
+                yield part
+
+    return _copied(parts(), target)
 
 
 def _remove_bytes(context: ControllerContext, upload_id: str) -> None:

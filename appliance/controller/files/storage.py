@@ -55,8 +55,10 @@ class ExpiresAfter(StrictBody):
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:
-    files.delete(context.db, row.id)
-    (context.files_dir / row.id).unlink(missing_ok=True)
+    """The bytes go before the row does: after a crash in between, the row leads here again."""
+    with context.db.transaction():
+        files.delete(context.db, row.id)
+        (context.files_dir / row.id).unlink(missing_ok=True)
 
 
 def sweep(context: ControllerContext) -> None:
@@ -78,14 +80,14 @@ def sweep(context: ControllerContext) -> None:
 
 @contextlib.contextmanager
 def growing(files_dir: Path, *file_ids: str) -> Iterator[list[Path]]:
-    """Where the bytes of new files with these ids are written. What is not kept within goes, and so does what is kept
-    by a transaction that fails: without a row it would be nobody's until the next start."""
-    paths = [files_dir / f"{INCOMING_PREFIX}{one}" for one in file_ids]
+    """Yield paths for the bytes of new files with these ids. Bytes that are not kept within are deleted, and so are
+    those kept by a transaction that fails: without a row they would have no owner until the next start."""
+    paths = [files_dir / f"{INCOMING_PREFIX}{file_id}" for file_id in file_ids]
     try:
         yield paths
     except BaseException:
-        for one in file_ids:
-            (files_dir / one).unlink(missing_ok=True)
+        for file_id in file_ids:
+            (files_dir / file_id).unlink(missing_ok=True)
         raise
     finally:
         for path in paths:
@@ -172,22 +174,22 @@ async def described(context: ControllerContext, path: Path, row: FileRow) -> Fil
         return replace(row, expires_s=row.created_s + _BATCH_KEEP_S)
     if row.purpose != "fine-tune":
         return row
-    found = await checked(context, path)
+    report = await checked(context, path)
     # Without the tokens of each example, before they are copied one by one: a row stays small, and whoever plans a job
     # counts again, with the model's tokenizer.
-    report = asdict(replace(found, example_tokens=[]))
-    del report["example_tokens"]
+    stored = asdict(replace(report, example_tokens=[]))
+    del stored["example_tokens"]
     return replace(
         row,
-        status="processed" if found.ok else "error",
-        status_details=summary(found, f"/v1/files/{row.id}/errors"),
-        report=report,
+        status="processed" if report.ok else "error",
+        status_details=summary(report, f"/v1/files/{row.id}/errors"),
+        report=stored,
     )
 
 
 def summary(report: DataReport, errors_url: str = "") -> str | None:
     """For `status_details`: the first bad lines with their reasons, or the warnings and notes; None if there are none.
-    errors_url: where all of them stand, as `errors_object` shows them."""
+    errors_url: where all of them are, as `errors_object` lists them."""
     if not report.ok:
         # Many lines often have one cause: it is said once, with its first line.
         first = {reason: line for line, reason in reversed(report.errors)}
@@ -198,9 +200,9 @@ def summary(report: DataReport, errors_url: str = "") -> str | None:
     return "; ".join([*report.warnings, *report.notes]) or None
 
 
-def errors_object(found: list[tuple[int, str]], total: int) -> dict[str, Any]:
-    """All that is kept of what is wrong with a file, line by line; total: how many there are, kept or not."""
-    data = [{"object": "file.error", "line": line, "reason": reason} for line, reason in found]
+def errors_object(errors: list[tuple[int, str]], total: int) -> dict[str, Any]:
+    """A file's errors by line, as far as they are kept. total: their number, kept or not."""
+    data = [{"object": "file.error", "line": line, "reason": reason} for line, reason in errors]
     return {"object": "list", "data": data, "total": total, "has_more": len(data) < total}
 
 

@@ -1,10 +1,10 @@
 """Grades samples (models that judge are asked through the gateway, the rest is computed in another process), and judges
 the answers of models in training: rewards by the job's grader, or how likely its teacher finds them.
 
-Models are asked on behalf of the job's key, in token ids, which need no chat template: for answers that an engine
-samples, and how likely it finds the last tokens of a text. Samples are drawn at temperature 1 from the whole
-vocabulary: what vLLM records by default (`logprobs_mode` raw_logprobs) is then the log-probability in the very
-distribution that the token was drawn from. The job's events say when judges fail.
+Models are asked on behalf of the job's key: judges by chat, students and teachers in token ids, which need no chat
+template, for sampled answers and for how likely the last tokens of a text are. Samples are drawn at temperature 1 from
+the whole vocabulary: what vLLM records by default (`logprobs_mode` raw_logprobs) is then the log-probability in the
+very distribution that the token was drawn from. The job's events say when judges fail.
 """
 
 from __future__ import annotations

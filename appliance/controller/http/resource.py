@@ -78,7 +78,7 @@ class Resource(Generic[Row]):
         an API key that has ended since.
 
         Args:
-            body: its bytes, or of an upload what identifies it.
+            body: its bytes; of an upload, its identity.
             make: checks bounds and inserts the row.
         """
         db: Database = request.app.state.context.db
@@ -103,11 +103,11 @@ class Resource(Generic[Row]):
                 return row
             if how := keys.how_ended(db, caller.key_id):
                 raise KeyRevoked(how)
-            made = make()
+            row = make()
             # A second use of an idempotency key replaces the first, whose object is gone by then.
             db.execute(f"DELETE FROM idempotency WHERE {same}", [*of, key])
-            IDEMPOTENCY.insert(db, IdempotencyRow(*of, key, sha256, made.id, time.time()))
-        return made
+            IDEMPOTENCY.insert(db, IdempotencyRow(*of, key, sha256, row.id, time.time()))
+        return row
 
     def router(self) -> APIRouter:
         return make_router(self.prefix, *self.scopes, noun=self.noun, fields=self.fields)

@@ -123,11 +123,11 @@ class JobEvents:
             row = jobs.get(db, job_id)
             jobs.set_phase(db, job_id, "running", devices=devices, reason="")
             # The snapshot's step, not the last one reported: a sudden end loses the training after the snapshot.
-            what = f"continues at step {row.snapshot['step']}" if resumed and row.snapshot else "started"
-            text = f"Fine-tuning job {what} on {len(devices)} device(s)"
+            action = f"continues at step {row.snapshot['step']}" if resumed and row.snapshot else "started"
+            text = f"Fine-tuning job {action} on {len(devices)} device(s)"
             add_message(db, job_id, text, data={"devices": devices})
 
-    def goes_on(self, job_id: str, step: int) -> None:
+    def resumed(self, job_id: str, step: int) -> None:
         """Its ranks begin after `step`. Records which steps are repeated, if any."""
         # Not the row's step: the handler of the end has already reset it to the snapshot's.
         reached = jobs.last_step(self._db, job_id)
@@ -187,22 +187,23 @@ class JobEvents:
                 return
             if not row.result_files:  # after a restart of the controller between the two
                 self.conclude(job_id)
-            if steps := [m for m in jobs.all_metrics(db, job_id) if 0 < m.step <= versions[-1].step]:
+            if METHODS[row.method].judged_by == "grader":
+                steps = [one for one in jobs.all_metrics(db, job_id) if 0 < one.step <= versions[-1].step]
                 # Where the answers to each prompt of a step got one reward, the step trained nothing.
-                if all((m.measured or {}).get("equal_rewards") == 1.0 for m in steps):
+                if steps and all((one.measured or {}).get("equal_rewards") == 1.0 for one in steps):
                     fail(db, job_id, "nothing_trained", _NOTHING_TRAINED.format(len(steps)))
                     return
             result = versions[-1]
             meta = {name: value for name, value in result.meta.items() if name != "of_epoch"}
             models.update_version(db, row.output_model, result.version, meta=meta)
-            message = self._made(row, result.version)
+            message = self._serve_result(row, result.version)
             # Not the row's step: one that was suspended once its last step was done has the snapshot's.
             jobs.update(db, job_id, step=jobs.last_step(db, job_id) or row.step)
             jobs.set_phase(db, job_id, "succeeded", reason="")
             add_message(db, job_id, message)
             add_message(db, job_id, "The job has successfully completed")
 
-    def _made(self, row: JobRow, version: str) -> str:
+    def _serve_result(self, row: JobRow, version: str) -> str:
         """Let the job's result answer, unless another version is to go on. Returns what to say of it."""
         db, name = self._db, row.output_model
         before = model.active_version if (model := models.find(db, name)) is not None else None
@@ -285,9 +286,9 @@ class JobEvents:
         # Also epochs before the last, and those of a job that does not reach its end.
         held_back = publish != "epoch" or not answers_at_once(db, row, new)
         models.insert_version(db, replace(new, held_back=int(held_back)))
-        what = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
+        kind = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
         data = {"step": step, "job_id": row.id, **meta}
-        add_message(db, row.id, f"{what} created at step {step}{_written(event)}", data=data)
+        add_message(db, row.id, f"{kind} created at step {step}{_written(event)}", data=data)
 
     def _ensure_output_model(self, row: JobRow, size_bytes: int) -> None:
         db = self._db
@@ -327,8 +328,8 @@ def _written(event: dict[str, Any]) -> str:
     return "" if nbytes is None or seconds is None else f": {nbytes / 1e6:.1f} MB in {seconds:.3g} s"
 
 
-def _shown(what: str, value: float | None) -> str:
-    return f"{what}=not finite" if value is None else f"{what}={value:.4f}"
+def _shown(label: str, value: float | None) -> str:
+    return f"{label}=not finite" if value is None else f"{label}={value:.4f}"
 
 
 def _measured(row: JobRow, event: dict[str, Any], prefix: str = "") -> dict[str, float] | None:

@@ -17,7 +17,7 @@ from appliance.controller.interfaces.errors import BadRequest, InvalidValue
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Verdict
 from appliance.store.objects import jobs, models
-from appliance.store.rows import JobRow, VersionRow
+from appliance.store.rows import VersionRow
 from runtime.devices.kinds import HOST, kind_of
 from scheduler.core.config import SchedulerConfig
 from train.data.check import DataReport
@@ -92,8 +92,8 @@ def host_cores() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """The devices that a request asks for, as a JobRow has them."""
+class DeviceBounds:
+    """The numbers of devices that a request allows, as a JobRow has them."""
 
     min_devices: int | None = None
     max_devices: int | None = None
@@ -132,10 +132,6 @@ class Wish:
         return fitting
 
 
-def wish_of(row: JobRow) -> Wish:
-    return Wish(row.min_devices, row.max_devices)
-
-
 def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
     """The message for a job that has no valid number of devices."""
     together = auto.ranks_of_row(resolved)
@@ -163,20 +159,21 @@ def resolve(
     context: ControllerContext,
     base: Resolved,
     method: Method,
-    given: dict[str, Any],
+    requested: dict[str, Any],
     dataset: auto.DatasetStats,
-    wish: Wish,
+    bounds: DeviceBounds,
 ) -> dict[str, Any]:
-    """The fields of a TrainSpec, before a layout is chosen. given: the requested hyperparameters. Raises
-    InvalidHyperparameter."""
+    """The fields of a TrainSpec, before a layout is chosen. Raises InvalidHyperparameter."""
     nodes, model = nodes_of(context), model_stats(context, base)
-    together = math.prod(n for name in ("tensor_parallel", "sequence_parallel") if type(n := given.get(name)) is int)
-    most = max(1, min(wish.most(nodes, together), nodes.largest))
-    resolved = method.resolve(given, dataset, model, most)
-    if wish.min_devices and given.get("batch_size", "auto") == "auto" and not wish.divided(resolved, nodes)[1]:
+    together = math.prod(
+        n for name in ("tensor_parallel", "sequence_parallel") if type(n := requested.get(name)) is int
+    )
+    most = max(1, min(bounds.most(nodes, together), nodes.largest))
+    resolved = method.resolve(requested, dataset, model, most)
+    if bounds.min_devices and requested.get("batch_size", "auto") == "auto" and not bounds.divided(resolved, nodes)[1]:
         # An automatic batch follows the requested devices, not the other way round.
-        rows = math.ceil(resolved["batch_size"] / wish.min_devices) * wish.min_devices
-        resolved = method.resolve({**given, "batch_size": rows}, dataset, model, most)
+        rows = math.ceil(resolved["batch_size"] / bounds.min_devices) * bounds.min_devices
+        resolved = method.resolve({**requested, "batch_size": rows}, dataset, model, most)
     return resolved
 
 
@@ -184,55 +181,55 @@ def choose(
     context: ControllerContext,
     base: Resolved,
     method: Method,
-    given: dict[str, Any],
+    requested: dict[str, Any],
     dataset: auto.DatasetStats,
-    wish: Wish,
+    bounds: DeviceBounds,
 ) -> Settings:
     """As `resolve`, with the best layout that fits the box."""
-    nodes, resolved = nodes_of(context), resolve(context, base, method, given, dataset, wish)
-    by_batch, sizes = wish.divided(resolved, nodes)
+    nodes, resolved = nodes_of(context), resolve(context, base, method, requested, dataset, bounds)
+    by_batch, sizes = bounds.divided(resolved, nodes)
     if not sizes:
         return Settings(resolved, by_batch, None, [])
     speed, memory = jobs.factors(context.db, base.name, method.name, resolved["full"])
     box, shape, model = box_facts(context), shape_of(base), model_stats(context, base)
     box = replace(box, memory_factor=memory, speed_factor=speed)
-    asked = [name for name in capacity.LAYOUT if given.get(name, "auto") not in ("auto", None)]
+    kept = [name for name in capacity.LAYOUT if requested.get(name, "auto") not in ("auto", None)]
     load, steps = method.load(dataset, resolved), auto.steps(method.rows(dataset), resolved)
-    found, changed = list[capacity.Layout](), ""
-    for parts in _row_parts(given, method, model, resolved, box):
+    fitting, changed = list[capacity.Layout](), ""
+    for parts in _row_parts(requested, method, model, resolved, box):
         shared = resolved | {"sequence_parallel": parts}
-        sizes = wish.divided(shared, nodes)[1]
+        sizes = bounds.divided(shared, nodes)[1]
         # A micro-batch that nobody asked for never costs a number of devices.
-        by_micro = {n: wish.divided({**shared, "micro_batch": n}, nodes)[1] for n in auto.micro_batches(shared)}
+        by_micro = {n: bounds.divided({**shared, "micro_batch": n}, nodes)[1] for n in auto.micro_batches(shared)}
         by_micro = {n: of_micro for n, of_micro in by_micro.items() if of_micro and set(sizes) <= set(of_micro)}
-        found, changed = capacity.fit(shape, shared, by_micro, box, method, load, asked) if by_micro else ([], "")
-        if found:
+        fitting, changed = capacity.fit(shape, shared, by_micro, box, method, load, kept) if by_micro else ([], "")
+        if fitting:
             resolved = shared
             break
-    resolved = resolved | (found[0].fields if found else capacity.leanest(resolved, box))
-    by_batch, sizes = wish.divided(resolved, nodes)
+    resolved = resolved | (fitting[0].fields if fitting else capacity.leanest(resolved, box))
+    by_batch, sizes = bounds.divided(resolved, nodes)
     verdict = capacity.job(shape, resolved, sizes, box, method)
     if changed:
         verdict = replace(verdict, warnings=(changed, *verdict.warnings))
-    described = [capacity.described(one, resolved, box, method, load, steps) for one in found]
+    described = [capacity.described(one, resolved, box, method, load, steps) for one in fitting]
     return Settings(resolved, by_batch, verdict, described)
 
 
 def _row_parts(
-    given: dict[str, Any], method: Method, model: auto.ModelStats, resolved: dict[str, Any], box: BoxFacts
+    requested: dict[str, Any], method: Method, model: auto.ModelStats, resolved: dict[str, Any], box: BoxFacts
 ) -> list[int]:
     """How many ranks may share a row: as asked for; or one, and more where nothing else fits."""
-    asked = resolved["sequence_parallel"]
-    if given.get("sequence_parallel", "auto") != "auto" or not method.sums or box.on_host:
-        return [asked]
+    own = resolved["sequence_parallel"]
+    if requested.get("sequence_parallel", "auto") != "auto" or not method.sums or box.on_host:
+        return [own]
     parts = [n for n in (2, 4, 8, 16, 32) if n <= box.node_devices and not resolved["lora_dropout"]]
-    return [asked, *(n for n in parts if auto.shares_rows(model, resolved | {"sequence_parallel": n}))]
+    return [own, *(n for n in parts if auto.shares_rows(model, resolved | {"sequence_parallel": n}))]
 
 
 def model_stats(context: ControllerContext, base: Resolved) -> auto.ModelStats:
     """What `train.plan.auto` asks of a base model and of the box."""
-    found, shape = context.scheduler.status()["devices"], shape_of(base)
-    kind = found[0]["kind"] if found else HOST.name
+    devices, shape = context.scheduler.status()["devices"], shape_of(base)
+    kind = devices[0]["kind"] if devices else HOST.name
     return auto.ModelStats(
         n_parameters=shape.n_parameters,
         max_position_embeddings=base.model.max_model_len or DEFAULT_CONTEXT_TOKENS,

@@ -91,8 +91,8 @@ class JobValidation:
             with self._db.transaction():
                 if isinstance(error, InvalidData):
                     for line, reason in error.report.errors:
-                        told = {"param": error.param, "line": line, "reason": reason, "of": error.report.n_errors}
-                        add_message(self._db, task.id, f"line {line}: {reason}", level="error", data=told)
+                        data = {"param": error.param, "line": line, "reason": reason, "of": error.report.n_errors}
+                        add_message(self._db, task.id, f"line {line}: {reason}", level="error", data=data)
                 fail(self._db, task.id, error.code, str(error), error.param)
         self._ended(task.id)
 
@@ -132,12 +132,14 @@ class JobValidation:
             messages += await to_thread.run_sync(compare, limiter=context.file_threads)
         dataset = settings.dataset_of(reports["training_file"])
         if tokenizer is not None and method.cut_refuses:
-            fields = settings.resolve(context, base, method, row.hyperparameters, dataset, settings.wish_of(row))
+            bounds = settings.DeviceBounds(row.min_devices, row.max_devices)
+            fields = settings.resolve(context, base, method, row.hyperparameters, dataset, bounds)
             await self._check_cut(row, tokenizer, method.data_length(fields["max_length"], fields["options"]), reports)
         if (now := self._validating(row.id)) is None:
             return
-        wish = settings.wish_of(now)  # an operator may have changed it during the check
-        chosen = settings.choose(context, base, method, row.hyperparameters, dataset, wish)
+        # Of the row as it is now: an operator may have changed it during the check.
+        bounds = settings.DeviceBounds(now.min_devices, now.max_devices)
+        chosen = settings.choose(context, base, method, row.hyperparameters, dataset, bounds)
         # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
         resolved = {**chosen.resolved, "base_version": base.version.version}
         if (verdict := chosen.verdict) is None:

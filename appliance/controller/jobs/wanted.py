@@ -84,7 +84,11 @@ def _taken_over(db: Database, row: JobRow, caller: Principal) -> JobRow:
     if not caller.is_admin and keys.is_revoked(db, row.key_id):
         most = max_priority(db, caller)
         claims: dict[str, Any] = {} if most > 0 else {"preemptible": 1, "deadline_s": None}
-        jobs.update(db, row.id, key_id=caller.key_id, priority=min(row.priority, most), **claims)
+        claims["priority"] = min(row.priority, most)
+        if lost := sorted(name for name, value in claims.items() if getattr(row, name) != value):
+            text = f"It was resumed with an API key that may claim less; changed: {', '.join(lost)}."
+            add_message(db, row.id, text, level="warn")
+        jobs.update(db, row.id, key_id=caller.key_id, **claims)
         row = jobs.get(db, row.id)
     if not caller_may_use(db, caller, row.model) or base_of(db, row) is None:
         raise unknown_model(row.model)

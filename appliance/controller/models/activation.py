@@ -53,8 +53,8 @@ async def change(
 
 
 async def switch(context: ControllerContext, row: ModelRow, version: str, why: str) -> None:
-    """Raises SwapFailed: the store has the version of `row` again, and its replicas keep it or
-    go back to it; unless that version, or the model, was deleted meanwhile."""
+    """Raises SwapFailed: the store has the version of `row` again, and its replicas keep it or go back to it; unless
+    that version, or the model, was deleted meanwhile."""
     models.activate(context.db, row.id, version)
     context.scheduler.nudge(why)
     try:
@@ -96,10 +96,8 @@ class Canaries:
             self._context.model_ops.let_go(name)  # not before: an engine that starts would hold its version again
 
     async def _look_at(self, name: str, now_s: float) -> None:
-        with (
-            self._context.background.guard(f"canary: {name}"),
-            suppress(NotFound),
-        ):  # the model may be deleted meanwhile
+        # NotFound: the model may be deleted meanwhile.
+        with self._context.background.guard(f"canary: {name}"), suppress(NotFound):
             async with lock(name):
                 row = models.find_canary(self._db, name)
                 if row is None:
@@ -120,14 +118,14 @@ class Canaries:
     def begin(self, name: str, caller: Principal, *, version: str, **settings: Any) -> CanaryRow:
         """settings: share, auto, watch_s and min_requests of the row. Raises NotFound, Conflict, BadRequest."""
         db, model = self._db, stored_model(self._db, name)
-        found = stored_version(db, name, version)
+        stored = stored_version(db, name, version)
         if version == model.active_version:
             raise InvalidValue(f"{version} is already the active version of {name}; name another one.", "version")
         running = models.find_canary(db, name)
         if running is not None and running.version != version:
             text = f"{running.version} is the canary of {name}; promote it or roll it back first."
-            raise Conflict(text, param="version", code="canary_running")
-        self._check_room(model, found)
+            raise Conflict(text, "version", "canary_running")
+        self._check_room(model, stored)
         created_s = time.time() if running is None else running.created_s  # with other settings: the counts are kept
         row = CanaryRow(name, version, model.active_version or "", created_s=created_s, **settings)
         canaries.put(db, row)
@@ -206,29 +204,19 @@ class Canaries:
     def _check_room(self, model: ModelRow, version: VersionRow) -> None:
         deployment = deployments.find(self._db, model.id)
         if deployment is None:
-            raise Conflict(
-                f"{model.id} is not served, so a canary would get no requests; `appliance model deploy "
-                f"{model.id}` changes that.",
-                param="model",
-                code="not_deployed",
-            )
+            remedy = f"`appliance model deploy {model.id}` changes that."
+            why = f"{model.id} is not served, so a canary would get no requests; {remedy}"
+            raise Conflict(why, "model", "not_deployed")
         active = models.active(self._db, model)
         is_adapter = bool(version.meta.get("adapter"))
         if active is not None and is_adapter is not bool(active.meta.get("adapter")):
-            raise Conflict(
-                f"{version.version} and {model.active_version} of {model.id} are an adapter and whole "
-                "weights, which are not served side by side under one name.",
-                param="version",
-                code="versions_differ_in_kind",
-            )
-        have, needed = len(self._context.scheduler.status()["devices"]), 2 * deployment.tensor_parallel
-        if not is_adapter and have < needed:
-            raise Conflict(
-                f"A canary needs an engine in addition to that of {model.active_version}: {needed} devices, and this "
-                f"box has {have}.",
-                param="model",
-                code="no_room_for_canary",
-            )
+            both = f"{version.version} and {model.active_version} of {model.id}"
+            why = f"{both} are an adapter and whole weights, which are not served side by side under one name."
+            raise Conflict(why, "version", "versions_differ_in_kind")
+        count, needed = len(self._context.scheduler.status()["devices"]), 2 * deployment.tensor_parallel
+        if not is_adapter and count < needed:
+            why = f"A canary needs an engine in addition to that of {model.active_version}"
+            raise Conflict(f"{why}: {needed} devices, and this box has {count}.", "model", "no_room_for_canary")
 
     def _end(
         self,
@@ -248,7 +236,7 @@ class Canaries:
     def _running(self, name: str) -> CanaryRow:
         if (row := models.find_canary(self._db, name)) is None:
             text = f"{shown(name)} has no canary; `appliance model canary` begins one."
-            raise Conflict(text, param="model", code="no_canary")
+            raise Conflict(text, "model", "no_canary")
         return row
 
 
@@ -269,13 +257,13 @@ def decide(row: CanaryRow, new: VersionLoad, old: VersionLoad, now_s: float) -> 
     # Times are compared at the end, so that an engine's first slow requests do not decide.
     if (left_s := row.created_s + row.watch_s - now_s) > 0:
         return Decision("wait", f"watched for {math.ceil(left_s)} s more")
-    for what, its, usual in (
+    for measure, canary_s, active_s in (
         ("time to first byte", p95_s(new.first_byte), p95_s(old.first_byte)),
         ("duration", p95_s(new.duration), p95_s(old.duration)),
     ):
-        if its is not None and usual is not None and its > SLOWER_FACTOR * usual + SLOWER_SLACK_S:
-            both = f"{its:.3g} s with {row.version}, {usual:.3g} s with {row.before}"
-            return Decision("roll back", f"the 95th percentile of the {what} is {both}")
+        if canary_s is not None and active_s is not None and canary_s > SLOWER_FACTOR * active_s + SLOWER_SLACK_S:
+            both = f"{canary_s:.3g} s with {row.version}, {active_s:.3g} s with {row.before}"
+            return Decision("roll back", f"the 95th percentile of the {measure} is {both}")
     return Decision("promote", f"{row.version} is as good as {row.before}: {counts}")
 
 

@@ -252,9 +252,9 @@ def layouts(
     fields = {**fields, "device_kind": box.device_kind}
     load = load or Load(fields["max_length"], fields["max_length"])
     stored = estimate.version_bytes(shape, fields) + estimate.snapshot_bytes(shape, fields)
-    asked = {name: max(1, fields[name]) if name == "zero_stage" else fields[name] for name in kept}
+    fixed = {name: max(1, fields[name]) if name == "zero_stage" else fields[name] for name in kept}
     pairs = [(stage, "none") for stage in (1, 2, 3)]
-    found = []
+    candidates = []
     if not box.on_host or "offload" in kept:
         pairs.append((3, "parameters"))
         if fields["full"] or "offload" in kept:  # an adapter's optimizer is small
@@ -263,53 +263,53 @@ def layouts(
         pairs = [(stage, offload) for stage, offload in pairs if stage == 1 or offload == "parameters"]
     for (stage, offload), again, micro in product(pairs, (False, True), sizes):
         chosen = dict(zip(LAYOUT, (stage, offload, again, micro), strict=True))
-        differs = any(chosen[name] != value for name, value in asked.items())
+        differs = any(chosen[name] != value for name, value in fixed.items())
         if differs or (box.on_host and micro != fields["micro_batch"]):
             continue
-        made = fields | chosen
-        memory = {size: method.rank_memory(shape, made, size) for size in sizes[micro]}
+        spec = fields | chosen
+        memory = {size: method.rank_memory(shape, spec, size) for size in sizes[micro]}
         fitting = tuple(
             size
             for size, one in memory.items()
             if box.holds(one, size) and not _offload_problem(size * one.host_bytes, stored, box)
         )
         if fitting:
-            time = speed.step_time(shape, made, fitting[-1], box.accelerator, load=load)
+            time = speed.step_time(shape, spec, fitting[-1], box.accelerator, load=load)
             micro_s = time.step_s * micro * fitting[-1] / fields["batch_size"]
             bytes_of = box.takes(memory[fitting[-1]]), box.room_per_rank(fitting[-1])
             # Nothing is known of links between processes of one host: the simplest that fits is as good as any.
             weighed_s = 0.0 if box.on_host else time.step_s * (1 + WAIT * micro_s)
-            found.append(Layout(chosen, fitting, *bytes_of, time, weighed_s))
+            candidates.append(Layout(chosen, fitting, *bytes_of, time, weighed_s))
     of_kind = defaultdict(list)
-    for one in found:
+    for one in candidates:
         of_kind[tuple(one.fields.values())[:3]].append(one)
     kinds = sorted((_first(of_one) for of_one in of_kind.values()), key=lambda one: (*one.risk, one.weighed_s))
     return [best := _first(kinds, NEAR), *(one for one in kinds if one is not best)] if kinds else []
 
 
-def _first(found: Sequence[Layout], near: float = 1.0) -> Layout:
+def _first(candidates: Sequence[Layout], near: float = 1.0) -> Layout:
     """near: times the fastest."""
-    least = min(one.risk for one in found)
-    safest = [one for one in found if one.risk == least]
+    least = min(one.risk for one in candidates)
+    safest = [one for one in candidates if one.risk == least]
     near_s = near * min(one.weighed_s for one in safest)
     return min((one for one in safest if one.weighed_s <= near_s), key=lambda one: one.cost)
 
 
 def described(
-    found: Layout, fields: Mapping[str, Any], box: BoxFacts, method: Method, load: Load, steps: int
+    layout: Layout, fields: Mapping[str, Any], box: BoxFacts, method: Method, load: Load, steps: int
 ) -> dict[str, Any]:
     """A layout in numbers. "modelled_tokens_per_s": of one device, by arithmetic alone. Time and energy are None where
     neither a table nor a job says how fast the devices are, and of methods whose answers take most of the time."""
-    count, time, factor = found.sizes[-1], found.time, box.speed_factor or 1.0
+    count, time, factor = layout.sizes[-1], layout.time, box.speed_factor or 1.0
     tokens_per_s = load.row_tokens * fields["batch_size"] / time.step_s
     known = box.speed_factor is not None or (accelerator(box.device_name) and fields["precision"] == "bf16")
     known = known and not method.rolls_out
     hours = steps * time.step_s / factor / 3600
     return {
-        **found.fields,
+        **layout.fields,
         "devices": count,
-        "device_bytes": found.device_bytes,
-        "room_bytes": found.room_bytes,
+        "device_bytes": layout.device_bytes,
+        "room_bytes": layout.room_bytes,
         "bound_by": time.bound_by if known else None,
         "tokens_per_s": factor * tokens_per_s if known else None,
         "hours": hours if known else None,
@@ -326,18 +326,18 @@ def fit(
     box: BoxFacts,
     method: Method,
     load: Load,
-    asked: Collection[str],
+    requested: Collection[str],
 ) -> tuple[list[Layout], str]:
-    """The layouts that fit, as in `layouts`, and a warning if none of them has all that was asked for: then they keep
-    as much of it as they can."""
-    for left_out in range(len(asked) + 1):
-        for names in combinations(asked, len(asked) - left_out):
-            if found := layouts(shape, fields, sizes, box, method, load=load, kept=names):
-                changed = [name for name in asked if name not in names]
-                told = [f"{name} {_word(fields[name])}" for name in changed]
-                taken = ", ".join(f"{name} {_word(value)}" for name, value in found[0].fields.items())
-                warning = f"It does not fit with {' and '.join(told)}; it takes {taken}, which trains the same."
-                return found, warning if changed else ""
+    """The layouts that fit, as in `layouts`, and a warning if none of them has all requested settings: then they keep
+    as many of them as they can."""
+    for left_out in range(len(requested) + 1):
+        for names in combinations(requested, len(requested) - left_out):
+            if fitting := layouts(shape, fields, sizes, box, method, load=load, kept=names):
+                changed = [name for name in requested if name not in names]
+                settings = [f"{name} {_word(fields[name])}" for name in changed]
+                taken = ", ".join(f"{name} {_word(value)}" for name, value in fitting[0].fields.items())
+                warning = f"It does not fit with {' and '.join(settings)}; it takes {taken}, which trains the same."
+                return fitting, warning if changed else ""
     return [], ""
 
 
@@ -353,9 +353,9 @@ def _instead(
     """The nearest jobs that fit where this one does not: LoRA, a base of 4 bits, shorter rows, more devices."""
     by_micro: dict[int, Sequence[int]] = {fields["micro_batch"]: sizes}
 
-    def tried(what: str, changes: Mapping[str, Any], base: ModelShape = shape, of: Any = by_micro) -> str:
-        found = layouts(base, {**fields, **changes}, of, box, method)
-        return f"{what} on {_devices(found[0].sizes[-1])}: {gb(found[0].device_bytes)} each" if found else ""
+    def tried(label: str, changes: Mapping[str, Any], base: ModelShape = shape, of: Any = by_micro) -> str:
+        fitting = layouts(base, {**fields, **changes}, of, box, method)
+        return f"{label} on {_devices(fitting[0].sizes[-1])}: {gb(fitting[0].device_bytes)} each" if fitting else ""
 
     lora, small = f"LoRA (full false, lora_rank {fields['lora_rank']})", replace(shape, quantised_bytes=FOUR_BITS)
     on_small = f"{lora} on a base in 4 bits (`appliance model quantize NAME --form int4`)"

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NoReturn
 
-from appliance.controller.access.model_access import known_model
+from appliance.controller.access.model_access import base_of, known_model, may_use
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import Conflict, OperationFailed
 from appliance.controller.interfaces.principal import Principal
@@ -75,8 +75,8 @@ async def remove_bytes(context: ControllerContext, *versions: VersionRow) -> Non
 def drop_older_checkpoints(db: Database, job: JobRow) -> list[VersionRow]:
     """Delete the checkpoints of this job but for those of its last epochs, and those that something rests on. Returns
     them: their bytes have to follow."""
-    made = (row for row in models.versions_made_by(db, job.id) if row.meta.get("of_epoch"))
-    by_step = sorted(made, key=lambda row: row.step)
+    checkpoints = (row for row in models.versions_made_by(db, job.id) if row.meta.get("of_epoch"))
+    by_step = sorted(checkpoints, key=lambda row: row.step)
     with db.transaction():
         older = [row for row in by_step[:-KEPT_CHECKPOINTS] if not _rests_on(db, row)]
         for row in older:
@@ -122,9 +122,11 @@ def refuse_if_in_use(
     names = {found.name, *([model] if found.version is None else _names(found.version))}
     trained = jobs.list_unfinished_with(db, {*names, model}, model)
     for job in [*trained, *jobs.list_unfinished_judged_by(db, model, names, one is None)]:
-        # A paused one holds nothing: its key may be without the model, and its owner cannot keep it from others.
-        is_paused = job.wanted == "pause" and job.phase != "running"
-        if job.wanted != "cancel" and job.id not in leaving and not is_paused:
+        if job.wanted == "cancel" or job.id in leaving:
+            continue
+        # A job whose key may not use the model any more cannot start again, so it does not block the deletion.
+        may_judge = job not in trained and any(may_use(db, job.key_id, name) for name in names)
+        if job.phase == "running" or may_judge or (job in trained and base_of(db, job) is not None):
             user = job.id if caller.viewer in (None, job.owner) else "of another owner"
             _in_use(f"{found.name} is used by the fine-tuning job {user}; cancel the job or wait for its end.")
     for adapter in models.adapters_on(db, model):

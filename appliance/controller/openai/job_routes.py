@@ -17,7 +17,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import mode
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES
-from appliance.controller.http.resource import MOST, list_object, metadata_of, object_of, part
+from appliance.controller.http.resource import MOST, list_object, listed, metadata_of, object_of, part
 from appliance.controller.http.routers import StrictBody, make_router, needs, unaudited
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
@@ -33,7 +33,7 @@ from appliance.controller.openai.new_job import (
     refused,
     training_of,
 )
-from appliance.store.database import Database, Part
+from appliance.store.database import PAGE_BYTES, Database, Part
 from appliance.store.objects import jobs
 from appliance.store.rows import VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow
 from train.methods.method import Method
@@ -63,7 +63,14 @@ def routes(context: ControllerContext) -> APIRouter:
     def list_jobs(request: Request, caller: Caller, part: Annotated[Part, part(20)]) -> dict[str, Any]:
         viewer = None if caller.may(READ) else caller.viewer
         page = jobs.page(db, viewer=viewer, **_metadata_filter(request), **part)
-        return list_object(page, lambda row: _view(context, row, caller))
+        objects, judge_bytes = list[dict[str, Any]](), 0
+        for row in page.data:
+            judge = _judge(db, row, caller)  # a grader may have 2 MiB
+            judge_bytes += len(str(judge.judge)) if judge is not None else 0
+            if objects and judge_bytes > PAGE_BYTES:
+                return listed(objects, has_more=True)
+            objects.append(job_object(row, context.config.organization, judge))
+        return listed(objects, page.has_more)
 
     @router.get("/{job_id}")
     @_reads
@@ -293,13 +300,13 @@ async def _plan(context: ControllerContext, body: JobPlan, caller: Principal) ->
     else:
         examples = body.examples or TYPICAL_EXAMPLES
         dataset = auto.DatasetStats(examples, TYPICAL_TOKENS * method.sequences * examples, 2 * TYPICAL_TOKENS)
-    wish = settings.Wish(max_devices=body.devices)
+    bounds = settings.DeviceBounds(max_devices=body.devices)
     try:
-        chosen = settings.choose(context, base, method, body.hyperparameters, dataset, wish)
+        chosen = settings.choose(context, base, method, body.hyperparameters, dataset, bounds)
     except InvalidHyperparameter as error:
         raise refused(error, "hyperparameters") from error
     fields, best = chosen.resolved, next(iter(chosen.layouts), None)
-    assert chosen.verdict is not None, "without a wish for devices there is a number of them"
+    assert chosen.verdict is not None, "without a least number of devices there is a number of them"
     answer = chosen.verdict.as_dict()
     if counted:
         answer["warnings"] += settings.cut_warning(method, dataset, fields)

@@ -23,14 +23,7 @@ from appliance.controller.access.model_access import (
 from appliance.controller.context.context import ControllerContext, record
 from appliance.controller.context.scheduler import ModelStates
 from appliance.controller.http.routers import Status, StrictBody, audited, make_router, needs
-from appliance.controller.interfaces.errors import (
-    ApiError,
-    BadRequest,
-    Conflict,
-    Forbidden,
-    InvalidValue,
-    shown,
-)
+from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, Forbidden, InvalidValue, shown
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
 from appliance.controller.jobs.wanted import pause_jobs_without_model
 from appliance.controller.models import archive
@@ -70,17 +63,17 @@ def routes(context: ControllerContext) -> APIRouter:
     ) -> StreamingResponse:
         """All files of a version in one tar file, for the model's owner; of a base model for all who may use it.
         `Range` resumes a download that broke off. base: the version that this adapter belongs to."""
-        found = usable_model(db, caller, name)
+        resolved = usable_model(db, caller, name)
         if base:
-            if (adapter := found.version.meta.get("adapter")) is None:
+            if (adapter := resolved.version.meta.get("adapter")) is None:
                 raise InvalidValue(f"{shown(name)} is not an adapter.", "base")
-            found = usable_model(db, caller, f"{adapter['base']}@{adapter['base_version']}")
-        if found.model.kind != "base":
-            _refuse_unless_own(found.model, caller, "download")
+            resolved = usable_model(db, caller, f"{adapter['base']}@{adapter['base_version']}")
+        if resolved.model.kind != "base":
+            _refuse_unless_own(resolved.model, caller, "download")
         try:
-            folder, done = Path(found.version.disk_path or ""), None
-            if not found.version.disk_path or not folder.is_dir():
-                lease = take_lease(context.tiers.bring_in(name_of(found.version)))
+            folder, done = Path(resolved.version.disk_path or ""), None
+            if not resolved.version.disk_path or not folder.is_dir():
+                lease = take_lease(context.tiers.bring_in(name_of(resolved.version)))
                 folder, done = lease.path, BackgroundTask(lease.release)
             return archive.answer(folder, name, range_header, if_range, done)
         except (LookupError, WeightsError, OSError) as error:  # its text may name paths of the box

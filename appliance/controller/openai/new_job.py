@@ -134,17 +134,17 @@ class Training:
 def training_of(request: JobCreate) -> Training:
     """The deprecated top-level hyperparameters and those of the method may both be present; where they disagree, the
     intent is unknown. Raises BadRequest."""
-    given: Any = request.method
-    method = METHODS.get(given.type) if given else DEFAULT
+    choice: Any = request.method
+    method = METHODS.get(choice.type) if choice else DEFAULT
     if method is None:
         raise BadRequest(
-            f"The method {shown(given.type)} is not supported; expected one of {', '.join(METHODS)}.",
+            f"The method {shown(choice.type)} is not supported; expected one of {', '.join(METHODS)}.",
             param="method.type",
             code="unsupported_method",
         )
     # OpenAI's SDK may send the blocks of other methods too, but not in place of the method's own.
-    own = getattr(given, method.name, None)
-    other = next((name for name in METHODS if getattr(given, name, None) is not None), None)
+    own = getattr(choice, method.name, None)
+    other = next((name for name in METHODS if getattr(choice, name, None) is not None), None)
     if own is None and other is not None:
         raise InvalidValue(
             f"Invalid value for 'method.{other}': the type of the method is '{method.name}', which reads "
@@ -160,7 +160,7 @@ def training_of(request: JobCreate) -> Training:
                 f"hyperparameters.{name} is {shown(old[name])} and {where}.{name} is {shown(new[name])}; give it once.",
                 f"hyperparameters.{name}",
             )
-    training = Training(method, old | new, where if given else "hyperparameters", block)
+    training = Training(method, old | new, where if choice else "hyperparameters", block)
     if method.judged_by and method.judged_by not in block:
         param = training.path(method.judged_by)
         raise BadRequest(
@@ -209,17 +209,17 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     data = {"training_file": _data_file(context, body.training_file, "training_file", caller)}
     if body.validation_file is not None:
         data["validation_file"] = _data_file(context, body.validation_file, "validation_file", caller)
-    wish, nodes = settings.Wish(body.min_devices, body.max_devices), settings.nodes_of(context)
-    wish.check(None, nodes)  # before the batch size that follows from it
+    bounds, nodes = settings.DeviceBounds(body.min_devices, body.max_devices), settings.nodes_of(context)
+    bounds.check(None, nodes)  # before the batch size that follows from it
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
-        seen = _seen(data["training_file"])
-        resolved = settings.resolve(context, base, method, training.hyperparameters, seen, wish)
+        dataset = _seen(data["training_file"])
+        resolved = settings.resolve(context, base, method, training.hyperparameters, dataset, bounds)
         if body.validation_file is None:
             settings.refuse_without_validation(resolved)
     except InvalidHyperparameter as error:
         raise refused(error, training.where) from error
-    wish.check(resolved, nodes)
+    bounds.check(resolved, nodes)
     row = JobRow(
         id=new_id("ftjob-"),
         key_id=caller.key_id,
@@ -241,8 +241,8 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     judge = _judge(context, training, base, resolved, caller) if method.judged_by else None
     for param, file in data.items():
         # By what its upload has found. The validation reports bad lines, each by its number.
-        found = file.report or {}
-        if found.get("n_errors") == 0 and (why := method.refuses(found["shape"])) is not None:
+        report = file.report or {}
+        if report.get("n_errors") == 0 and (why := method.refuses(report["shape"])) is not None:
             message = f"invalid {param}: {shown(file.id)} ({shown(file.filename)}) {why}."
             raise BadRequest(message, param, f"invalid_{param}")
     jobs.insert(db, row)

@@ -55,8 +55,8 @@ def turn_items(row: ResponseRow) -> list[Object]:
 def listed(row: ResponseRow, *, answered: bool) -> list[Object]:
     """The input items of one response, each with an id. answered: also its output, since a later response receives that
     too."""
-    found = [_shown(item, row.id, place) for place, item in enumerate(orjson.loads(row.input))]
-    return [*found, *outputs(row)] if answered else found
+    items = [_shown(item, row.id, place) for place, item in enumerate(orjson.loads(row.input))]
+    return [*items, *outputs(row)] if answered else items
 
 
 def outputs(row: ResponseRow) -> Iterator[Object]:

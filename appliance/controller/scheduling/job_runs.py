@@ -185,7 +185,7 @@ class JobRuns:
     def on_event(self, job_id: str, event: dict[str, Any]) -> None:
         """Record the event; the tiers copy published versions at once, and snapshots in their next pass."""
         if event["event"] == "started":  # the loop records this with the device names
-            self._events.goes_on(job_id, int(event["step"]))
+            self._events.resumed(job_id, int(event["step"]))
             return
         if event["event"] == "policy":
             self._rollouts.published(job_id, int(event["step"]))

@@ -42,8 +42,7 @@ POLICY_IDLE_S = 1.0
 def job_host_bytes(row: JobRow) -> dict[int, int]:
     """Host memory that the job takes when it starts, by the numbers of devices that it may run on, ascending."""
     by_size = (row.estimate or {}).get("memory", {}).get("host_bytes", {})
-    most = max(by_size.values(), default=0)  # for a number that an operator allowed later
-    return {size: by_size.get(str(size), most) for size in row.allowed_sizes or (1,)}
+    return {size: by_size.get(str(size), 0) for size in row.allowed_sizes or (1,)}
 
 
 class SqliteStateStore:
@@ -56,7 +55,7 @@ class SqliteStateStore:
         serving_floor: int,
         max_replicas: int,
         routing: BusRouting,
-        wishes: Wishes,
+        queued_demand: QueuedDemand,
         learning: DemandLearning,
         memory: BoxMemory,
         store: WeightStore,
@@ -70,7 +69,7 @@ class SqliteStateStore:
         """
         self._db, self._events, self._routing = db, events, routing
         self._serving_floor, self._max_replicas = serving_floor, max_replicas
-        self._wishes, self._learning, self._memory, self._store = wishes, learning, memory, store
+        self._queued_demand, self._learning, self._memory, self._store = queued_demand, learning, memory, store
         self._starved = starved
         self._settings: dict[str, str] = {}
         self._demand: Callable[[str], Demand] = lambda model: Demand()  # until the first round
@@ -89,7 +88,7 @@ class SqliteStateStore:
         ids = {row.id for row in unfinished}
         self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
         mode = read_mode(self._db)
-        self._settings, self._demand = models.settings_digests(self._db), self._wishes.demands(free_devices)
+        self._settings, self._demand = models.settings_digests(self._db), self._queued_demand.demands(free_devices)
         return Workload(
             policy=policy_of(mode, self._serving_floor),
             policy_since_s=mode.since_s,
@@ -111,9 +110,9 @@ class SqliteStateStore:
         row = self._open(job_id)
         if row is None:
             return
-        which = f"{len(devices)} device{'s' * (len(devices) > 1)} ({', '.join(devices)})"
+        devices_text = f"{len(devices)} device{'s' * (len(devices) > 1)} ({', '.join(devices)})"
         after = f" once the engines on {answering} of them have finished their requests" if answering else ""
-        reason = f"The job gets {which}: its ranks start{after}."
+        reason = f"The job gets {devices_text}: its ranks start{after}."
         self._add_event(row, reason, reason)
         jobs.update(self._db, job_id, reason=reason)
 
@@ -167,9 +166,9 @@ class SqliteStateStore:
             before = next((row for row in rows if row.digest == served.settings), None)
             if before is None and served.settings:
                 return False
-            number, said = (before.number, before.settings) if before is not None else (0, {})
+            number, settings = (before.number, before.settings) if before is not None else (0, {})
             note = f"no engine starts with settings {rows[0].number}, so those before, {number}, serve again: {reason}"
-            models.add_settings(self._db, model, said, served.settings, "box", time.time(), note)
+            models.add_settings(self._db, model, settings, served.settings, "box", time.time(), note)
             detail = {"failed": rows[0].number, "back_to": number, "reason": reason}
             audit.insert(self._db, AuditRow("model.settings", model, detail=detail))
         self._routing.models_changed()  # the gateways' table holds the context
@@ -234,8 +233,8 @@ class SqliteStateStore:
 
     def _job(self, row: JobRow) -> JobView:
         # One that is too large for the box now keeps its sizes and waits: the box may get its devices back.
-        sizes, there = tuple(row.allowed_sizes or (1,)), self._memory.job_sizes(row)
-        sizes = tuple(size for size in sizes if size in there) or sizes
+        sizes, with_memory = tuple(row.allowed_sizes or (1,)), self._memory.job_sizes(row)
+        sizes = tuple(size for size in sizes if size in with_memory) or sizes
         if row.eta_s is not None and row.devices:
             self._remaining_device_s[row.id] = row.eta_s * len(row.devices)
         return JobView(
@@ -279,7 +278,7 @@ class SqliteStateStore:
         )
 
 
-class Wishes:
+class QueuedDemand:
     """Decides which models may be woken for work without a client, which gives way to interactive requests and to
     training.
 

@@ -126,7 +126,7 @@ class Router:
             ]
             if not usable:
                 continue
-            usable = [one for one in usable if not one[0].avoid and one[0].id not in avoid] or usable
+            usable = [pair for pair in usable if not pair[0].avoid and pair[0].id not in avoid] or usable
             replica, load = usable[0]
             if len(usable) > 1:
                 least = min(load.weight for _, load in usable)
@@ -181,7 +181,7 @@ class Router:
 @dataclass(slots=True, eq=False)
 class Ticket:
     """A request that waits. queue: the model whose engines it waits for, and whether it is of class batch; names,
-    avoided: of `Router.choose`. place: its replica, or why it gets none. start: where it stands in its queue."""
+    avoided: of `Router.choose`. place: its replica, or why it gets none. start: its place in the order, in tokens."""
 
     model: str
     queue: tuple[str, bool]
@@ -219,9 +219,9 @@ class FairQueue:
         if served:
             self._now = max(self._now, ticket.start)
             return True
-        later = [one for one in self.tickets if one.work.owner == ticket.work.owner and one.start > ticket.start]
-        for one in later:
-            one.start -= ticket.work.tokens
+        for later in self.tickets:
+            if later.work.owner == ticket.work.owner and later.start > ticket.start:
+                later.start -= ticket.work.tokens
         self._ends[ticket.work.owner] -= ticket.work.tokens
         self.tickets.sort(key=_START)
         return True
@@ -238,13 +238,13 @@ class Holds:
     def add(self, ticket: Ticket) -> bool:
         """Queue a request; False if too many wait already."""
         batch = ticket.work.batch
-        if sum(len(queue.tickets) for (_, one), queue in self.queues.items() if one is batch) >= self.most:
+        if sum(len(queue.tickets) for (_, of_class), queue in self.queues.items() if of_class is batch) >= self.most:
             return False
         self.queues[ticket.queue].add(ticket)
         return True
 
     def place(self, router: Router, now_s: float) -> None:
-        """Give those who wait the places that replicas have for them, class batch last."""
+        """Give waiting requests the places that replicas have for them, class batch last."""
         for _, queue in sorted(self.queues.items(), key=lambda item: item[0][1]):
             full: set[tuple[str, ...]] = set()
             for ticket in [*queue.tickets]:

@@ -23,13 +23,11 @@ from appliance.gateway.core import errors
 CHAT, COMPLETIONS = "chat.completions", "completions"
 RESUME_PATH = b"/v1/completions"
 
-# -- what they cost
+# -- usage
 
 # Inside a JSON string a quote is always escaped, so these match the engine's own fields and never a client's text.
-# Answers of /v1/responses have more of the request than its texts (the schemas of its tools): `Transcript.usage`.
 USAGE: Final = b'"usage"'
 _USAGE: Final = re.compile(rb'"usage": ?\{')
-# All counts in one pass: four searches took 1.8 times as long.
 _COUNTS: Final = re.compile(
     rb'"(prompt|input|completion|output|cached|cache_read_input|cache_creation_input)_tokens": ?([0-9]{1,12})'
 )
@@ -64,12 +62,12 @@ class Tokens:
 _FINAL: Final = frozenset({b"completed", b"incomplete", b"failed"})
 # Events `response.…` with the whole object.
 _WHOLE: Final = _FINAL | {b"created", b"queued", b"in_progress"}
-# What of a chat request is kept beside its messages: as OpenAI's stored objects have it.
+# Fields of a chat request that are stored with its messages, as in OpenAI's stored objects.
 OPTIONS: Final = tuple(
     "tools tool_choice parallel_tool_calls response_format temperature top_p presence_penalty frequency_penalty "
     "seed".split()
 )
-_ASKED: Final = ("messages", "metadata", *OPTIONS, "user", "service_tier")
+_REQUEST: Final = ("messages", "metadata", *OPTIONS, "user", "service_tier")
 _ENVELOPE: Final = ("id", "created", "model", "system_fingerprint", "service_tier", "usage", "choices")
 # Texts of a delta that come in pieces; others are whole.
 _IN_PIECES: Final = frozenset({"content", "reasoning", "reasoning_content", "refusal", "arguments"})
@@ -81,8 +79,7 @@ class Transcript:
     input: its own `input` as JSON. previous_id: the response it continues, empty without one. stores: whether a copy
     goes to the controller, `store` in the object. final: the object that the client got, empty until then. usage: the
     part of it that has the usage; events before the last repeat the request, whose tools' schemas may say anything.
-    held: bytes of events that it has gathered.
-    """
+    held: bytes of events that it has gathered."""
 
     final: bytes = b""
     usage: bytes = b""
@@ -117,7 +114,7 @@ class Transcript:
         return b"event: response.%b\ndata: %b" % (kind, orjson.dumps(data))
 
     def copy(self, key_id: str) -> bytes:
-        """What the controller gets: {"key", "previous", "input", "response"}."""
+        """Return the body for the controller: {"key", "previous", "input", "response"}."""
         parts = {"key": key_id, "previous": self.previous_id or None}
         bodies = {"input": orjson.Fragment(self.input), "response": orjson.Fragment(self.final)}
         return orjson.dumps(parts | bodies)
@@ -133,7 +130,7 @@ class Transcript:
 
 
 class CompletionTranscript(Transcript):
-    """One chat completion, of a stream put together from its events. input: what of the request is kept, an object."""
+    """One chat completion, of a stream put together from its events. input: the stored fields of the request."""
 
     def __init__(self, input: bytes) -> None:
         super().__init__(input)
@@ -161,7 +158,7 @@ class CompletionTranscript(Transcript):
 
 
 def _merge(whole: dict[str, Any], piece: dict[str, Any]) -> None:
-    """Adds a piece of a streamed object to what has come of it. Choices and calls have places, others grow."""
+    """Add a piece of a streamed object to its earlier pieces. Choices and calls have an index, other values grow."""
     for name, value in piece.items():
         known = whole.setdefault(name, None)
         if value is None or (value == "" and known is not None):
@@ -182,18 +179,17 @@ def _merge(whole: dict[str, Any], piece: dict[str, Any]) -> None:
 
 
 def object_in(body: bytes, kind: str = "") -> dict[str, Any] | None:
-    """The JSON object in a body, None where there is none. kind: that its `object` must have."""
+    """Return the JSON object in a body, None where there is none. kind: the value its `object` must have."""
     try:
-        found = orjson.loads(body)
+        value = orjson.loads(body)
     except orjson.JSONDecodeError:
         return None
-    return found if isinstance(found, dict) and (not kind or found.get("object") == kind) else None
+    return value if isinstance(value, dict) and (not kind or value.get("object") == kind) else None
 
 
 def token_count(body: bytes) -> bytes:
-    """An engine's answer to a request that only counts its input: it has all ids."""
-    counted = object_in(body) or {}
-    ids = counted.get("token_ids")
+    """Turn an engine's token ids into the answer to a request that only counts its input."""
+    ids = (object_in(body) or {}).get("token_ids")
     if not isinstance(ids, list):
         return body
     return orjson.dumps({"object": "response.input_tokens", "input_tokens": len(ids)})
@@ -212,7 +208,7 @@ def of_response(data: dict[str, Any], *, stores: bool = True) -> Transcript:
 
 def of_completion(data: dict[str, Any]) -> CompletionTranscript:
     """The transcript of a checked chat request that says `store`."""
-    return CompletionTranscript(orjson.dumps({name: data[name] for name in _ASKED if data.get(name) is not None}))
+    return CompletionTranscript(orjson.dumps({name: data[name] for name in _REQUEST if data.get(name) is not None}))
 
 
 def joined(data: dict[str, Any], earlier: bytes) -> dict[str, Any]:
@@ -223,7 +219,7 @@ def joined(data: dict[str, Any], earlier: bytes) -> dict[str, Any]:
     return {**data, "input": orjson.loads(earlier) + own, "previous_response_id": None}
 
 
-# -- streams that go on
+# -- continued streams
 
 # Fields that a continuable request may have. The continuation repeats the first set; the second changes no token.
 _SAMPLING = frozenset({"model", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "stop_token_ids"})
@@ -233,25 +229,24 @@ _NEUTRAL = frozenset(
         "safety_identifier prompt_cache_key chat_template_kwargs cache_salt"
     ).split()
 )
-# Inside a JSON string a quote is always escaped, so this matches the engine's own fields and never a client's text.
-# They never come first in their object, so removing the comma before such a field removes it completely.
+# An engine's own fields, as above, which never come first in their object: the comma before one goes with it.
 _TOKEN_IDS = re.compile(rb',"(?:prompt_token_ids|token_ids)":\[[0-9, ]*\]')
 
 
 def continuation_of(route: str, data: dict[str, Any]) -> Continuation | None:
     """The continuation of a checked request body, None for one that cannot be continued."""
-    given = {name: value for name, value in data.items() if value is not None}
-    if given.get("temperature") != 0 or not given.get("stream") or route not in (CHAT, COMPLETIONS):
+    fields = {name: value for name, value in data.items() if value is not None}
+    if fields.get("temperature") != 0 or not fields.get("stream") or route not in (CHAT, COMPLETIONS):
         return None
-    prompt = given.get("prompt")
+    prompt = fields.get("prompt")
     several = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
-    if given.keys() - _SAMPLING - _NEUTRAL or given.get("n", 1) != 1 or several:
+    if fields.keys() - _SAMPLING - _NEUTRAL or fields.get("n", 1) != 1 or several:
         return None
-    if given.get("stream_options", {}).get("continuous_usage_stats"):
+    if fields.get("stream_options", {}).get("continuous_usage_stats"):
         return None
     default = 16 if route == COMPLETIONS else None  # the API's own
-    limit = given.get("max_completion_tokens", given.get("max_tokens", default))
-    return Continuation(route, {name: given[name] for name in _SAMPLING & given.keys()}, limit)
+    limit = fields.get("max_completion_tokens", fields.get("max_tokens", default))
+    return Continuation(route, {name: fields[name] for name in _SAMPLING & fields.keys()}, limit)
 
 
 class Continuation:
@@ -272,8 +267,7 @@ class Continuation:
     def resume_body(self, max_model_len: int | None) -> bytes | None:
         """The request for the rest, for RESUME_PATH; None where it cannot be asked for, or only an ending is missing.
 
-        max_model_len: the model's context in tokens, which bounds a chat without a token limit.
-        """
+        max_model_len: the model's context in tokens, which bounds a chat without a token limit."""
         # An engine that starts in the middle of a character could not send its first bytes.
         del self._tokens[len(self._tokens) - self._unseen :]
         self._unseen = 0
@@ -308,8 +302,8 @@ class Continuation:
             return _TOKEN_IDS.sub(b"", event)
         if choice is not None:
             text = {"delta": {"content": choice["text"]}} if self._route == CHAT else {"text": choice["text"]}
-            shown = {"index": 0, **text, "logprobs": None, "finish_reason": choice.get("finish_reason")}
-            return b"data: %b" % orjson.dumps({**self._envelope, "choices": [shown]})
+            rewritten = {"index": 0, **text, "logprobs": None, "finish_reason": choice.get("finish_reason")}
+            return b"data: %b" % orjson.dumps({**self._envelope, "choices": [rewritten]})
         if not data.get("usage"):
             return b""
         prompt, emitted = len(self._prompt), len(self._tokens)

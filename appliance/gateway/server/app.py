@@ -59,8 +59,8 @@ class App:
                 exchange.request_id = own_id if _REQUEST_ID.match(own_id) else state.new_request_id()
                 if state.config.cors_origins:
                     exchange.extra += cors_headers(exchange, state.config.cors_origins)
-                asks = exchange.method == b"OPTIONS" and b"access-control-request-method" in exchange.headers
-                if asks and len(exchange.extra) > 1:
+                preflight = exchange.method == b"OPTIONS" and b"access-control-request-method" in exchange.headers
+                if preflight and len(exchange.extra) > 1:
                     await exchange.whole(200, b"text/plain", b"OK")
                 else:
                     self._admit(exchange)
@@ -85,10 +85,10 @@ class App:
             state.finished(exchange, time.monotonic())
             exchange.checked = None  # which may be large, and an idle connection keeps its last exchange
 
-    # -- who asks, and whether they may
+    # -- keys, logins and scopes
 
     def _admit(self, exchange: Exchange) -> None:
-        """Checks everything that a request's head determines. Raises HttpError."""
+        """Check everything that a request's head determines. Raises HttpError."""
         state, headers = self._state, exchange.headers
         if exchange.method == b"HEAD":
             exchange.method, exchange.head_only = b"GET", True
@@ -110,7 +110,7 @@ class App:
             exchange.trace = trace
 
     def _caller(self, exchange: Exchange) -> Caller:
-        """Who asks: by an id on the private socket, by a key, or by a login of the page. Raises HttpError 401."""
+        """Return the caller, by an id on the private socket, a key, or a login of the page. Raises HttpError 401."""
         state, headers, now_s = self._state, exchange.headers, time.time()
         if state.generation < 0:
             raise errors.unavailable("The gateway has no routing table yet. Please retry.", "starting", 2)
@@ -128,12 +128,12 @@ class App:
         if caller is not None and not caller.has_expired(now_s):
             return caller
         state.metrics.events["bad_key"] += 1
-        why = "Incorrect API key provided, or the key was revoked."
+        message = "Incorrect API key provided, or the key was revoked."
         if caller is not None and caller.expires_s is not None:
-            why = f"This API key expired at {minute(caller.expires_s)}. Ask whoever runs this box for another one."
-        raise HttpError(401, why, code="invalid_api_key")
+            message = f"This API key expired at {minute(caller.expires_s)}. Ask whoever runs this box for another one."
+        raise HttpError(401, message, code="invalid_api_key")
 
-    # -- what its route says
+    # -- routes
 
     async def _serve(self, exchange: Exchange) -> None:
         state, kind = self._state, exchange.route.kind
@@ -141,19 +141,19 @@ class App:
             inference = await self._inference(exchange)  # apart: what only checking needs is gone while it waits
             if inference is not None:
                 await inference.answer()
-        elif kind in (Kind.CONTROL, Kind.LOGIN):
-            await self._controller.relay(exchange)
+        elif kind in (Kind.CONTROL, Kind.LOGIN):  # a client without a key may not hold a connection of the controller
+            login = b"".join([piece async for piece in exchange.pieces()]) if kind is Kind.LOGIN else None
+            await self._controller.relay(exchange, login)
         elif kind is Kind.METRICS:
-            theirs = await self._controller.metrics(exchange)
-            own = await metrics_text(state, bool(theirs))
-            await exchange.whole(200, CONTENT_TYPE_PLAIN_0_0_4.encode(), own + theirs)
+            controllers = await self._controller.metrics(exchange)
+            own = await metrics_text(state, bool(controllers))
+            await exchange.whole(200, CONTENT_TYPE_PLAIN_0_0_4.encode(), own + controllers)
         elif kind is Kind.PAGE:
             file = site().get(exchange.path, TO_THE_PAGE)
             await exchange.whole(303 if file is TO_THE_PAGE else 200, file.content_type, file.body, file.headers)
         else:
             ready = state.generation >= 0 and not state.stopping
-            away = ["controller"] if state.controller_away else []
-            failing = {*state.background.names(), *state.box_troubles, *away}
+            failing = {*state.background.names(), *state.box_troubles, *["controller"] * state.controller_away}
             body = {"status": "ok" if ready else "starting", "degraded": sorted(failing)}
             await exchange.whole(200 if ready else 503, _JSON, orjson.dumps(body))
 
@@ -207,7 +207,7 @@ class App:
         return Inference(state, self._controller, exchange, checked)
 
 
-# -- what a head brings
+# -- heads
 
 
 def key_digest(headers: Headers) -> str:
@@ -226,8 +226,8 @@ def key_digest(headers: Headers) -> str:
 
 
 def login_digest(exchange: Exchange) -> str:
-    """The SHA-256 of the login's token, as in the table. Raises HttpError 401 without its cookie, 403 for a request of
-    another page."""
+    """Return the SHA-256 of the login's token, as in the table. Raises HttpError 401 without its cookie, 403 for a
+    request of another page."""
     check_same_origin(exchange)
     name, _, half = exchange.headers[PAGE_HEADER].partition(b".")
     pairs = (pair.partition(b"=") for pair in exchange.headers.get(b"cookie", b"").split(b";"))
@@ -238,7 +238,7 @@ def login_digest(exchange: Exchange) -> str:
 
 
 def check_same_origin(exchange: Exchange) -> None:
-    """Raises HttpError 403 for a request of another page.
+    """Refuse a request of another page. Raises HttpError 403.
 
     Browsers name a request's site (https://www.w3.org/TR/fetch-metadata/), but over plain HTTP only to this machine;
     elsewhere the origin header names it, except for reads."""
@@ -271,7 +271,7 @@ def cors_headers(exchange: Exchange, origins: Collection[str]) -> list[tuple[byt
 
 
 def check_head(exchange: Exchange, limits: Limits) -> None:
-    """Raises HttpError 400, 413 or 415 for a body that can be refused unread."""
+    """Refuse a body that needs no reading for it. Raises HttpError 400, 413 or 415."""
     headers, length, limit = exchange.headers, exchange.content_length, getattr(limits, exchange.route.body, 0)
     if (length or exchange.chunked) and exchange.method not in (b"POST", b"PUT", b"PATCH"):
         # A body has no meaning there, so servers differ about it: one that does not read it parses it as the next head.

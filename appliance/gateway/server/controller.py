@@ -69,10 +69,10 @@ class Controller:
         self._away = False
 
     async def relay(self, exchange: Exchange, body: bytes | None = None) -> None:
-        """Answers with what the controller answers. body: the request's, if it was read already."""
+        """Answer with the controller's answer. body: the request's, if it was read already."""
         state, wait_s = self._state, self._state.limits.controller_wait_s
-        given = _passing(exchange.headers, _NOT_UPSTREAM)
-        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in given]
+        passing = _passing(exchange.headers, _NOT_UPSTREAM)
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in passing]
         headers += identity(exchange.request_id, state.token, exchange)
         data: bytes | AsyncIterator[bytes] | None = body
         if body is None and (exchange.chunked or exchange.content_length):
@@ -88,15 +88,15 @@ class Controller:
                     error.retry_after_s = min(int(after), errors.MAX_RETRY_AFTER_S)
                 raise error
             exchange.first_byte_s = time.monotonic()
-            theirs = {name.lower(): value for name, value in response.raw_headers}
-            answered = [*_passing(theirs, _NOT_DOWNSTREAM), (b"x-content-type-options", b"nosniff")]
-            if (cookie := theirs.get(b"x-appliance-cookie")) is not None:  # `ID=HALF; Max-Age=…`
+            received = {name.lower(): value for name, value in response.raw_headers}
+            sent = [*_passing(received, _NOT_DOWNSTREAM), (b"x-content-type-options", b"nosniff")]
+            if (cookie := received.get(b"x-appliance-cookie")) is not None:  # `ID=HALF; Max-Age=…`
                 tls = state.config.tls_cert_path is not None and not cookie.endswith(b"; Secure")
                 cookie += b"; Secure; HttpOnly; SameSite=Strict" if tls else b"; HttpOnly; SameSite=Strict"
-                answered += [(b"set-cookie", b"%b; Path=%b" % (cookie, path)) for path in (b"/admin/v1", b"/v1")]
-            if b"content-length" in theirs and response.status not in (204, 304):
-                answered.append((b"content-length", theirs[b"content-length"]))
-            await exchange.begin(response.status, answered)
+                sent += [(b"set-cookie", b"%b; Path=%b" % (cookie, path)) for path in (b"/admin/v1", b"/v1")]
+            if b"content-length" in received and response.status not in (204, 304):
+                sent.append((b"content-length", received[b"content-length"]))
+            await exchange.begin(response.status, sent)
             if not exchange.head_only:  # of an endless stream the head alone may be asked for
                 async for piece in response.content.iter_any():
                     await exchange.write(piece)

@@ -48,18 +48,16 @@ _ANTHROPIC_TYPES: Final = {
     529: "overloaded_error",
 }
 # With two of them two parsers could disagree.
-_ONCE: Final = frozenset(
-    {b"host", b"content-length", b"transfer-encoding", b"authorization", b"content-type", b"expect"}
-)
+_ONCE: Final = frozenset(b"host content-length transfer-encoding authorization content-type expect".split())
 _NO_USE: Final = KeyUse(OwnerUse())
 
 
 class Exchange:
-    """Times by the monotonic clock. target: path and query. head_only: its answer has no body. session: the login of
-    the page that it came by, empty for a key. received_s: when its head came, of inference its body; sent_s: when an
-    engine got it last. trace: its W3C traceparent, empty without one; span: OpenTelemetry's, if traces are exported.
+    """One request and its answer. Times by the monotonic clock. target: path and query. head_only: the answer has no
+    body. session: the page's login, empty for a key. received_s: time of the head, for inference of the body; sent_s:
+    when an engine got it last. trace: W3C traceparent, empty without one; span: OpenTelemetry's, if exported.
 
-    model: the one it names, once known to exist, without a version. checked: while it counts as open, for an engine.
+    model: the requested one, once known to exist, without a version. checked: while it counts as open, for an engine.
     choice: the replica that has it; ticket: its place in the queue while it is held. routed_model: name in the table by
     which it was placed, the model's or its canary's. replica, model_version: where it is or was last; the version as
     the engine names it, once it answers. extra: headers of its answer that name the parts of it that no engine gets, or
@@ -103,7 +101,7 @@ class Exchange:
         self.body_complete = not (self.chunked or self.content_length)
         self.body, self.message_event, self.tokens = bytearray(), asyncio.Event(), Tokens()
         self.extra = []
-        self._expects = headers.get(b"expect", b"").lower() == b"100-continue"
+        self._expects = headers.get(b"expect", b"").lower() == b"100-continue" and not self.body_complete
 
     @property
     def ids(self) -> dict[str, str]:
@@ -161,29 +159,30 @@ class Exchange:
     # -- the answer
 
     async def begin(self, status: int, headers: Pairs, data: bytes = b"") -> None:
-        """Send the head, and what is there of the body: each write is a packet that wakes its reader."""
-        every = [*headers, (b"x-request-id", self.request_id), *self.extra]
+        """Send the head with the first bytes of the body: each write is a packet that wakes its reader."""
+        fields = [*headers, (b"x-request-id", self.request_id), *self.extra]
         if self.route.kind is Kind.INFERENCE:
-            every += self.use.headers()
+            fields += self.use.headers()
         if is_anthropic(self.path):
-            every.append((b"request-id", self.request_id))
+            fields.append((b"request-id", self.request_id))
+        self.keep_alive &= not self._expects  # its body may still come, or never
         if not self.keep_alive:
-            every.append((b"connection", b"close"))
+            fields.append((b"connection", b"close"))
         self._chunked = all(name != b"content-length" for name, _ in headers) and status not in (204, 304)
         if self._chunked and not self.head_only:
-            every.append((b"transfer-encoding", b"chunked"))
+            fields.append((b"transfer-encoding", b"chunked"))
+        await self._send(_head(status, fields) + self._framed(data))
         self.head_sent, self.status = True, status
-        await self._send(_head(status, every) + self._framed(data))
 
     async def events(self, data: bytes, version: bytes = b"") -> None:
         """Send events, the first with the head. version: of the model, if an engine has answered."""
         if self.head_sent:
             return await self.write(data)
-        self.sse = True
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         if version:
             headers.append((VERSION, version))
         await self.begin(200, [*headers, (b"x-accel-buffering", b"no")], data)
+        self.sse = True
 
     async def write(self, data: bytes) -> None:
         if data:
@@ -200,13 +199,12 @@ class Exchange:
         elif self.more_body:
             self.connection.linger()
         else:
-            self.connection.transport.close()
+            self.connection.close()
 
     async def whole(self, status: int, content_type: bytes, body: bytes, headers: Pairs = ()) -> None:
         length = (b"content-length", b"%d" % len(body))
         await self.begin(status, [(b"content-type", content_type), *headers, length], body)
-        if self.connection.flow.write_paused:
-            await self._drained()  # the end waits for a client that reads slowly
+        await self._drained()  # the end waits for a client that reads slowly
         await self.finish()
 
     async def fail(self, error: HttpError) -> None:
@@ -232,12 +230,13 @@ class Exchange:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
 
     async def _send(self, data: bytes) -> None:
-        if self.connection.flow.write_paused:
-            await self._drained()
+        await self._drained()
         self.connection.transport.write(data)
 
     async def _drained(self) -> None:
         """Wait for a client that reads slowly; one that takes nothing for too long is left, which cancels this."""
+        if not self.connection.flow.write_paused:
+            return
         loop, stall_s = self.connection.loop, self.connection.state.limits.write_stall_s
         stalled = loop.call_later(stall_s, self.connection.transport.abort)
         try:
@@ -254,8 +253,8 @@ def _head(status: int, headers: Pairs) -> bytes:
 
 
 class Connection(HttpToolsProtocol):
-    """running: the exchange that is being answered, or was answered last; `cycle` is uvicorn's name for the last one
-    parsed. refusal: why its bytes are not read any more. private: it came by the private socket.
+    """One client's connection. running: the exchange that is being answered, or was answered last; `cycle` is uvicorn's
+    name for the last one parsed. refusal: why its bytes are not read any more. private: it came by the private socket.
     state: the process's `State`, whose module imports this one."""
 
     def __init__(self, config: Config, server_state: ServerState, state: Any, *, private: bool = False) -> None:
@@ -264,7 +263,7 @@ class Connection(HttpToolsProtocol):
         self.running: Exchange | None = None
         self.refusal: HttpError | None = None
         self._awaits_since_s: float | None = time.monotonic()  # a head
-        self._head_bytes = 0
+        self._unparsed_bytes = 0
         self._in_head, self._offers_upgrade = True, False
 
     # -- life
@@ -284,12 +283,12 @@ class Connection(HttpToolsProtocol):
 
     def eof_received(self) -> None:
         """A client that closes its half counts as gone: an engine would compute for one that may not read."""
-        self._close()
+        self.close()
 
-    def _close(self) -> None:
-        """End the connection once the client has read what is on its way, or after a while."""
+    def close(self) -> None:
+        """End the connection once the client has read its answer, or after a while, by uvicorn's timer."""
         self.transport.close()
-        self.loop.call_later(self.state.limits.write_stall_s, self.transport.abort)
+        self.timeout_keep_alive_task = self.loop.call_later(self.state.limits.write_stall_s, self.transport.abort)
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self.running = cycle
@@ -298,21 +297,21 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
         else:
             self._awaits_since_s = time.monotonic()
+        if not self.pipeline:  # else each answer would let in as many requests as the socket has
+            self.flow.resume_reading()
 
     # -- bytes
 
     def data_received(self, data: bytes) -> None:
         if self.parser is None or self.transport.is_closing():
             return
-        if self._in_head:
-            if not self._head_bytes and self._awaits_since_s is not None:
-                self._awaits_since_s = time.monotonic()
-            self._head_bytes += len(data)
+        if self._in_head and not self._unparsed_bytes and self._awaits_since_s is not None:
+            self._awaits_since_s = time.monotonic()
+        self._unparsed_bytes += len(data)
         try:
             while data:
                 try:
@@ -326,8 +325,10 @@ class Connection(HttpToolsProtocol):
             self._refuse(error.__context__)
         except httptools.HttpParserError as error:
             self._refuse(errors.protocol_error(f"The request is not well-formed HTTP/1.1: {error}."))
-        if self.parser is not None and self._head_bytes > self.state.limits.head_bytes:
-            self._refuse(errors.protocol_error("The head of the request is too long.", 431))
+        if self.parser is not None and self._unparsed_bytes > self.state.limits.head_bytes:
+            # Neither a name without end, nor a trailer or an extension of a chunk, which the parser would keep.
+            status = 431 if self._in_head else 400
+            self._refuse(errors.protocol_error("The request has too many bytes besides its body.", status))
 
     def _without_offer(self, rest: bytes) -> bytes:
         """The head without its offer of another protocol, which a server may ignore (RFC 9110, 7.8), and what followed
@@ -351,7 +352,7 @@ class Connection(HttpToolsProtocol):
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._head_bytes, self._awaits_since_s = False, 0, None
+        self._in_head, self._unparsed_bytes, self._awaits_since_s = False, 0, None
         version, method, headers = self.parser.get_http_version(), self.parser.get_method(), dict[bytes, bytes]()
         head_bytes = len(self.url)
         for name, value in self.headers:
@@ -383,7 +384,12 @@ class Connection(HttpToolsProtocol):
             self.flow.pause_reading()
             self.pipeline.appendleft((exchange, self.app))  # type: ignore[arg-type]
 
+    def on_body(self, body: bytes) -> None:
+        self._unparsed_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self._unparsed_bytes = 0
         if not self._offers_upgrade:
             self._in_head = True
             super().on_message_complete()
@@ -413,17 +419,17 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self.loop.call_later(LINGER_S, self._close)
+        self.timeout_keep_alive_task = self.loop.call_later(LINGER_S, self.close)
 
     def end_if_late(self, now_s: float) -> None:
         """End a connection that is idle for too long, or whose head takes too long. now_s: the monotonic clock."""
-        limits, begun = self.state.limits, self._head_bytes or self.running is None
+        limits, begun = self.state.limits, self._unparsed_bytes or self.running is None
         longest_s = limits.head_timeout_s if begun else limits.keepalive_s
         if self._awaits_since_s is None or now_s - self._awaits_since_s < longest_s:
             return
         self._awaits_since_s = None
-        if not self._head_bytes:
-            self._close()  # it has said nothing
+        if not self._unparsed_bytes:
+            self.close()  # no byte of a head came
         else:
             self._refuse(HttpError(408, "The request head came too slowly.", code="request_timeout", close=True))
 

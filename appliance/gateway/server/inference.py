@@ -98,9 +98,9 @@ class Inference:
         self.salt = {"cache_salt": salt} if salt else {}
         asks_usage = checked.data.get("stream_options", {}).get("include_usage") is True
         self.hides_usage = checked.stream and not asks_usage and route.name in (CHAT, COMPLETIONS)
-        more = {"stream_options": {"include_usage": True}} if self.hides_usage else {}
+        usage = {"stream_options": {"include_usage": True}} if self.hides_usage else {}
         token_ids = {"return_token_ids": True} if checked.continuation else {}
-        self.body = orjson.dumps({**checked.data, **self.salt, **more, **token_ids})
+        self.body = orjson.dumps({**checked.data, **self.salt, **usage, **token_ids})
         checked.data = {}  # it may be large, and the request may wait for long
         checked.owner, checked.batch = caller.owner, exchange.use.batch
         checked.beginning = zlib.crc32(salt.encode(), checked.beginning)
@@ -111,7 +111,7 @@ class Inference:
             state.metrics.loads[self.model].arrived(checked.prompt_tokens, time.time())
 
     async def answer(self) -> None:
-        """Raises HttpError where it has no answer."""
+        """Answer the request, by as many attempts as it takes. Raises HttpError."""
         exchange = self.exchange
         while True:
             choice, failed = await self._place(), None
@@ -134,7 +134,7 @@ class Inference:
     # -- a place
 
     async def _place(self) -> Choice:
-        """A place on a replica, at once or after waiting. Raises HttpError."""
+        """Return a place on a replica, at once or after waiting. Raises HttpError."""
         state, work, exchange, model = self.state, self.checked, self.exchange, self.state.router.models.get(self.model)
         if model is None:
             raise state.unknown_model(self.model, exchange.caller)  # it was removed while this waited
@@ -152,8 +152,8 @@ class Inference:
         return choice
 
     def _names(self) -> tuple[str, ...]:
-        """Models of the table that may take it, in order: the canary for its share; the model for what failed there, or
-        what the canary has no room for."""
+        """Return the models of the table that may take it, in order: the canary for its share; the model for requests
+        that failed there, or for which the canary has no room."""
         if self.continues:
             return (self.exchange.routed_model,)
         if self.failures:
@@ -365,7 +365,7 @@ class Inference:
             self.exchange.tokens.read(body)
 
     def _begun(self, choice: Choice) -> None:
-        """The first bytes of an engine's answer are here."""
+        """Note the first bytes of an engine's answer."""
         now_s, exchange, metrics = time.monotonic(), self.exchange, self.state.metrics
         self.answer_begun, choice.load.failures = True, 0
         if self.continues:
@@ -378,7 +378,7 @@ class Inference:
             metrics.loads[choice.model].prefills.append((self.checked.prompt_tokens, now_s - exchange.sent_s))
 
     def _keep_copy(self) -> None:
-        """Once an answer is whole that is to be stored."""
+        """Queue the copy of a whole answer that is to be stored."""
         transcript = self.checked.transcript
         if transcript is not None and transcript.final and transcript.stores:
             self.controller.keep(transcript.copy(self.exchange.caller.id))
@@ -419,7 +419,7 @@ class Inference:
         if not self.answer_begun:
             state.metrics.events["retried"] += 1
             return
-        # The rest of its stream is asked for, if another engine can continue it.
+        # Request the rest of its stream, if another engine can continue it.
         continuation, model = self.checked.continuation, state.router.models.get(self.model)
         rest = continuation.resume_body(model.max_model_len) if continuation and model else None
         if rest is None:
@@ -429,6 +429,6 @@ class Inference:
         self.body = with_fields(rest, **self.salt)
 
     def _may_be_adapter(self) -> bool:
-        """Also of a model that was deleted since: what an engine then says of its version is not about it."""
+        """Whether the engine's version may be another model's; also for a model that was deleted since."""
         model = self.state.router.models.get(self.exchange.routed_model)
         return model is None or bool(model.adapter) or policy_of(self.model) is not None

@@ -111,7 +111,7 @@ class State:
         self.buffered_bytes += nbytes
         exchange.buffered_bytes += nbytes
 
-    # -- models, and who waits for them
+    # -- models and held requests
 
     def callable_model(self, name: str, caller: Caller, private: bool = False) -> Model:
         """The model of this name, which this key may call; private: for the box itself, which alone may call models in
@@ -131,7 +131,7 @@ class State:
         if model is None or not caller.sees(model) or not caller.may_use(base):
             message = f"The model `{name[:200]}` does not exist or you do not have access to it."
             return HttpError(404, message, param="model", code="model_not_found")
-        served = ", ".join(f"`{one}`" for one in sorted({r.version for r in model.replicas} or {model.version}))
+        served = ", ".join(f"`{each}`" for each in sorted({r.version for r in model.replicas} or {model.version}))
         message = (
             f"The version `{version[:200]}` of the model `{base}` is not served now; {served} is. `appliance model "
             f"rollback {base} --version VERSION` serves another, `appliance model canary {base} VERSION` both."
@@ -163,7 +163,7 @@ class State:
         if self.holds.queues:
             self.holds.place(self.router, time.monotonic())
 
-    # -- what is said of a request once it is over
+    # -- accounts of a request that is over
 
     def finished(self, exchange: Exchange, now_s: float) -> None:
         """Account for a request whose response is complete, or whose client is gone."""
@@ -216,27 +216,25 @@ class Engines:
         self._connectors: dict[str, tuple[aiohttp.BaseConnector, aiohttp.ClientRequest]] = {}
 
     async def connect(self, address: str) -> Connection:
-        """A connection for one request: `release` it after the whole answer, `close` it otherwise. Raises
+        """Return a connection for one request: `release` it after the whole answer, `close` it otherwise. Raises
         aiohttp.ClientConnectorError, TimeoutError."""
         if address not in self._connectors:
             kept: dict[str, Any] = {"limit": 0, "keepalive_timeout": _KEEPALIVE_S}
-            is_local = address.startswith("/")
             connector: aiohttp.BaseConnector
-            if is_local:
-                connector = aiohttp.UnixConnector(address, **kept)
+            if address.startswith("/"):
+                connector, url = aiohttp.UnixConnector(address, **kept), "http://engine"
             else:
                 tls = mutual_tls(ssl.PROTOCOL_TLS_CLIENT)
-                connector = aiohttp.TCPConnector(ssl=tls, socket_factory=watched_socket, **kept)
-            target = aiohttp.ClientRequest("GET", URL("http://engine" if is_local else address))
-            self._connectors[address] = connector, target
+                connector, url = aiohttp.TCPConnector(ssl=tls, socket_factory=watched_socket, **kept), address
+            self._connectors[address] = connector, aiohttp.ClientRequest("GET", URL(url))
         connector, target = self._connectors[address]
         return await connector.connect(target, [], _CONNECT)
 
     async def send(
         self, connection: Connection, request: bytes, *, patient: bool = False
     ) -> tuple[RawResponseMessage, aiohttp.StreamReader]:
-        """The answer's head, and its body as it comes. Raises aiohttp.SocketTimeoutError for an engine that is silent,
-        unless patient; HttpProcessingError for an answer that is no HTTP; aiohttp.ClientError, OSError."""
+        """Send a request, and return its answer's head and its body as it comes. patient: the engine may be silent.
+        Raises aiohttp.SocketTimeoutError, ClientError, OSError, and HttpProcessingError if the answer is not HTTP."""
         protocol, transport = connection.protocol, connection.transport
         if protocol is None or transport is None:
             raise aiohttp.ServerDisconnectedError

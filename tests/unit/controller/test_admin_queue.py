@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from appliance.controller.jobs import settings
+from appliance.controller.scheduling.state_store import job_host_bytes
 from appliance.store.objects import jobs
 from tests.unit.controller.conftest import SCOPES, Control
 from tests.unit.controller.test_admin import actions, ask
@@ -70,6 +71,13 @@ async def test_a_job_is_changed_while_it_waits(control: Control):
     assert changed["allowed_sizes"] == [1, 2, 4, 8]
     assert "Changed by an operator: deadline_s none, min_devices 2." in await control.messages(job_id)
     assert actions(control)[0] == ("job.update", job_id, "done")
+
+
+async def test_update_of_device_bounds_estimates_memory_of_all_sizes(control: Control):
+    job_id = await control.job(hyperparameters={"batch_size": 8}, extra_body={"max_devices": 2})
+    await ask(control, "PATCH", f"/jobs/{job_id}", json={"max_devices": 8})
+    needed = job_host_bytes(jobs.get(control.db, job_id))
+    assert needed.keys() == {1, 2, 4, 8} and 0 < needed[2] < needed[8]
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,13 @@ async def test_who_cannot_teach_is_refused(taught: Control, teacher: Any, fields
     assert jobs.list_unfinished(taught.db) == []
 
 
+async def test_list_of_jobs_ends_before_its_judges_are_too_long(taught: Control, monkeypatch: pytest.MonkeyPatch):
+    newest = [await made(taught), await made(taught)][1]
+    monkeypatch.setattr("appliance.controller.openai.job_routes.PAGE_BYTES", 10)
+    listed = (await taught.http.get("/v1/fine_tuning/jobs")).json()
+    assert ([job["id"] for job in listed["data"]], listed["has_more"]) == ([newest], True)
+
+
 # --- what it says
 
 
@@ -134,6 +141,7 @@ async def test_a_model_that_teaches_or_judges_a_job_stays_until_the_job_has_ende
     learnt = {"type": "reinforcement", "reinforcement": {"grader": several}}
     for chosen in (method(), method("teacher@v1"), learnt):
         job_id = await made(taught, chosen)
+        (await taught.http.post(f"/v1/fine_tuning/jobs/{job_id}/pause")).raise_for_status()
         refused = await taught.http.delete("/v1/models/teacher", headers=ADMIN)
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_in_use"), refused.text
         assert job_id in refused.json()["error"]["message"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import stat
 import time
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -56,6 +57,19 @@ async def test_a_file_goes_up_comes_back_and_is_deleted(control: Control):
     assert deleted.deleted and not stored.exists()
     with pytest.raises(openai.NotFoundError, match="No such File"):
         await control.sdk.files.retrieve(made.id)
+
+
+async def test_delete_that_fails_halfway_can_be_repeated(control: Control, monkeypatch: pytest.MonkeyPatch):
+    file_id = await control.upload(b"x", purpose="user_data")
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        raise OSError("as if the process had died here")
+
+    with monkeypatch.context() as dying:
+        dying.setattr(Path, "unlink", unlink)
+        assert (await control.http.delete(f"/v1/files/{file_id}")).status_code == 500
+    assert (await control.http.delete(f"/v1/files/{file_id}")).status_code == 200
+    assert left_on_disk(control) == []
 
 
 async def test_expiry_is_kept_and_carried_out(control: Control):

@@ -143,10 +143,10 @@ async def test_an_administrator_who_leaves_has_asked_for_nothing_by_name(control
     for number, by in enumerate((NAME, "pager", OTHER), 1):
         HANDOVERS.insert(db, HandoverRow(number, "demand", 1.0, by, "x", "done"))
         models.add_settings(db, "of-all", {}, str(number), by, 1.0)
-    box.put(db, "mode", {"by": NAME})
+    box.put(db, "mode", {"by": NAME, "policy": NAME})
     box.put(db, "drained_devices", {"n0/1": {"by": "pager", "reason": "dust"}, "n0/2": {"by": OTHER}})
     who = (await ask(control))["pseudonym"]
-    assert box.get(db, "mode") == {"by": who}
+    assert box.get(db, "mode") == {"by": who, "policy": NAME}, "who asked, and no other word"
     assert box.get(db, "drained_devices") == {"n0/1": {"by": who, "reason": "dust"}, "n0/2": {"by": OTHER}}
     asked = [row.asked_by for row in HANDOVERS.page(db).data]
     changed = [row["by_whom"] for row in db.execute("SELECT by_whom FROM model_settings ORDER BY number")]

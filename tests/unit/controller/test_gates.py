@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import openai
 import pytest
 
 from appliance.controller.bus.asking import EngineAnswer
@@ -162,6 +163,19 @@ async def test_gate_that_cannot_be_decided_says_why_and_leaves_what_answers(
     for job_id in (failed, cancelled, deleted):
         assert (gate(control, job_id)["verdict"], gate(control, job_id)["activated"]) == ("undecided", False)
     assert active(control) is None and jobs.gated(control.db) == []
+
+
+async def test_gate_of_another_owner_or_without_the_scope_is_refused(control: Control, answers: Answers):
+    eval_id, not_run = await evaluation(control), await evaluation(control, has_run=False)
+    with pytest.raises(openai.BadRequestError):
+        await gated(control, not_run)
+    control.as_key("dave", owner="dave")
+    with pytest.raises(openai.NotFoundError):
+        await gated(control, eval_id)
+    control.as_key("tuner", owner="carol", scopes=["fine_tuning"])
+    with pytest.raises(openai.PermissionDeniedError):
+        await gated(control, eval_id)
+    assert jobs.page(control.db, viewer=None, after=None, limit=10).data == []
 
 
 def items(*passed: bool | None) -> dict[int, bool | None]:

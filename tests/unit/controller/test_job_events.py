@@ -181,8 +181,7 @@ async def test_success_on_a_full_disk_compares_with_the_estimate_once(control: C
 
     monkeypatch.setattr("appliance.controller.jobs.events.storage.make_result", full)
     job_id = await control.job()
-    jobs.update(control.db, job_id, estimate={"devices": 2, "tokens_per_s": 800.0, "device_bytes": None})
-    events.ingest(job_id, metrics(1, 2.0, total=1))
+    events.ingest(job_id, metrics(1, 2.0, total=1) | {"memory_bytes": 10**9})
     events.ingest(job_id, published(1))
     events.conclude(job_id)
     events.succeeded(job_id)

@@ -90,6 +90,7 @@ def wandb(**values: Any) -> dict[str, Any]:
     ("fields", "param"),
     [
         (hyper(n_epochs=0), "hyperparameters.n_epochs"),
+        (hyper(lora_targets="a" * 5000), "hyperparameters.lora_targets"),
         (hyper(publish="best"), "hyperparameters.publish"),
         (hyper(early_stopping_patience=2), "hyperparameters.early_stopping_patience"),
         (supervised(lora_rank=-1), "method.supervised.hyperparameters.lora_rank"),

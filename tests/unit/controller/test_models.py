@@ -77,12 +77,19 @@ async def test_deleting_a_checkpoint_takes_only_its_version_and_never_the_active
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "version_in_use")
 
 
-async def test_a_model_that_a_job_uses_stays(control: Control):
+async def test_delete_model_of_unfinished_job_is_refused(control: Control):
     job_id = await control.job()
+    (await control.http.post(f"/v1/fine_tuning/jobs/{job_id}/pause")).raise_for_status()
     answer = await control.http.delete("/v1/models/starter", headers=ADMIN)
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "model_in_use")
     assert job_id in answer.json()["error"]["message"] and answer.headers["x-should-retry"] == "false"
     await control.sdk.fine_tuning.jobs.cancel(job_id)
+    assert (await control.http.delete("/v1/models/starter", headers=ADMIN)).status_code == 200
+
+
+async def test_delete_model_of_job_whose_key_lost_it_succeeds(control: Control):
+    await control.job()
+    control.db.execute("DELETE FROM model_shares")
     assert (await control.http.delete("/v1/models/starter", headers=ADMIN)).status_code == 200
 
 

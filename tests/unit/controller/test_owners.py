@@ -369,6 +369,12 @@ async def test_a_model_is_shared_by_its_owner_and_no_longer(control: Control, pe
     assert [action for action in actions if "share" in action] == ["model.share", "model.unshare", "model.share"]
 
 
+async def test_list_of_models_of_a_key_narrows_and_gives_nothing(control: Control, people: People):
+    row, _ = keys.create(control.db, "narrow", ["inference"], "carol", models=[people.objects["model"]])
+    for model in (people.objects["model"], "starter"):
+        assert (await call(control, headers(row), "GET", f"/v1/models/{model}")).status_code == 404
+
+
 # --- usage
 
 

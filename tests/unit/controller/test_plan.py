@@ -60,7 +60,9 @@ async def test_ended_job_shows_what_it_took_and_corrects_the_next_estimate(contr
     for step in (1, 2, 3):
         row = JobMetricRow(job_id, step, float(step), tokens_per_s=100.0 * step, devices=2, memory_bytes=taken)
         jobs.upsert_metric(control.db, row)
-    JobEvents(control.db, control.context.files_dir, "org").conclude(job_id)
+    for _ in range(2):  # as after a restart of the controller
+        JobEvents(control.db, control.context.files_dir, "org").conclude(job_id)
+    assert sum("it took" in text for text in await control.messages(job_id)) == 1
     measured = jobs.get(control.db, job_id).estimate["measured"]
     assert measured == {"device_bytes": taken, "tokens_per_s": 100.0 * estimate["devices"]}
     after = (await ask(control, training_file=file_id)).json()["layouts"][0]

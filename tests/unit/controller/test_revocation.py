@@ -6,6 +6,8 @@ import asyncio
 import time
 from typing import Any
 
+import pytest
+
 from appliance.controller.admin.keys import end_expired
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.jobs import wanted
@@ -72,6 +74,8 @@ async def test_resume_by_a_weaker_key_lowers_the_priority(control: Control):
         row = jobs.get(control.db, job_id)
         assert (row.key_id, row.wanted, row.priority) == (weak, "run", most)
         assert (row.preemptible, row.deadline_s) == ((0, claimed["deadline_s"]) if most else (1, None))
+        lost = "priority" if most else "deadline_s, preemptible, priority"
+        assert any(f"may claim less; changed: {lost}." in text for text in await control.messages(job_id))
     assert (await revoke(control, weak))["stopped"]["jobs"] == [second]
     resumed = await control.http.post(f"/v1/fine_tuning/jobs/{first}/resume", headers=ADMIN)
     assert resumed.status_code == 200 and jobs.get(control.db, first).priority == 4
@@ -100,6 +104,18 @@ async def test_revoke_fails_background_responses(control: Control):
     found = [await control.sdk.responses.retrieve(response_id) for response_id in stopped]
     assert [(one.status, one.error.code) for one in found] == [("failed", "invalid_prompt")] * 2
     assert TASKS.list_all(control.db) == [] and len(control.engines.sent) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [({"priority": 6}, {"max_priority": 5}), ({"preemptible": False}, {}), ({"deadline_s": 1e10}, {})],
+)
+async def test_job_above_its_keys_priority_is_refused(control: Control, fields: dict[str, Any], limit: dict[str, int]):
+    control.as_key("laptop", **limit)
+    body = {"model": "starter", "training_file": await control.upload(), **fields}
+    refused = await control.http.post("/v1/fine_tuning/jobs", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (403, next(iter(fields)))
+    assert (await control.http.post("/v1/fine_tuning/jobs", json=body, headers=ADMIN)).status_code == 200
 
 
 async def test_expired_key_ends_like_a_revoked_one(control: Control):

@@ -69,6 +69,24 @@ async def test_head_is_a_get_without_its_body(box: Box) -> None:
     assert [request.method for request in controller.requests] == ["GET"] * 3
 
 
+async def test_preflight_whose_body_never_comes_ends_its_connection(start_box: Start) -> None:
+    box = await start_box(cors_origins=[PAGE])
+    head = f"Origin: {PAGE}\r\nAccess-Control-Request-Method: POST\r\nExpect: 100-continue\r\nContent-Length: 9\r\n"
+    wire = await box.send("OPTIONS", "/v1/models", key=None, headers=head)
+    answer = await wire.response()
+    assert (answer.status, answer.headers["connection"]) == (200, "close")
+    await wire.send(request_bytes("GET", "/health"))
+    assert await wire.eof() == b""
+
+
+async def test_head_needs_what_get_needs(box: Box) -> None:
+    for target, key, status in (("/v1/models", None, 401), ("/metrics", "sk-test-inference", 403), ("/no", None, 404)):
+        wire = await box.send("HEAD", target, key=key)
+        assert (await wire.head())[0] == status
+        await wire.send(request_bytes("GET", "/health"))
+        assert (await wire.response()).status == 200  # no body lay in between
+
+
 async def test_one_slash_too_many_reaches_the_same_routes(box: Box) -> None:
     controller = await box.control(gives({"data": []}))
     for target in ("/v1/chat/completions/", "//v1/chat/completions", "/v1//chat/completions"):

@@ -118,6 +118,45 @@ async def test_bodies_are_bounded_announced_or_not(start_box: Start) -> None:
     assert box.state.buffered_bytes == 0
 
 
+@pytest.mark.parametrize("start", [b"0\r\nX: ", b"1;x=", b"1\r\na\r\n0\r\nX: "])
+async def test_trailer_or_extension_without_end_is_refused(box: Box, start: bytes) -> None:
+    wire = await box.connect()
+    await wire.send(POST + b"Transfer-Encoding: chunked\r\n\r\n" + start)
+    for _ in range(20):
+        await wire.send(b"x" * 10_000)
+        await asyncio.sleep(0.001)  # a read of its own
+    response = await wire.response()
+    assert response.status == 400 and response.error["code"] == "bad_http_request"
+
+
+async def test_garbage_behind_a_request_ends_the_connection_after_its_answer(box: Box) -> None:
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat()) + b"GET /health HTTP/1.1\r\nHost : x\r\n\r\n")
+    assert (await wire.response()).status == 200
+    assert await wire.eof() == b""
+
+
+async def test_connections_are_bounded(start_box: Start) -> None:
+    box = await start_box(limits={"max_connections": 1}, engine=answer_chat)
+    first = await box.connect()
+    await box.until(lambda: len(box.state.connections) == 1)
+    response = await (await box.connect()).response()
+    assert response.status == 503 and response.error["code"] == "too_many_connections"
+    await first.send(SMUGGLED)
+    assert (await first.response()).status == 200
+    first.close()
+    await box.until(lambda: not box.state.connections)
+    assert (await box.ask("GET", "/health")).status == 200
+
+
+async def test_pipelined_requests_are_read_as_they_are_answered(box: Box) -> None:
+    wire, count = await box.connect(), 40_000
+    wire.writer.write(SMUGGLED * count)
+    for _ in range(50):
+        assert (await wire.response()).status == 200
+    assert sum(len(connection.pipeline) for connection in box.state.connections) < count // 2
+
+
 async def test_all_bodies_together_are_bounded(start_box: Start) -> None:
     box = await start_box(limits={"buffered_body_bytes": 4000}, engine=answer_chat)
     slow = await box.connect()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
 import pytest
 
-from .conftest import Box, Start, chat, digest
+from .conftest import Box, Start, chat, digest, request_bytes
 from .upstreams import Reply, UpstreamRequest, gives, hangs
 
 KEY, LOGIN = "sk-test-read", "session_a"
@@ -165,6 +166,14 @@ async def test_the_way_to_a_login_provider_needs_no_key_and_is_nobodys(start_box
     for seen in controller.requests:
         assert seen.headers["x-appliance-key-id"] == seen.headers["x-appliance-scopes"] == "gateway"
     assert controller.requests[-1].body == b'{"code": "c"}'
+    wire, asked = await box.connect(), request_bytes("POST", "/admin/v1/oidc/begin", {}, key=None, headers=SAME)
+    connections = controller.connections
+    await wire.send(asked[:-1])
+    await box.until(lambda: bool(box.state.exchanges))
+    await asyncio.sleep(0.05)
+    assert controller.connections == connections, "a body that drips holds none of them"
+    await wire.send(asked[-1:])
+    assert (await wire.response()).status == 200
 
 
 @pytest.mark.parametrize(

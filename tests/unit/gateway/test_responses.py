@@ -182,6 +182,24 @@ async def test_an_unknown_previous_response_is_openais_error_and_no_engine_hears
     assert not front.engines["e0"].requests and front.state.buffered_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("earlier", "code"),
+    [
+        ([{"role": "user", "content": "y" * 1950}], "request_too_large"),
+        ([[[[[[[[[[["deep"]]]]]]]]]]], "invalid_json"),
+        ([{"role": "user", "content": [IMAGE]}], "remote_media_refused"),
+    ],
+)
+async def test_limits_hold_for_the_joined_input(start_box: Start, earlier: Any, code: str) -> None:
+    box = await start_box(limits={"inference_body_bytes": 2000, "json_depth": 10}, engine=answer_response)
+    controller = Controller()
+    controller.earlier = earlier
+    await box.control(controller)
+    response = await box.ask("POST", URL, {"model": "m", "input": "x", "previous_response_id": "resp_known"})
+    assert response.error["code"] == code
+    assert not box.engines["e0"].requests and box.state.buffered_bytes == 0
+
+
 async def test_the_tokens_of_an_input_are_counted_with_those_of_earlier_turns(front: Box) -> None:
     async def script(request: UpstreamRequest, reply: Reply) -> None:
         assert request.target == "/v1/responses/render"

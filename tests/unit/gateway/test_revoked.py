@@ -8,7 +8,7 @@ import time
 import pytest
 
 from .conftest import Box, Wire, chat, digest, request_bytes
-from .upstreams import Reply, UpstreamRequest, hangs
+from .upstreams import Reply, UpstreamRequest, chat_events, hangs, sends
 
 KEY, OTHER = "sk-test-inference", "sk-test-all"
 BODY = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
@@ -44,6 +44,20 @@ async def test_a_body_that_is_still_arriving(box: Box, how: str) -> None:
     await _ended(wire)
     assert box.state.buffered_bytes == 0 and box.engines["e0"].requests == []
     assert box.state.metrics.events["revoked_in_flight"] == 1
+
+
+async def test_what_was_pipelined_behind_a_stream_never_begins(box: Box) -> None:
+    """One whole request, and one whose body is arriving, behind a stream of the same key."""
+    box.engines["e0"].script = sends(chat_events("a", done=False)[0], ends=False)
+    wire = await box.send("POST", "/v1/chat/completions", chat(stream=True), key=KEY)
+    await box.until(lambda: len(box.engines["e0"].requests) == 1)
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(), key=KEY) + _head() + BODY)
+    await box.until(lambda: any(connection.pipeline for connection in box.state.connections))
+    box.revoke(KEY)
+    assert (await wire.head())[0] == 200
+    rest = await wire.eof()
+    assert b"invalid_api_key" in rest and b"HTTP/1.1 200" not in rest
+    assert len(box.engines["e0"].requests) == 1 and box.state.buffered_bytes == 0
 
 
 async def test_a_request_that_is_held(box: Box) -> None:

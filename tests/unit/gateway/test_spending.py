@@ -15,7 +15,7 @@ from appliance.gateway.requests.answers import Tokens
 
 from .conftest import KEY, Box, Start, chat, digest, request_bytes
 from .test_continuation import completion, events, greedy_engine
-from .upstreams import chat_answer, hangs, sends
+from .upstreams import Reply, UpstreamRequest, chat_answer, hangs, sends
 
 
 async def test_requests_by_the_minute(box: Box) -> None:
@@ -128,6 +128,21 @@ async def test_usage_in_the_request_is_not_what_it_costs(box: Box) -> None:
     await box.ask("POST", "/v1/responses", {"model": "m", "input": "x", "stream": True, "tools": tools})
     row = taken(box)
     assert (row["prompt_tokens"], row["completion_tokens"]) == (7, 5)
+
+
+async def test_usage_of_an_answer_too_long_to_be_kept_is_charged(start_box: Start) -> None:
+    raw = orjson.dumps({"text": "w" * 3000, "usage": {"prompt_tokens": 30_000, "completion_tokens": 50_000}})
+
+    async def answer(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(raw))
+        for piece in (raw[:1500], raw[1500:-5], raw[-5:]):  # cut in the midst of a number
+            await reply.raw(piece)
+            await asyncio.sleep(0.01)
+
+    box = await start_box(limits={"buffered_response_bytes": 1000}, engine=answer)
+    assert (await box.ask("POST", "/v1/chat/completions", chat())).body == raw
+    row = taken(box)
+    assert (row["prompt_tokens"], row["completion_tokens"]) == (30_000, 50_000)
 
 
 async def test_refusals_are_counted_by_key_and_model(box: Box) -> None:

@@ -156,6 +156,16 @@ async def test_what_a_silent_supervisor_holds_stays_as_it_was_known() -> None:
 
 
 @in_virtual_time
+async def test_observe_fails_while_an_unknown_engine_does_not_answer() -> None:
+    """The controller reads the box once before its loop does: a second reading does not wait for a silent engine."""
+    world = World(box_of(1), {"r": ReplicaView("r", "", "", "dead", (), answered=False)})
+    state = ClusterState(FakeEffects(world), virtual_time.now_s, SchedulerConfig(), FakeStore())
+    assert not await state.observe({}) and not state.box.devices
+    world.replicas["r"] = ReplicaView("r", "m", "v1", "open", ("n0/0",))
+    assert await state.observe({}) and state.box.holders == {"n0/0": Holder("replica", "r")}
+
+
+@in_virtual_time
 async def test_observe_counts_the_death_of_a_moving_engine_once_its_move_has_ended() -> None:
     world = World(box_of(1), {"r": ReplicaView("r", "m", "v1", "open", ("n0/0",))})
     effects = FakeEffects(world)

@@ -36,12 +36,12 @@ def store(tmp_path):
 
 
 @pytest.fixture
-def tiers(db, store, tmp_path):
+def tiers(store, tmp_path):
     """A disk and a remote directory below `tmp_path`, with the rules of the defaults."""
     (tmp_path / "mount").mkdir()
     (tmp_path / "data").mkdir()
     config = WeightsConfig.model_validate({"disk": {"free_bytes": 0}, "remote": {"url": str(tmp_path / "mount")}})
-    return Tiers(db, store, config, BoxPaths(tmp_path / "data", tmp_path / "shm"))
+    return Tiers(store, config, BoxPaths(tmp_path / "data", tmp_path / "shm"))
 
 
 @pytest.fixture

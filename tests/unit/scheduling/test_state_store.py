@@ -11,7 +11,7 @@ import pytest
 from appliance.controller.bus.bus import Bus
 from appliance.controller.devices.mode import Mode, write_mode
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.scheduling.state_store import Wishes, job_host_bytes
+from appliance.controller.scheduling.state_store import QueuedDemand, job_host_bytes
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.records import audit, canaries, deployments, windows
@@ -175,8 +175,10 @@ def test_job_waits_while_shared_memory_has_no_room_for_its_result(db, events, ad
 
 
 def test_host_bytes_of_a_job_follow_the_devices_that_it_may_run_on(add_job):
-    row = add_job(estimate={"memory": {"store_bytes": 1, "host_bytes": {"1": 5, "8": 20}}}, allowed_sizes=[1, 2])
-    assert job_host_bytes(row) == {1: 5, 2: 20} and job_host_bytes(add_job("ftjob-2", allowed_sizes=None)) == {1: 0}
+    row = add_job(
+        estimate={"memory": {"store_bytes": 1, "host_bytes": {"1": 5, "2": 9, "8": 20}}}, allowed_sizes=[1, 2]
+    )
+    assert job_host_bytes(row) == {1: 5, 2: 9} and job_host_bytes(add_job("ftjob-2", allowed_sizes=None)) == {1: 0}
 
 
 def test_job_keeps_its_sizes_while_the_box_has_memory_for_none_of_them(db, events, add_job):
@@ -189,8 +191,8 @@ NO_POLICIES: Mapping[str, str] = MappingProxyType({})
 OPEN = {"starter": {"replicas": [{"id": "r1", "state": "open"}]}}
 
 
-class Asked(Wishes):
-    """Wishes of a box whose gateways report nothing."""
+class Asked(QueuedDemand):
+    """Demand of a box whose gateways report nothing."""
 
     def __init__(
         self, db: Database, folder: Path, lines: tuple[str, ...] = (), policies: Mapping[str, str] = NO_POLICIES

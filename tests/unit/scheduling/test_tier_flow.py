@@ -65,9 +65,9 @@ def damage(path):
 
 async def test_a_published_version_reaches_every_tier_once(flow, publish, db, tmp_path, tiers):
     (stored,) = publish("v1")
-    assert tiers.tiers_of_version("starter", "v1") == ["memory"]
+    assert tiers.tiers_of(V1) == ["memory"]
     await passes(flow, "disk", "remote")
-    assert tiers.tiers_of_version("starter", "v1") == ["memory", "disk", "remote"]
+    assert tiers.tiers_of(V1) == ["memory", "disk", "remote"]
     row = models.find_version(db, "starter", "v1")
     assert row.disk_path == str(tmp_path / "data/models/starter/v1") and not stored.pinned
     written = {p: p.stat().st_mtime_ns for p in (tmp_path / "mount/objects").rglob("*") if p.is_file()}
@@ -83,7 +83,7 @@ async def test_evicted_from_memory_and_damaged_on_disk_it_is_served_from_the_rem
     (stored,) = publish("v1")
     models.activate(db, "starter", "v1")
     await passes(flow, "disk", "remote")
-    assert store.evict(1 << 40) > 0 and tiers.tiers_of_version("starter", "v1") == ["disk", "remote"]
+    assert store.evict(1 << 40) > 0 and tiers.tiers_of(V1) == ["disk", "remote"]
     damage(tmp_path / "data/models/starter/v1/model.safetensors")
     provider = VersionProvider(db, store, tiers, None, None, None)
     path = await provider.in_memory("starter", "v1")

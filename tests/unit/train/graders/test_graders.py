@@ -13,7 +13,7 @@ from train.graders import formula
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
 from train.graders.graders import ModelAnswer, ScoreModel, check_threshold, leaves, parse
 from train.graders.grading import Graded, grade, requests
-from train.graders.templates import Sample, fill
+from train.graders.templates import MAX_TEXT, Sample, fill
 
 CHECK = {"type": "string_check", "name": "same", "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
 SCORE = {
@@ -69,7 +69,15 @@ def test_templates_reach_into_items_and_samples() -> None:
     assert fill("{{sample.choices.0.message.content}} {not one}", Sample("hi"), None) == "hi {not one}"
 
 
-@pytest.mark.parametrize("variable", ["item.b", "item.a.x", "item.a.9", f"item.a.{'9' * 4000}", "sample.choices.1"])
+def test_request_messages_together_have_a_limit() -> None:
+    part = {"role": "user", "content": "{{ item }}"}
+    judge = parse({"type": "score_model", "name": "j", "model": "m", "input": [part, part]})
+    assert isinstance(judge, ScoreModel) and judge.request(Sample(""), "a")["messages"][1]["content"] == "a"
+    with pytest.raises(GradingFailed, match="a prompt has over"):
+        judge.request(Sample(""), "a" * (MAX_TEXT // 2 + 1))
+
+
+@pytest.mark.parametrize("variable", ["item.b", "item.a.x", "item.a.9", f"item.a.{'9' * 200}", "sample.choices.1"])
 def test_what_the_item_lacks_is_said(variable: str) -> None:
     with pytest.raises(GradingFailed, match=r"has no value: '\w+' is not there") as failure:
         fill(f"{{{{ {variable} }}}}", Sample(""), {"a": [1]})
@@ -124,6 +132,8 @@ REFUSED = {
     ),
     "no end": ({**EQUAL, "input": "{{ item.answer }"}, "input"),
     "a sum": ({**EQUAL, "input": "{{ item.a + 1 }}"}, "input"),
+    "a block of Jinja": ({**EQUAL, "input": "\0block if item %}"}, "input"),
+    "too many variables": ({**EQUAL, "input": "{{ item.a }}" * 1001}, ""),
     "a long number": ({**EQUAL, "input": f"{{{{ item.a.{'9' * 5000} }}}}"}, "input"),
     "a sample's field": ({**EQUAL, "input": "{{sample.text}}"}, "input"),
     "cosine": (

@@ -52,9 +52,21 @@ async def test_after_a_worker_that_died_another_grades(hosts: GraderHosts) -> No
     found = await graded(hosts, CHECK, [(Sample("a"), "a"), (Sample("a"), "b"), (Sample("你"), "你")])
     assert [one.reward for one in found] == [1, 0, 1]
     assert hosts._process is not None
-    hosts._process.kill()
-    await hosts._process.wait()
+    hosts._process.kill()  # not reaped yet: the request meets its end and is made again
     assert (await graded(hosts, CHECK, [(Sample("a"), "a")]))[0].reward == 1
+
+
+async def test_grade_sample_that_takes_too_long_leaves_the_others_their_rewards(
+    hosts: GraderHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def results(head: dict[str, Any], rows: list[Any], *_: Any) -> list[Any]:
+        if any(row["item"] == "long" for row in rows):
+            raise ForkBroke("it took longer than 60 s")
+        return [Graded(1.0, True)] * len(rows)
+
+    monkeypatch.setattr(hosts, "_results", results)
+    found = await graded(hosts, CHECK, [(Sample(""), item) for item in ("a", "long", "b")])
+    assert [one.reward for one in found] == [1, 0, 1] and found[1].errors.other_error
 
 
 @needs_confinement

@@ -3,6 +3,7 @@ those of the box."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -118,6 +119,26 @@ def test_grade_does_nothing_but_compute(tmp_path: Path) -> None:
         assert graded.errors.python_grader_runtime_error, name
         assert re.search("Error|gaierror", graded.messages[0]), name
     assert [path.name for path in tmp_path.iterdir()] == ["secret"] and (tmp_path / "secret").read_text() == SECRET
+
+
+CALLS = {
+    "ptrace": "ptrace(16, item, 0, 0)",
+    "mount": "mount(b'none', b'/tmp', b'tmpfs', 0, 0)",
+    "unshare": "unshare(0x10000000)",
+    "setns": "setns(0, 0)",
+    "bpf": "syscall(321, 0, 0, 0)",
+    "io_uring": "syscall(425, 1, 0)",
+    "perf_event_open": "syscall(298, 0, 0, -1, -1, 0)",
+    "shmget": "shmget(1, 100, 0o1777)",
+    "process_vm_readv": "process_vm_readv(item, 0, 0, 0, 0, 0)",
+}
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="calls by the numbers of x86_64")
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_grade_system_call_past_python_is_refused(call: str) -> None:
+    body = f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nfailed = libc.{call} == -1"
+    assert grade(f"{body}\nreturn ctypes.get_errno() if failed else -1", os.getpid()).reward == errno.EPERM
 
 
 def test_grade_may_start_few_threads() -> None:
