@@ -174,7 +174,7 @@ class ModelLibrary:
                 yield _Fetched(staging / "made", chosen_name, str(file), ours=True)
             return
         if not path.is_dir():
-            fault = "is a file and not a GGUF file" if path.exists() else "does not exist"
+            fault = "is a file and no GGUF" if path.exists() else "does not exist"
             raise SourceNotFound(
                 f"{path} {fault}; expected the directory of a checkpoint (config.json, *.safetensors) or a .gguf file"
             )
