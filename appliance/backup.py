@@ -139,13 +139,13 @@ def take(paths: BoxPaths, place: Objects, *, keep: int, report: Report = lambda 
         finally:
             copy.unlink(missing_ok=True)
         made_s = time.time()
-        made = Manifest(stamp(made_s), made_s, box, str(paths.data_dir), writer.new_bytes, [*files.values()])
-        body = msgspec.json.encode(made)
-        place.put(_manifest_key(made.name), f"{_sha256(body)}\n".encode() + body)
-        last = LastBackup(made.name, made_s, place.where, made.bytes)
+        manifest = Manifest(stamp(made_s), made_s, box, str(paths.data_dir), writer.new_bytes, [*files.values()])
+        body = msgspec.json.encode(manifest)
+        place.put(_manifest_key(manifest.name), f"{_sha256(body)}\n".encode() + body)
+        last = LastBackup(manifest.name, made_s, place.where, manifest.bytes)
         replace_file(paths.last_backup, msgspec.json.encode(last))
-        _remove_old(place, made.name, keep)
-        return made
+        _remove_old(place, manifest.name, keep)
+        return manifest
 
 
 def restore(place: Objects, name: str | None, data_dir: Path, *, report: Report = lambda done, of: None) -> Manifest:

@@ -80,7 +80,7 @@ class Follower:
         self._refused: dict[str, str] = {}
 
     def poll(self) -> None:
-        """Send what is new of every job. A job that the tracker refuses is begun anew in the next round. Raises the
+        """Send what is new of every job. A job that the tracker refuses is begun again in the next round. Raises the
         error of the library where no job could be sent, and that of reading the database."""
         sent, failed = 0, {}
         rows = self._rows(

@@ -66,5 +66,5 @@ class ChildError(RuntimeLayerError):
 
 
 def words_of_check(message: str) -> str:
-    """What a check of ours says of a value; pydantic writes its own words before it."""
+    """The message of one of our validators, without the words that pydantic writes before it."""
     return message.removeprefix("Value error, ").removeprefix("Assertion failed, ")

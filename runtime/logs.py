@@ -1,4 +1,4 @@
-"""Writes logs as JSON lines on stderr: one object per line, with the same keys in every process of the box.
+"""Logs as JSON lines on stderr, with the same keys in every process of the box; the ends of log files; time stamps.
 
 A line has `time` (UTC, ISO 8601), `level`, `process`, `event` (what happened, for people) and `logger`, then the ids
 that apply, and `exception` with a traceback. A process that handles one thing sets its ids once; otherwise use
@@ -124,7 +124,7 @@ class LogFile(NamedTuple):
 
 
 def logs_in(folder: Path) -> list[LogFile]:
-    """Those written last first."""
+    """The logs of a folder, the newest first."""
     logs = []
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
@@ -145,10 +145,10 @@ def end_of(path: Path, most_bytes: int) -> tuple[str, int]:
 
 
 def minute(unix_s: float) -> str:
-    """The same words on every box, wherever it stands: 2026-11-27 20:46 UTC."""
+    """A moment for people, in UTC on every box: 2026-11-27 20:46 UTC."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(unix_s))
 
 
 def stamp(unix_s: float) -> str:
-    """For the name of a file or a folder; names sort as their moments."""
+    """A moment for the name of a file or folder; names sort as their moments."""
     return time.strftime(STAMP, time.gmtime(unix_s))

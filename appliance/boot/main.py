@@ -69,7 +69,7 @@ class BoxError(RuntimeError):
 
 
 class BoxState:
-    """`box.json`: what this process tells the commands about itself.
+    """`box.json`: the state of this process, for the commands.
 
     Fields: pid, url, controller_socket, state (starting|ready|stopping|stopped|failed|killed), message,
     started_s (Unix time), first_key_file (of a box that had no key), troubles (of the supervised processes, in the form
@@ -80,7 +80,7 @@ class BoxState:
         self.fields: dict[str, Any] = {}
 
     def update(self, **fields: Any) -> None:
-        """Raises BoxError if the first one fails."""
+        """Write the changed fields. Raises BoxError if the first write fails."""
         if (changed := {**self.fields, **fields}) == self.fields:
             return
         is_first, self.fields = not self.fields, changed
@@ -112,8 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.error("a box already runs on %s; `appliance down` stops it", paths.data_dir)
         return 5
     except (UnsafeFolder, BoxError, ray_head.RayStartError, InvitationError) as error:
-        state.update(state="failed", message=str(error))
         log.error("the box did not start: %s", error)
+        with suppress(BoxError):  # the folder may be what is wrong
+            state.update(state="failed", message=str(error))
         return 1
 
 
@@ -131,8 +132,8 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState, show: str | 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, ask_to_stop)
 
-    known = {"pid": os.getpid(), "url": local_url(config), "controller_socket": str(paths.controller_socket)}
-    state.update(state="starting", message="", started_s=time.time(), **known)
+    endpoint = {"pid": os.getpid(), "url": local_url(config), "controller_socket": str(paths.controller_socket)}
+    state.update(state="starting", message="", started_s=time.time(), **endpoint)
     box = Box(config, paths, state, stop.set)
     fault = ""
     try:
@@ -172,7 +173,7 @@ def port_taken(host: str, port: int) -> str:
 
 
 def make_first_key(paths: BoxPaths) -> bool:
-    """Makes the first key of a box that has none and writes it into its file; True if it did. Raises OSError,
+    """Make the first key of a box that has none and write it into its file; True if it did. Raises OSError,
     StoreError, sqlite3.Error.
 
     The key goes nowhere else: what this process prints may end in a journal.
@@ -215,9 +216,9 @@ class Box:
         self._gateway = Supervised("gateway", self._start_gateway, background, self._say, health)
 
     async def start(self) -> None:
-        """Returns when the endpoint answers. Raises BoxError or RayStartError."""
-        if left := clear_leftovers(self._paths):
-            self._say(f"ended {len(left)} processes that an earlier run left behind")
+        """Start all processes; return when the endpoint answers. Raises BoxError or RayStartError."""
+        if leftovers := clear_leftovers(self._paths):
+            self._say(f"ended {len(leftovers)} processes that an earlier run left behind")
         # Check before anything starts: without its port the box is useless, and its holder might answer for us.
         if reason := port_taken(self._config.box.host, self._config.box.port):
             raise BoxError(reason)
@@ -226,8 +227,8 @@ class Box:
             check_build(self._devices)
         except DevicesRefused as error:
             raise BoxError(str(error)) from error
-        for words in foreign_use(self._devices):
-            self._say(words)
+        for message in foreign_use(self._devices):
+            self._say(message)
         self._paths.gateway_token.unlink(missing_ok=True)
         write_secret(self._paths.gateway_token, secrets.token_hex(32))
         try:
@@ -321,7 +322,7 @@ class Box:
                 self._stop()
 
     async def _wait_for(self, process: Supervised) -> None:
-        """Returns when it answers with 200. Raises BoxError."""
+        """Return when it answers with 200. Raises BoxError."""
         assert process.probe is not None
         timeout_s, began_s = self._config.box.start_timeout_s, time.monotonic()
         while True:
@@ -344,7 +345,7 @@ class Box:
 
 
 class ExporterEnded(RuntimeError):
-    """It says why."""
+    """The message says why."""
 
 
 async def run_exporter(
@@ -356,18 +357,19 @@ async def run_exporter(
     What the environment says of MLflow and W&B does not count: the configuration alone decides what leaves the box.
     """
     paths.tracking.mkdir(mode=0o700, exist_ok=True)
-    given = {
+    arguments = {
         **settings.model_dump(),
         "tracker": tracker,
         "database": str(paths.database),
         "folder": str(paths.tracking),
         "wandb_dir": str(Path(settings.wandb_dir or paths.tracking).expanduser()),
     }
-    own = {name: text for name, text in environment.items() if not name.startswith(("MLFLOW_", "WANDB_", "PYTHONPATH"))}
+    foreign = ("MLFLOW_", "WANDB_", "PYTHONPATH")
+    variables = {name: text for name, text in environment.items() if not name.startswith(foreign)} | _QUIET
     script, log = str(Path(appliance.__file__).with_name("tracking.py")), paths.logs / f"tracking-{tracker}.log"
     python = str(Path(settings.python or sys.executable).expanduser())
     with open(log, "ab") as output:
-        process = await ray_head.start_process(("-P", script, json.dumps(given)), output, {**own, **_QUIET}, python)
+        process = await ray_head.start_process(("-P", script, json.dumps(arguments)), output, variables, python)
     try:
         await process.wait()
         lines = tail(log).splitlines()

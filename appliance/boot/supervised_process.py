@@ -43,13 +43,13 @@ class Probe(NamedTuple):
 
 
 class ProcessEnded(RuntimeError):
-    """It says which process, and how it ended."""
+    """The message says which process, and how it ended."""
 
 
 class Supervised:
     """One process that must run: `background` starts it again when it ends or could not be started.
 
-    say: told in words when it ends or hangs. probe: how `look` finds out that it hangs.
+    say: gets a message when it ends or hangs. probe: how `look` finds out that it hangs.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Supervised:
         return await process.wait() == 0
 
     async def running(self) -> None:
-        """Returns once it was started and is not known to have ended."""
+        """Return once it was started and is not known to have ended."""
         await self._runs.wait()
 
     def restart(self) -> None:
@@ -104,7 +104,7 @@ class Supervised:
             kill_group(self._process.pid)
 
     async def look(self) -> None:
-        """Asks once; any answer will do, even a refusal. Kills a process that has not answered for `HUNG_S`, or not
+        """Ask once; any answer will do, even a refusal. Kill a process that has not answered for `HUNG_S`, or not
         since its start that long ago."""
         assert self.probe is not None
         pid, now_s = self.pid, self._clock()
@@ -163,7 +163,7 @@ def locked(paths: BoxPaths) -> Iterator[None]:
 
 
 def clear_leftovers(paths: BoxPaths) -> list[int]:
-    """Ends what an earlier run left, and removes its shared memory and sockets; returns the pids."""
+    """End what an earlier run left, and remove its shared memory and sockets; return the pids."""
     found = kill_leftovers(paths.box_id)
     remove_segments_below(paths.replica_sockets)
     shutil.rmtree(paths.worlds, ignore_errors=True)

@@ -188,7 +188,7 @@ GROUPS = {
     "mode schedule": "Mode windows: modes that come and go by the clock, such as serve by day and train by night.",
     "model": "Models: base models, fine-tuned ones, and their versions.",
     "node": "Nodes: the machines of the box, invitations for others, and taking one out.",
-    "plan": "Show whether a job or a model would fit, before anything is started.",
+    "plan": "Show whether a job would fit, and what it would choose, before anything is started.",
     "tier": "Tiers: where the bytes of models and jobs are kept.",
 }
 

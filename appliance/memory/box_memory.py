@@ -75,13 +75,13 @@ class HostMemory:
         # By default a twenty-fifth of the total, at least half a GiB, at most eight.
         self.reserve = min(max(reading.total // 25, 2**29), 8 * 2**30) if reserve is None else reserve
         self._state = MemoryState()
-        self._wanted: dict[str, tuple[int, float]] = {}  # engines and jobs that wait: bytes, when the loop asked last
+        self._waiting_engines: dict[str, tuple[int, float]] = {}  # engines that wait: bytes, when the loop asked last
         self._waiting_jobs: dict[str, tuple[int, float]] = {}
         self._starting: list[tuple[float, int]] = []
         self._barren_until_s = 0.0  # idle weights that could not be freed are not tried until then
         self._replicas: list[dict[str, Any]] = []
 
-    # What the loop asks
+    # For the loop
 
     def lacks(self, row: JobRow) -> str:
         """Why this job cannot have memory here now, in a sentence; "" when it can, or already has it."""
@@ -108,8 +108,8 @@ class HostMemory:
         needs = self._needs(row)
         held = max((size for size in needs if size <= len(row.devices)), default=0)
         room = self._room() + needs.get(held, 0)
-        found = {size: size <= held or needed <= room for size, needed in needs.items()}
-        return found if any(found.values()) else dict.fromkeys(needs, True)
+        fits = {size: size <= held or needed <= room for size, needed in needs.items()}
+        return fits if any(fits.values()) else dict.fromkeys(needs, True)
 
     def want(self, row: JobRow) -> None:
         """No node has memory for this job: this node gives back for it memory that nobody computes with."""
@@ -124,17 +124,17 @@ class HostMemory:
         """Whether memory allows one more engine of the model, waking or new. For a model without an awake engine the
         box gives up other memory; a further engine waits. One that is too large waits too, and takes nothing."""
         needed, room = self._means.engine_bytes(model), self._room()
-        has_one = any(one["model"] == model and one["state"] in AWAKE for one in self._replicas)
+        has_one = any(replica["model"] == model and replica["state"] in AWAKE for replica in self._replicas)
         if needed <= room and not (self._state.short and has_one):
-            self._wanted.pop(model, None)
+            self._waiting_engines.pop(model, None)
             self._starting.append((self._clock(), needed))
             return True
         if not has_one and not self.too_large(model):
-            if model not in self._wanted:
+            if model not in self._waiting_engines:
                 log.warning(
                     "an engine of %s waits for memory: it needs %s, has %s", model, gb(needed), gb(max(0, room))
                 )
-            self._wanted[model] = (needed, self._clock())
+            self._waiting_engines[model] = (needed, self._clock())
         return False
 
     def too_large(self, model: str) -> str:
@@ -157,15 +157,15 @@ class HostMemory:
     async def look(self, status: Mapping[str, Any], reading: MemoryReading) -> None:
         """Decide, and do at most one thing. status: the loop's."""
         self._replicas, now_s, self._reading = status["replicas"], self._clock(), reading
-        for asked in (self._wanted, self._waiting_jobs):
-            for name in [name for name, (_, at_s) in asked.items() if now_s - at_s >= WANTED_FOR_S]:
-                del asked[name]
+        for requests in (self._waiting_engines, self._waiting_jobs):
+            for name in [name for name, (_, at_s) in requests.items() if now_s - at_s >= WANTED_FOR_S]:
+                del requests[name]
         self._starting = [(at_s, needed) for at_s, needed in self._starting if now_s - at_s < STARTING_FOR_S]
-        wanted = sum(needed for needed, _ in self._wanted.values())
+        wanted = sum(needed for needed, _ in self._waiting_engines.values())
         enough = self._reading.available >= self.reserve * memory_policy.ENOUGH_OF_RESERVE + wanted
         if not enough or self._state.holds_back or self._waiting_jobs:
             await self._decide(status, wanted, now_s)
-        if self._wanted:
+        if self._waiting_engines:
             self._means.nudge()
 
     async def _decide(self, status: Mapping[str, Any], wanted: int, now_s: float) -> None:
@@ -191,7 +191,7 @@ class HostMemory:
             if action.kind == "job":
                 self._means.save()
             verb = "memory.taken" if action.back else "memory.given"
-            target = action.what or ("box" if self._node == HOME_NODE else self._node)
+            target = action.job or ("box" if self._node == HOME_NODE else self._node)
             detail = {"what": action.kind, "reason": action.why}
             audit.insert(self._db, AuditRow(verb, target, detail=detail, created_s=now_s))
         self._means.nudge()
@@ -213,7 +213,7 @@ class HostMemory:
         """Whether this job or replica is here. No job and no engine spans nodes."""
         return bool(holder["devices"]) and node_of(holder["devices"][0]) == self._node
 
-    # What people see
+    # For people
 
     def status(self) -> dict[str, Any]:
         """For `/admin/v1/status`, in bytes."""
@@ -227,14 +227,14 @@ class HostMemory:
 
     def notes(self) -> list[str]:
         """What users should know now, in a sentence."""
-        if not self._state.holds_back and not self._wanted:
+        if not self._state.holds_back and not self._waiting_engines:
             return []
         of, verb = "" if self._node == HOME_NODE else f" of {self._node}", "is" if self._state.short else "was"
         parts = [f"memory{of} {verb} short: {gb(self._reading.available)} available"]
         if self._state.jobs:
             parts.append("training waits")
-        if self._wanted:
-            parts.append(f"{', '.join(sorted(self._wanted))} waits for an engine")
+        if self._waiting_engines:
+            parts.append(f"{', '.join(sorted(self._waiting_engines))} waits for an engine")
         return ["; ".join(parts)]
 
 
@@ -274,7 +274,7 @@ class BoxMemory:
         nodes = self.job_nodes(row)
         each = [self._hosts[name].sizes(row) for name in nodes if name in self._hosts]
         sizes = set().union(*each) if self._hosts.keys() >= set(nodes) else self._means.job_bytes(row).keys()
-        return tuple(size for size in sorted(sizes) if all(one.get(size, True) for one in each))
+        return tuple(size for size in sorted(sizes) if all(fits.get(size, True) for fits in each))
 
     def waits_for(self, row: JobRow) -> str:
         """Why this job cannot have memory on any node now, in a sentence; "" when it can, or already has it."""
@@ -306,12 +306,12 @@ class BoxMemory:
         """Look at each host once. status: the loop's. A node that is gone affects only its own holders."""
         away = {name: _named(reading, name) for name, reading in self._nodes.memory().items()}
         readings = {HOME_NODE: self._read(), **away}
-        self._hosts = {name: self._hosts.get(name) or self._host(name, found) for name, found in readings.items()}
+        self._hosts = {name: self._hosts.get(name) or self._host(name, reading) for name, reading in readings.items()}
         for name, host in self._hosts.items():
             try:
                 await host.look(status, readings[name])
             except EffectFailed as error:
-                log.warning("what memory needs on %s could not be done: %s", name, error, extra={"node": name})
+                log.warning("memory could not be freed on %s: %s", name, error, extra={"node": name})
 
     def _host(self, name: str, reading: MemoryReading) -> HostMemory:
         def at_home(method: str, *arguments: Any) -> Awaitable[Any]:

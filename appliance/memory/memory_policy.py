@@ -38,7 +38,7 @@ SUSPEND_LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What the box could give back now. idle: bytes of idle weights. sleepers: sleeping engines. running: jobs with
+    """Memory the box could give back now. idle: bytes of idle weights. sleepers: sleeping engines. running: jobs with
     ranks, first to yield first. wanted: bytes that engines need for which requests wait. job_wanted: bytes that the
     first job needs that waits for memory."""
 
@@ -51,12 +51,12 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """what: the job, or "". nbytes: to free. why: for users."""
+    """back: the box takes the item back. job: its id, or "". nbytes: to free. why: for users."""
 
     kind: Kind
     back: bool
     why: str
-    what: str = ""
+    job: str = ""
     nbytes: int = 0
 
 
@@ -94,8 +94,8 @@ def decide(
     if state.short or (holdings.job_wanted and lacking > 0):
         if now_s < state.next_s:
             return state, None
-        if (given := _give_up(holdings, state, lacking, now_s, why)) is not None:
-            state, action = given
+        if (decision := _give_up(holdings, state, lacking, now_s, why)) is not None:
+            state, action = decision
             return replace(state, next_s=now_s + SETTLE_S[action.kind]), action
         if state.short or not state.jobs:
             return state, None
@@ -109,9 +109,8 @@ def decide(
     state = replace(state, calm_since_s=now_s)  # its use shows before the next item
     if state.jobs:
         job = state.jobs[-1]  # the job suspended last is first in the queue
-        return replace(state, jobs=state.jobs[:-1]), Action(
-            "job", True, f"job {job} may continue: {_have(reading)} again", job
-        )
+        why = f"job {job} may continue: {_have(reading)} again"
+        return replace(state, jobs=state.jobs[:-1]), Action("job", True, why, job)
     return replace(state, sleepers=None), Action("sleeper", True, f"engines may sleep as before: {_have(reading)}")
 
 
@@ -125,10 +124,8 @@ def _short(reading: MemoryReading, holdings: Holdings, reserve: int) -> str:
     if reading.stalled >= STALLED_PERCENT and reading.available < int(reserve * ENOUGH_OF_RESERVE):
         return f"{_have(reading)}, processes stalled on memory for {reading.stalled:.0f} % of the last ten seconds"
     if holdings.wanted and reading.available < reserve + holdings.wanted:
-        return (
-            f"{_have(reading)}, engines with waiting requests need {gb(holdings.wanted)} besides the reserve of "
-            f"{gb(reserve)}"
-        )
+        need = f"engines with waiting requests need {gb(holdings.wanted)} besides the reserve of {gb(reserve)}"
+        return f"{_have(reading)}, {need}"
     return ""
 
 

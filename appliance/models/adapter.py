@@ -177,17 +177,14 @@ def _check_pair(module: str, down: Placed, up: Placed, base: str, base_layout: L
         raise AdapterRefused(
             down.spec.name, f"shapes {list(down.spec.shape)} and {list(up.spec.shape)} are not a pair of factors"
         )
-    of_module = {
-        placed.spec.name: placed.spec.shape for placed in base_layout if placed.spec.name.startswith(f"{module}.")
-    }
-    if f"{module}.weight" in of_module:
-        outer, inner = of_module[f"{module}.weight"]
+    if f"{module}.weight" in base_layout:
+        outer, inner = base_layout.find(f"{module}.weight").spec.shape
         if (up.spec.shape[0], down.spec.shape[1]) != (outer, inner):
             raise AdapterRefused(
                 down.spec.name,
                 f"fits a layer of {down.spec.shape[1]} inputs and {up.spec.shape[0]} outputs; that of {base} has "
                 f"{inner} and {outer}: an adapter of another model? Name its base with --base",
             )
-    elif not of_module:  # quantised ones are stored otherwise
+    elif not any(placed.spec.name.startswith(f"{module}.") for placed in base_layout):  # quantised: stored otherwise
         raise AdapterRefused(down.spec.name, f"{base} has no layer {module}: an adapter of another model?")
     return down.spec.shape[0]

@@ -30,7 +30,7 @@ from weights.checkpoint.folder import CheckpointRefused, NotACheckpoint, read_js
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
 from weights.format.names import Name, encode_name, sync
-from weights.tiers.copies import DirectoryTier, seal_dir
+from weights.tiers.copies import DirectoryCopies, seal_dir
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME_CHARACTERS = 128
@@ -87,14 +87,14 @@ class ModelLibrary:
 
         Raises ModelError, CheckpointRefused, weights.format.errors.IntegrityError (a damaged weight file, by name).
         """
-        with self._fetched(str(source), name, revision, report) as found:
-            if adapter.is_adapter(found.folder):
+        with self._fetched(str(source), name, revision, report) as fetched:
+            if adapter.is_adapter(fetched.folder):
                 raise NotACheckpoint(
                     "",
                     f"{source} is an adapter; expected a checkpoint with config.json and weights. An adapter is "
                     f"imported together with its base (`appliance model import {source} --base NAME`)",
                 )
-            return self._take_in(found, report)
+            return self._take_in(fetched, report)
 
     def find_adapter(
         self, source: str, *, name: str | None = None, revision: str | None = None
@@ -131,16 +131,16 @@ class ModelLibrary:
         It takes adapter_config.json, adapter_model.safetensors and README.md. Raises CheckpointRefused,
         weights.format.errors.IntegrityError, NotEnoughDisk, HubError.
         """
-        with self._fetched(source, name, revision, report) as found:
-            files = adapter.choose_files(found.folder)
-            note = [] if found.ours else adapter.template_note(found.folder, base, base_path)
-            with self._staged(files, found, report) as staging:
+        with self._fetched(source, name, revision, report) as fetched:
+            files = adapter.choose_files(fetched.folder)
+            note = [] if fetched.ours else adapter.template_note(fetched.folder, base, base_path)
+            with self._staged(files, fetched, report) as staging:
                 layout = Layout.read(staging)
                 below = Layout.read(base_path)
                 rank = adapter.examine(staging, layout, base=base, base_layout=below, rank_limit=rank_limit)
                 check_numbers(staging, layout)
                 meta = {
-                    "source": found.source,
+                    "source": fetched.source,
                     "params": sum(placed.spec.numel for placed in layout),
                     "base": base,
                     "base_version": base_version,
@@ -174,9 +174,9 @@ class ModelLibrary:
                 yield _Fetched(staging / "made", chosen_name, str(file), ours=True)
             return
         if not path.is_dir():
-            found = "is a file and no GGUF" if path.exists() else "does not exist"
+            fault = "is a file and not a GGUF file" if path.exists() else "does not exist"
             raise SourceNotFound(
-                f"{path} {found}; expected the directory of a checkpoint (config.json, *.safetensors) or a .gguf file"
+                f"{path} {fault}; expected the directory of a checkpoint (config.json, *.safetensors) or a .gguf file"
             )
         path = path.resolve()
         chosen_name = check_name(name if name is not None else _name_of(path.name))
@@ -204,28 +204,28 @@ class ModelLibrary:
         return folder
 
     @contextlib.contextmanager
-    def _staged(self, files: Mapping[str, Path], found: _Fetched, report: Report) -> Iterator[Path]:
+    def _staged(self, files: Mapping[str, Path], fetched: _Fetched, report: Report) -> Iterator[Path]:
         """A directory with a copy of the files; they are moved if they are ours."""
         done, nbytes = 0, sum(file.stat().st_size for file in files.values())
-        if not found.ours:
+        if not fetched.ours:
             self._require_space(nbytes)
         with self._staging() as staging:
             for file, real in files.items():
                 report(done, nbytes, "bytes", f"copying {file}")
                 done += real.stat().st_size
-                if found.ours:
+                if fetched.ours:
                     os.rename(real, staging / file)
                 else:
                     _copy(real, staging / file)
                 (staging / file).chmod(0o600)
             yield staging
 
-    def _take_in(self, found: _Fetched, report: Report) -> ModelVersion:
+    def _take_in(self, fetched: _Fetched, report: Report) -> ModelVersion:
         """Stage, examine, try, mend, seal and publish a checkpoint."""
-        files = choose_files(found.folder)
+        files = choose_files(fetched.folder)
         nbytes = sum(file.stat().st_size for file in files.values())
-        has_adapter = (found.folder / adapter.CONFIG_FILE).exists()
-        with self._staged(files, found, report) as staging:
+        has_adapter = (fetched.folder / adapter.CONFIG_FILE).exists()
+        with self._staged(files, fetched, report) as staging:
             facts = examine(staging, Layout.read(staging))
             report(nbytes, nbytes, "bytes", "trying its chat templates")
             tried = trial.try_folder(staging)
@@ -237,30 +237,30 @@ class ModelLibrary:
                     f"{adapter.CONFIG_FILE} and the adapter that it describes stay behind: the model is imported alone"
                 )
             report(nbytes, nbytes, "bytes", "computing checksums")
-            meta = {"source": found.source, **asdict(facts), "warnings": warnings}
-            return self._publish(staging, "version", found.name, meta)
+            meta = {"source": fetched.source, **asdict(facts), "warnings": warnings}
+            return self._publish(staging, "version", fetched.name, meta)
 
     def _publish(self, staging: Path, kind: str, name: str, meta: Mapping[str, Any]) -> ModelVersion:
         family = self._private(self._root / encode_name(name))
-        highest = int(self._given(name).read_text()) if self._given(name).exists() else 0
+        highest = int(self._number_file(name).read_text()) if self._number_file(name).exists() else 0
         on_disk = [int(entry.name[1:]) for entry in family.iterdir() if re.fullmatch(r"v\d{1,9}", entry.name)]
         number = max([*on_disk, highest]) + 1
         seal_dir(staging, kind=kind, model=name, version=f"v{number}", meta=meta)
         for file in staging.iterdir():
             sync(file)
-        replace_file(self._given(name), str(number).encode(), durable=True)
+        replace_file(self._number_file(name), str(number).encode(), durable=True)
         os.rename(staging, family / f"v{number}")
         sync(family)
         return _described(family / f"v{number}")
 
-    def _given(self, name: str) -> Path:
+    def _number_file(self, name: str) -> Path:
         """A file with the highest number that a version of this model had. It outlives the model, and does not tell its
         name."""
         return self._private(self._root / ".numbers") / hashlib.sha256(name.encode()).hexdigest()[:32]
 
     def remove(self, name: str, version: str) -> None:
         """Deletes a version, out of sight in one step. Idempotent."""
-        DirectoryTier(self._root).remove(Name("version", name, version))
+        DirectoryCopies(self._root).remove(Name("version", name, version))
 
     def _private(self, directory: Path) -> Path:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -307,26 +307,26 @@ def _convert_gguf(file: Path, out: Path, report: Report) -> None:
         report(event["done"], event["total"], "tensors", "dequantising")
 
     try:
-        found = trial.run_trial(
+        result = trial.run_trial(
             file.name, "train.convert.gguf", str(file), str(out), limit_s=CONVERT_S, on_event=on_event
         )
     except trial.TrialFailed as error:
         raise CheckpointRefused(file.name, f"its conversion {error}") from None
-    if "refused" in found:
-        raise CheckpointRefused(file.name, found["refused"])
-    if "needed_bytes" in found:
-        raise NotEnoughMemory(file.name, found["needed_bytes"], found["available_bytes"])
+    if "refused" in result:
+        raise CheckpointRefused(file.name, result["refused"])
+    if "needed_bytes" in result:
+        raise NotEnoughMemory(file.name, result["needed_bytes"], result["available_bytes"])
 
 
-def _keep_sampling(folder: Path, made: Path) -> None:
+def _keep_sampling(folder: Path, target: Path) -> None:
     """A GGUF file says nothing of sampling; what a generation_config.json beside it says is taken over. Raises
     NotACheckpoint, UnsafeLink."""
     if not (folder / generation.FILE).exists():
         return
-    told = read_json(regular(folder, generation.FILE), generation.FILE)
-    config = read_json(made, generation.FILE) if made.is_file() else {}
-    sampling = {key: told[key] for key in (*generation.SAMPLING, "max_new_tokens") if key in told}
-    made.write_text(json.dumps({**config, **sampling}, indent=2))
+    source = read_json(regular(folder, generation.FILE), generation.FILE)
+    config = read_json(target, generation.FILE) if target.is_file() else {}
+    sampling = {key: source[key] for key in (*generation.SAMPLING, "max_new_tokens") if key in source}
+    target.write_text(json.dumps({**config, **sampling}, indent=2))
 
 
 def _is_path(source: str, revision: str | None) -> bool:
@@ -354,12 +354,12 @@ def _gguf(path: Path) -> Path | None:
         return path.resolve() if is_gguf(path) else None
     if not path.is_dir() or any(path.glob("*.safetensors")):
         return None
-    found = sorted(path.glob("*.gguf"))
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
-        raise SourceNotFound(f"{path} has {len(found)} GGUF files ({names}); give the path of the one to import")
+    matches = sorted(path.glob("*.gguf"))
+    if len(matches) > 1:
+        names = ", ".join(file.name for file in matches)
+        raise SourceNotFound(f"{path} has {len(matches)} GGUF files ({names}); give the path of the one to import")
     # Looked at before it is opened: a link may lead out of the directory, and a pipe has no end.
-    return real if found and is_gguf(real := regular(path, found[0].name)) else None
+    return real if matches and is_gguf(real := regular(path, matches[0].name)) else None
 
 
 def _name_of(directory_name: str) -> str:

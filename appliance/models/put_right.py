@@ -39,12 +39,12 @@ _INFINITY = {"BF16": ("u2", 0x7F80), "F16": ("u2", 0x7C00), "F32": ("u4", 0x7F80
 _NAMED = 3
 
 
-def put_right(directory: Path, facts: Facts, tried: Tried, found: Mapping[str, Any]) -> Facts:
-    """Judges the copy in `directory` and changes it where it must be; returns `facts` with what is to be said.
+def put_right(directory: Path, facts: Facts, tried: Tried, findings: Mapping[str, Any]) -> Facts:
+    """Judge the copy in `directory` and mend it; return `facts` with all warnings.
 
-    tried: what its chat template does. found: what `checkpoint_trial` says. Raises CheckpointRefused.
+    tried: the trial of its chat template. findings: the output of `checkpoint_trial`. Raises CheckpointRefused.
     """
-    tensors, tokenizer, layout = found["tensors"], found["tokenizer"], Layout.read(directory)
+    tensors, tokenizer, layout = findings["tensors"], findings["tokenizer"], Layout.read(directory)
     check_tensors(tensors)
     if tensors.get("plain"):
         _change_config(directory, lambda part: [part.pop(key, None) for key in _QUANTISATION])
@@ -59,15 +59,15 @@ def put_right(directory: Path, facts: Facts, tried: Tried, found: Mapping[str, A
     notes += put_tokenizer_right(directory, tokenizer, tried.rendered)
     config = read_json(directory / CONFIG_FILE, CONFIG_FILE)
     file = directory / generation.FILE
-    given = read_json(file, generation.FILE) if file.is_file() else None
+    stored = read_json(file, generation.FILE) if file.is_file() else None
     end, ends = "", list[int]()
     if tried.rendered:
-        added, known = _tokens(tokenizer, generation.eos_ids(given, config))
+        added, known = _tokens(tokenizer, generation.eos_ids(stored, config))
         if end := new_end(tried.rendered, added, known):
             ends = [added[end]]
         notes += warnings_of(tried.rendered, added)
     settled, more = generation.settle(
-        given, config, rows=tensors["rows"], ends=ends, unreadable=tokenizer["generation"]
+        stored, config, rows=tensors["rows"], ends=ends, unreadable=tokenizer["generation"]
     )
     if settled is not None:
         file.write_text(json.dumps(settled, indent=2))
@@ -86,37 +86,37 @@ def _tokens(tokenizer: Mapping[str, Any], eos: Sequence[Any]) -> tuple[dict[str,
     return added, known | {special.get("eos_token", "")} - {""}
 
 
-def check_tensors(found: Mapping[str, Any]) -> None:
+def check_tensors(trial: Mapping[str, Any]) -> None:
     """Raises NotACheckpoint, naming a tensor, for one that the architecture lacks, or that lacks in the files."""
-    if found["unchecked"]:
+    if trial["unchecked"]:
         return
-    if lora := [name for name in found["unknown"] if ".lora_" in name]:
+    if lora := [name for name in trial["unknown"] if ".lora_" in name]:
         raise NotACheckpoint(
             lora[0],
             "a factor of an adapter that was not merged into its layer; save the model again after peft's "
             "`merge_and_unload`, or import the adapter's own directory",
         )
-    if found["unknown"]:
+    if trial["unknown"]:
         raise NotACheckpoint(
-            found["unknown"][0],
-            f"is not in the architecture of config.json{_and_more(found['unknown'], found['unknown_count'])}, so no "
+            trial["unknown"][0],
+            f"is not in the architecture of config.json{_and_more(trial['unknown'], trial['unknown_count'])}, so no "
             "engine would start; give the checkpoint the config.json that it was trained with, or save it again "
             "without what was wrapped around the model",
         )
-    if found["missing"] == [f"{found['head']}.weight"]:
+    if trial["missing"] == [f"{trial['head']}.weight"]:
         raise NotACheckpoint(
-            found["missing"][0],
+            trial["missing"][0],
             "not among the tensors, and config.json does not say that the head is the embedding. If the model was "
             'trained with both tied, set "tie_word_embeddings": true in config.json; else save it again with its head',
         )
-    if found["missing"]:
+    if trial["missing"]:
         raise NotACheckpoint(
-            found["missing"][0],
-            f"is not among the tensors{_and_more(found['missing'], found['missing_count'])}, though the architecture "
+            trial["missing"][0],
+            f"is not among the tensors{_and_more(trial['missing'], trial['missing_count'])}, though the architecture "
             "that config.json describes has it; the copy is incomplete, or config.json is another model's",
         )
-    for name, stored, expected in found["shapes"]:
-        rows = stored[1:] == expected[1:] and name.rpartition(".")[0] in (found["head"], found["embedding"])
+    for name, stored, expected in trial["shapes"]:
+        rows = stored[1:] == expected[1:] and name.rpartition(".")[0] in (trial["head"], trial["embedding"])
         raise NotACheckpoint(
             name,
             f"has shape {stored}, config.json leads to {expected}: "
@@ -126,7 +126,7 @@ def check_tensors(found: Mapping[str, Any]) -> None:
                 else "weights of another model, or an older config?"
             ),
         )
-    for name in found["unconvertible"]:
+    for name in trial["unconvertible"]:
         raise NotACheckpoint(name, "cannot be made of the tensors that the files have for it: is one missing?")
 
 
@@ -159,18 +159,18 @@ def _and_more(names: list[str], count: int) -> str:
     return f" (nor are {count - 1} more, such as {', '.join(names[1:_NAMED])})" if count > 1 else ""
 
 
-def put_tensors_right(directory: Path, found: Mapping[str, Any], arch: str) -> list[str]:
+def put_tensors_right(directory: Path, trial: Mapping[str, Any], arch: str) -> list[str]:
     """Renames what wrappers named, and lets a head of its own win over a config that ties it. Returns notes. Raises
     NotACheckpoint."""
     notes = []
-    if found["unchecked"]:
-        notes.append(f"its tensors were not compared with an architecture: {found['unchecked']}")
-    if names := found["renamed"]:
+    if trial["unchecked"]:
+        notes.append(f"its tensors were not compared with an architecture: {trial['unchecked']}")
+    if names := trial["renamed"]:
         rename_tensors(directory, names)
         old, new = next(iter(names.items()))
         notes.append(f"tensors were renamed to the names by which engines load them ({len(names)}): {old} to {new}")
-    for head, embedding in found.get("tied", ()):
-        if head != f"{found['head']}.weight":
+    for head, embedding in trial.get("tied", ()):
+        if head != f"{trial['head']}.weight":
             continue
         layout = Layout.read(directory)
         one, other = layout.find(head), layout.find(embedding)
@@ -200,29 +200,29 @@ def _change_config(directory: Path, change: Callable[[dict[str, Any]], object]) 
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2))
 
 
-def put_tokenizer_right(directory: Path, found: Mapping[str, Any], rendered: Mapping[str, str | None]) -> list[str]:
+def put_tokenizer_right(directory: Path, trial: Mapping[str, Any], rendered: Mapping[str, str | None]) -> list[str]:
     """Has tokenizer.json read as it is written, and no role that needs a token without an embedding. Returns notes.
     Raises TokenizerRefused."""
     notes = []
-    if found["differs"] and found["mended"]:
+    if trial["differs"] and trial["mended"]:
         _set_in(directory, "tokenizer_class", PLAIN_CLASS)
         notes.append(
-            f"its tokenizer_class would be read as {found['class']}, which makes other tokens of {found['differs']!r} "
+            f"its tokenizer_class would be read as {trial['class']}, which makes other tokens of {trial['differs']!r} "
             f"than tokenizer.json; the stored tokenizer_config.json has {PLAIN_CLASS}, which reads it as it is written"
         )
-    elif found["differs"]:
+    elif trial["differs"]:
         notes.append(
-            f"transformers reads this tokenizer by {found['class']}, which makes other tokens of {found['differs']!r} "
+            f"transformers reads this tokenizer by {trial['class']}, which makes other tokens of {trial['differs']!r} "
             "than tokenizer.json: answers may be worse than elsewhere"
         )
-    return notes + (_without_a_row(directory, found, rendered) if found["beyond"] else [])
+    return notes + (_without_a_row(directory, trial, rendered) if trial["beyond"] else [])
 
 
-def _without_a_row(directory: Path, found: Mapping[str, Any], rendered: Mapping[str, str | None]) -> list[str]:
+def _without_a_row(directory: Path, trial: Mapping[str, Any], rendered: Mapping[str, str | None]) -> list[str]:
     """Of tokens whose ids are beyond the embedding: an engine that computed one would die."""
-    beyond = {token: number for token, number in found["beyond"]}
-    roles = {role: token for role, (token, _) in found["special"].items() if token in beyond}
-    needed = roles.get("eos_token") or (roles.get("bos_token") if found["begins"] else None)
+    beyond = {token: number for token, number in trial["beyond"]}
+    roles = {role: token for role, (token, _) in trial["special"].items() if token in beyond}
+    needed = roles.get("eos_token") or (roles.get("bos_token") if trial["begins"] else None)
     written = next((token for token in beyond if any(token in (text or "") for text in rendered.values())), None)
     if needed or written:
         token = str(needed or written)
@@ -232,11 +232,11 @@ def _without_a_row(directory: Path, found: Mapping[str, Any], rendered: Mapping[
             "model's, or the model was saved before its embedding was resized (`resize_token_embeddings`)",
         )
     notes = []
-    if "pad_token" in roles and "eos_token" in found["special"]:
-        _set_in(directory, "pad_token", found["special"]["eos_token"][0])
+    if "pad_token" in roles and "eos_token" in trial["special"]:
+        _set_in(directory, "pad_token", trial["special"]["eos_token"][0])
         notes.append(f"its pad_token {roles['pad_token']!r} has no row in the embedding; the end of text pads instead")
     some = ", ".join(f"{token} ({number})" for token, number in list(beyond.items())[:_NAMED])
-    count = found["beyond_count"]
+    count = trial["beyond_count"]
     return [
         *notes,
         f"tokens of the tokenizer have no row in the embedding ({count}): {some}{', …' if count > _NAMED else ''}; a "
@@ -248,5 +248,5 @@ def _set_in(directory: Path, key: str, value: str) -> None:
     settings = read_tokenizer_config(directory) | {key: value}
     (directory / TOKENIZER_CONFIG).write_text(json.dumps(settings, ensure_ascii=False, indent=2))
     roles = directory / SPECIAL_TOKENS
-    if roles.is_file() and key in (found := read_json(roles, SPECIAL_TOKENS)):
-        roles.write_text(json.dumps(found | {key: value}, ensure_ascii=False, indent=2))
+    if roles.is_file() and key in (tokens := read_json(roles, SPECIAL_TOKENS)):
+        roles.write_text(json.dumps(tokens | {key: value}, ensure_ascii=False, indent=2))

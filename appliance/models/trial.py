@@ -95,16 +95,16 @@ def compare(directory: Path, arch: str) -> Mapping[str, Any]:
     NotACheckpoint, TrialEnded."""
     given = json.dumps({"path": str(directory), "arch": arch}) + "\n"
     try:
-        found = run_trial("config.json", "train.convert.checkpoint_trial", given=given)
+        result = run_trial("config.json", "train.convert.checkpoint_trial", given=given)
     except TrialFailed as error:
         reason = str(error).splitlines()[-1][:300]
         raise NotACheckpoint(
             "config.json",
             f"transformers cannot read its tokenizer, or compare its architecture with the tensors: {reason}",
         ) from error
-    if "unfit" in found:
-        raise NotACheckpoint("config.json", found["unfit"].replace(f"{directory}/", ""))  # of the import alone
-    return found
+    if "unfit" in result:
+        raise NotACheckpoint("config.json", result["unfit"].replace(f"{directory}/", ""))  # of the import alone
+    return result
 
 
 def try_folder(directory: Path) -> Tried:
@@ -131,15 +131,15 @@ def try_template(template: str, special: Mapping[str, str] | None = None) -> Tri
         )
     given = json.dumps({"template": template, "special": dict(special or {})})
     try:
-        found = run_trial("chat template", "appliance.models.template_trial", given=given, limit_s=TEMPLATE_S)
+        result = run_trial("chat template", "appliance.models.template_trial", given=given, limit_s=TEMPLATE_S)
     except TrialFailed as error:
         raise TemplateRefused(
             "chat template",
             f"rendering short conversations took more than {CPU_S} s of CPU or {MEMORY_BYTES >> 20} MB of memory",
         ) from error
-    if "refused" in found:
-        raise TemplateRefused("chat template", found["refused"])
-    return Tried(**found)
+    if "refused" in result:
+        raise TemplateRefused("chat template", result["refused"])
+    return Tried(**result)
 
 
 def special_tokens(directory: Path) -> dict[str, str]:

@@ -26,7 +26,7 @@ from weights.format.config import KeepRules
 from weights.format.errors import StoreError, TierFull, TierUnavailable, VersionNotFound, WeightsError
 from weights.format.names import Name, step_of
 from weights.memory.lease import StoredVersion, take_lease, unpin
-from weights.tiers.copies import RemoteTier
+from weights.tiers.copies import RemoteCopies
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class TierFlow:
         self._db, self._tiers, self._owner, self._is_held = db, tiers, owner, is_held
         self._stopping = threading.Event()
         self._collected: set[str] = set()
-        self._not_before_s: dict[tuple[str, str], float] = {}  # (tier, job): the next copy of a snapshot of its
+        self._not_before_s: dict[tuple[str, str], float] = {}  # (tier, job): of its next snapshot's copy
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -86,31 +86,31 @@ class TierFlow:
             self._tiers.note(tier, f"{error}; trying again in {EVERY_S:.0f} s")
 
     def _pass(self, tier: Tier, everything: bool) -> None:
-        held, disk = tier.copies, self._tiers.disk
-        if isinstance(held, RemoteTier):
-            known = f"tier {held.where}"
-            held.claim(self._owner, box.get(self._db, known) is None)
-            box.put(self._db, known, self._owner)
+        copies, disk = tier.copies, self._tiers.disk
+        if isinstance(copies, RemoteCopies):
+            owner_key = f"tier {copies.where}"
+            copies.claim(self._owner, box.get(self._db, owner_key) is None)
+            box.put(self._db, owner_key, self._owner)
         if tier.name not in self._collected:
-            held.collect()
+            copies.collect()
             self._collected.add(tier.name)
         for row in tier_removals.list_all(self._db, "tier = ?", tier.name):
-            held.remove(Name(row.kind, row.model, row.version))
+            copies.remove(Name(row.kind, row.model, row.version))
             tier_removals.delete(self._db, row.tier, row.kind, row.model, row.version)
-        tier.here = {name: manifest.created_s for name, manifest in held.manifests().items()}
+        tier.here = {name: manifest.created_s for name, manifest in copies.manifests().items()}
         stored = self._tiers.in_memory()
-        made_s = {name: found.manifest.created_s for name, found in stored.items()}
-        facts = read_facts(self._db, {**made_s, **disk.here, **tier.here}, self._is_held)
+        in_memory_s = {name: version.manifest.created_s for name, version in stored.items()}
+        facts = read_facts(self._db, {**in_memory_s, **disk.here, **tier.here}, self._is_held)
         push, drop = _plan(tier, facts, {*stored} if tier is disk else {*stored, *disk.here})
         tier.backlog = {name: stored[name].nbytes if name in stored else 0 for name in push}
         is_full = self._push_all(tier, push, stored, everything)
         for name in _spare_newest(drop, tier.here, facts) if is_full else drop:
-            held.remove(name)
-            tier.here = {other: made_s for other, made_s in tier.here.items() if other != name}
+            copies.remove(name)
+            tier.here = {other: created_s for other, created_s in tier.here.items() if other != name}
             log.info("%s left the %s tier: no rule keeps it", name, tier.name)
         if tier is disk:
             self._after_disk(facts, stored, push)
-        tier.used_bytes = sum(manifest.nbytes for manifest in held.manifests().values())
+        tier.used_bytes = sum(manifest.nbytes for manifest in copies.manifests().values())
 
     def _push_all(self, tier: Tier, push: list[Name], stored: dict[Name, StoredVersion], everything: bool) -> bool:
         """Returns whether the tier is full. everything: also snapshots that another copy preceded a moment ago."""
@@ -162,10 +162,10 @@ class TierFlow:
             path = str(disk.copies.path(name_of(row))) if name_of(row) in disk.here else None
             if row.disk_path != path and models.find_version(self._db, row.model, row.version) is not None:
                 models.update_version(self._db, row.model, row.version, disk_path=path)
-        for name, found in stored.items():
-            if name in facts.kept and (name in disk.here or name not in push) and found.path.is_dir() and found.pinned:
+        for name, version in stored.items():
+            if name in facts.kept and (name in disk.here or name not in push) and version.pinned:
                 with suppress(VersionNotFound):
-                    unpin(found)
+                    unpin(version)
 
     def forget(self, name: Name) -> None:
         """A person deleted `name`: it leaves every tier, later also one that cannot be reached now."""
@@ -175,13 +175,13 @@ class TierFlow:
 
 
 def _plan(tier: Tier, facts: Facts, above: set[Name]) -> tuple[list[Name], list[Name]]:
-    """What to copy to the tier, snapshots and then the newest first, and what to remove from it."""
+    """The names to copy to the tier, snapshots and then the newest first, and those to remove from it."""
     judged = [facts.kept[name] for name in {*above, *tier.here} if name in facts.kept]
-    snapshots = [one for one in judged if one.key.kind == "snapshot"]
-    others = [one for one in judged if one.key.kind != "snapshot"]
+    snapshots = [record for record in judged if record.key.kind == "snapshot"]
+    others = [record for record in judged if record.key.kind != "snapshot"]
     kept = [*keep(snapshots, tier.snapshot_rules), *keep(others, tier.version_rules)]
     push = [name for name in kept if name not in tier.here]
-    known = {one.key for one in judged} | facts.over
+    known = {record.key for record in judged} | facts.over
     return push, [name for name in tier.here if name in known and name not in kept]
 
 
@@ -234,9 +234,9 @@ def read_facts(db: Database, created: Mapping[Name, float], is_held: Callable[[N
     rows = tuple(version for model in known for version in models.list_versions(db, model.id))
     needed = {(row.id, row.active_version) for row in known}
     needed |= {
-        (found.model.id, (job.resolved or {}).get("base_version") or found.version.version)
+        (base.model.id, (job.resolved or {}).get("base_version") or base.version.version)
         for job in unfinished.values()
-        if (found := resolve(db, job.model)) is not None
+        if (base := resolve(db, job.model)) is not None
     }
     needed |= {(below["base"], below["base_version"]) for row in rows if (below := row.meta.get("adapter"))}
     needed |= {(canary.model, canary.version) for canary in models.running_canaries(db)}

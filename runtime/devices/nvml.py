@@ -109,12 +109,12 @@ def probe() -> tuple[Found, ...]:
 
 def foreign() -> dict[int, str]:
     """See DeviceKind.foreign."""
-    found: dict[int, str] = {}
+    processes: dict[int, str] = {}
     with suppress(pynvml.NVMLError), session():
         for index, handle in enumerate(_handles()):
             if words := _processes(handle):
-                found[index] = words
-    return found
+                processes[index] = words
+    return processes
 
 
 def close() -> None:

@@ -154,11 +154,13 @@ def kills_so_far() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
+    """Limits of a process that reads somebody else's file."""
+
     cpu_s: int
     memory_bytes: int
 
     def hold(self) -> None:
-        """Bounds this process from now on. Where the host's memory is short, it dies before engines and ranks."""
+        """Bound this process from now on. Where the host's memory is short, it dies before engines and ranks."""
         die_with_parent()
         dies_as(DiesAs.TRIAL)
         resource.setrlimit(resource.RLIMIT_CPU, (self.cpu_s, self.cpu_s + 1))  # SIGXCPU, which no lack of memory sends
@@ -166,7 +168,7 @@ class Bounds:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     def how_it_ended(self, status: int, last_words: str = "") -> str:
-        """Says for people how a process ended that gave no answer. status: as subprocess has it."""
+        """How a process ended that gave no answer, for people. status: as subprocess has it."""
         how = f"signal {-status}" if status < 0 else f"status {status}"
         limits = f"{self.cpu_s} s of CPU and {self.memory_bytes >> 30} GiB of memory"
         return f"{limits} (it ended with {how}{': ' if last_words else ''}{last_words})"
@@ -205,7 +207,7 @@ def bind_near(numa_nodes: Sequence[int | None], root: Path | None = None) -> fro
 
 
 def parse_list(text: str) -> frozenset[int]:
-    """Parses the kernel's list format: "0-3,8" is 0, 1, 2, 3 and 8. A node without processors has an empty line."""
+    """Parse the kernel's list format: "0-3,8" is 0, 1, 2, 3 and 8. A node without processors has an empty line."""
     cpus: set[int] = set()
     for part in text.strip().split(","):
         if part:

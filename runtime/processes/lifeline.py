@@ -78,7 +78,7 @@ class Lifeline:
     """
 
     def __init__(self, connection: Connection):
-        """connection: its frames are ours."""
+        """connection: to the supervisor."""
         self._connection, self._sending = connection, threading.Lock()
         self._handlers: Future[dict[str, Callable[..., Any]]] = Future()
         # Start the thread at once: a process that is still starting must not outlive its supervisor either.

@@ -109,7 +109,8 @@ class NodeAgent:
             if not dead.done():
                 self._outcomes[spec.name] = ""
             how = how_it_ended(await asyncio.shield(dead))
-            self._outcomes[spec.name] = self._outcomes.get(spec.name, how)
+            if self._outcomes.get(spec.name) != "":
+                self._outcomes[spec.name] = how
             raise WarmParentError(f"warm parent {spec.name} {how}; its log is {spec.log_path}")
         except asyncio.CancelledError:
             if process.returncode is None:

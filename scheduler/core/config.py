@@ -83,6 +83,6 @@ class SchedulerConfig(BaseModel):
     device_check_s: Seconds = 5.0
     """How often the driver is asked about the health of every GPU."""
 
-    # --- looking
+    # --- observing
     observe_every_s: Seconds = 30.0
     """Level trigger: how often the scheduler observes the world without an event."""

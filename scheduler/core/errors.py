@@ -42,8 +42,7 @@ class EffectFailed(SchedulerError):
     Args:
         reason: one sentence for users.
         blame: whose fault it is.
-        of_settings: an engine does not start with what it was given, and no memory, device or other process has a part
-            in that.
+        of_settings: the engine refuses its settings; no memory, device or other process is at fault.
 
     `step`: verb and target of the step that failed; `seq`: its number. `cancelled`: the loop ended the step, because
     its reason is gone. `undone`: False if what came before it could not be taken back.

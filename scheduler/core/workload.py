@@ -97,13 +97,12 @@ class JobView:
     """A training job that is not over.
 
     phase: "wanted" (never ran, or to be restarted), "running", "suspended" (its snapshot waits), "paused" (a person
-    asked; it gets no devices until resumed). `held`: an operator keeps it in the queue. `devices`: held now, or from
-    the end of the hand-over in progress on (`busy` "coming"). `sizes`: device counts it may run at, ascending.
-    `priority`: higher first. `not_before_s`: end of backoff. `lacks`: what the box lacks for it to start, as a
-    sentence; it starts only when this is "". `failed`: its last failure. `pause_s`: what a change of size costs it on
-    each of its devices, as measured; None: the scheduler's setting. `nodes`: it runs wholly on one of these; empty: on
-    any. `sampled_by`: the deployment whose engine writes the answers that it learns from; `starved`: it has nothing to
-    do until they are there.
+    asked; it gets no devices until resumed). `devices`: held now, or from the end of the hand-over in progress on
+    (`busy` "coming"). `sizes`: device counts it may run at, ascending. `priority`: higher first. `not_before_s`: end of
+    backoff. `lacks`: what the box lacks for it to start, as a sentence; it starts only when this is "". `failed`: its
+    last failure. `pause_s`: what a change of size costs it on each of its devices, as measured; None: the scheduler's
+    setting. `nodes`: it runs wholly on one of these; empty: on any. `sampled_by`: the deployment whose engine writes
+    the answers that it learns from; `starved`: it has nothing to do until they are there.
     """
 
     id: str
@@ -179,11 +178,11 @@ class Standby:
     replicas: int
     backlog_share: float = PATIENT
 
-    def asked_by_load(self, load: float) -> int:
+    def for_load(self, load: float) -> int:
         """Replicas needed for requests in flight that fill this many replicas, without an upper bound."""
         return math.ceil(load / FULL)
 
-    def asked_by_backlog(self, backlog_s: float, target_s: float) -> int:
+    def for_backlog(self, backlog_s: float, target_s: float) -> int:
         """Replicas needed for a backlog of this many replica-seconds, without an upper bound."""
         return math.ceil(backlog_s / (self.backlog_share * target_s))
 
@@ -266,8 +265,8 @@ class ReplicaView:
 
     state: "starting", "ready" (awake, takes no requests yet), "open", "draining" (awake, takes no new requests),
     "asleep", "dead". `since_s`: when the state began. `settings`: those that it was started with. `answered`: False if
-    it did not answer when it was observed: what else is here means nothing. `refused`: a version that
-    engines of the model do not load while they run, so that a new one takes its place. `failed`, `blame`: why it died.
+    it did not answer when it was observed; then the other fields mean nothing. `refused`: a version that engines of the
+    model do not load while they run, so that a new one takes its place. `failed`, `blame`: why it died.
     """
 
     id: str

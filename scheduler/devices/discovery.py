@@ -39,8 +39,8 @@ def check_build(devices: tuple[Device, ...]) -> None:
 
 def foreign_use(devices: tuple[Device, ...]) -> list[str]:
     """A sentence for each device that other programs use already. Ask before the box has started anything."""
-    told = kinds.kind_of(devices[0].kind).foreign()
-    return [f"{device.id} ({device.name}) {told[device.index]}" for device in devices if device.index in told]
+    users = kinds.kind_of(devices[0].kind).foreign()
+    return [f"{device.id} ({device.name}) {users[device.index]}" for device in devices if device.index in users]
 
 
 def logical_devices(count: int, node: str = HOME_NODE) -> tuple[Device, ...]:

@@ -97,21 +97,22 @@ class DeviceReadings:
         self._reading: asyncio.Task[tuple[Reading, ...]] | None = None
         self._trouble = ""  # of the last look, to log each once
 
-    async def look(self, let_go: Collection[str] = ()) -> tuple[Reading, ...]:
+    async def look(self, released: Collection[str] = ()) -> tuple[Reading, ...]:
         """As `read`, beside the event loop and one at a time. Empty while a driver does not answer: a call about a GPU
         that hangs may never end, and each would keep a thread. Its late answer is for the next look, because a driver
         reports an error once. Raises the driver's error."""
-        self._reading = self._reading or asyncio.create_task(asyncio.to_thread(self.read, let_go))
-        done, _ = await asyncio.wait({self._reading}, timeout=PATIENCE_S)
-        reading, self._reading = self._reading, None if done else self._reading
+        reading = self._reading = self._reading or asyncio.create_task(asyncio.to_thread(self.read, released))
+        done, _ = await asyncio.wait({reading}, timeout=PATIENCE_S)
+        if done and self._reading is reading:  # another look may have taken its answer, and begun the next
+            self._reading = None
         error = reading.exception() if done else TimeoutError(f"no answer for {PATIENCE_S} s")
         trouble = "" if error is None else f"{type(error).__name__}: {error}"
         if trouble and trouble != self._trouble:  # the box takes a node that raises for one that does not answer
             log.warning("a driver raised %s; this node's devices are not watched meanwhile", trouble)
         self._trouble = trouble
-        return tuple(one for one in reading.result() if one.device_id not in let_go) if done else ()
+        return tuple(r for r in reading.result() if r.device_id not in released) if done else ()
 
-    def read(self, let_go: Collection[str] = ()) -> tuple[Reading, ...]:
-        """One reading per device that reports health but of those to let go, by id: nothing of them stays open. Takes
+    def read(self, released: Collection[str] = ()) -> tuple[Reading, ...]:
+        """One reading per device that reports health. released: ids of devices to leave out and not to keep open. Takes
         milliseconds: call it off the event loop."""
-        return () if self._watch is None else tuple(self._watch(let_go))
+        return () if self._watch is None else tuple(self._watch(released))

@@ -98,7 +98,7 @@ def moves(
             # Its own old devices too: a job must not start before it is suspended.
             needs = ({move.holder} & leaving).union(*(on.get(device, ()) for device in ("", *move.devices)))
             take.append(replace(move, needs=frozenset(needs)))
-    return (*free, *_one_first(swap, box, busy), *take)
+    return (*free, *_first_swaps(swap, box, busy), *take)
 
 
 def _takes(box: Box, wanted: Allocation, leaving: Collection[Holder]) -> Iterator[Move]:
@@ -112,8 +112,8 @@ def _takes(box: Box, wanted: Allocation, leaving: Collection[Holder]) -> Iterato
             yield Move(holder, "take", "train", devices)
 
 
-def _one_first(swap: Iterable[Move], box: Box, busy: Collection[Holder]) -> Iterator[Move]:
-    """Where no open engine has a model's version yet, one engine loads it first: a bad one would take down all."""
+def _first_swaps(swap: Iterable[Move], box: Box, busy: Collection[Holder]) -> Iterator[Move]:
+    """Of a version that no open engine has yet, the swap of one engine only: a bad version would take down all."""
     open_ = [replica for replica in box.replicas.values() if replica.state == "open"]
     proven = {(replica.model, replica.version) for replica in open_}
     trying = {replica.model for replica in open_ if Holder("replica", replica.id) in busy}
@@ -260,22 +260,22 @@ class Runner:
         holder = move.holder
         if holder.kind == "job":
             # A failed suspend leaves the group running, as it was before.
-            await self._do(move, "suspend_group" if move.how == "suspend" else "stop_group", holder.id)
+            await self._run_step(move, "suspend_group" if move.how == "suspend" else "stop_group", holder.id)
             self._loop.box = self._loop.box.without(holder)
         else:
             state = self._loop.box.replicas[holder.id].state
             try:
                 if state in SERVING:
-                    self._replica(holder.id, "draining")
-                    await self._do(move, "drain_replica", holder.id)
+                    self._enter_replica(holder.id, "draining")
+                    await self._run_step(move, "drain_replica", holder.id)
                 if move.how == "sleep":
                     await self._sleep_or_stop(move)
                 else:
-                    await self._do(move, "stop_replica", holder.id)
+                    await self._run_step(move, "stop_replica", holder.id)
                     self._loop.box = self._loop.box.without(holder)
             except EffectFailed as error:
                 if state == "open" and await self._undo(error, move, "open_replica"):
-                    self._replica(holder.id, "open")
+                    self._enter_replica(holder.id, "open")
                 raise
         if move.devices:
             self._note(move, "release")
@@ -283,8 +283,8 @@ class Runner:
     async def _sleep_or_stop(self, move: Move) -> None:
         """An engine that cannot sleep must not keep its devices: ending its process frees them."""
         try:
-            await self._do(move, "sleep_replica", move.holder.id)
-            self._replica(move.holder.id, "asleep")
+            await self._run_step(move, "sleep_replica", move.holder.id)
+            self._enter_replica(move.holder.id, "asleep")
         except EffectFailed as error:
             if not await self._undo(error, move, "stop_replica"):
                 raise
@@ -296,16 +296,16 @@ class Runner:
         holder, plan = move.holder, move.plan
         try:
             if plan is None:
-                await self._do(move, "start_group", holder.id, move.devices, self._lease(move))
+                await self._run_step(move, "start_group", holder.id, move.devices, self._lease(move))
                 self._enter_group(move)
             else:
                 if move.how == "wake":
-                    await self._do(move, "wake_replica", plan.id, plan.model, plan.version)
+                    await self._run_step(move, "wake_replica", plan.id, plan.model, plan.version)
                 else:
-                    await self._do(move, "start_replica", plan)
-                self._replica(plan.id, "ready", plan.version)
-                await self._do(move, "open_replica", plan.id)
-                self._replica(plan.id, "open")
+                    await self._run_step(move, "start_replica", plan)
+                self._enter_replica(plan.id, "ready", plan.version)
+                await self._run_step(move, "open_replica", plan.id)
+                self._enter_replica(plan.id, "open")
         except EffectFailed as error:
             # An engine is not put to sleep again: a process that failed to wake is not reused.
             if await self._undo(error, move, "stop_group" if plan is None else "stop_replica"):
@@ -316,17 +316,18 @@ class Runner:
     def _acquire(self, move: Move) -> None:
         """Enter the holder in the box. Raises EffectFailed if a device is gone, or held by another."""
         box, plan = self._loop.box, move.plan
-        gone = [f"device {d} is gone" for d in move.devices if d not in box.devices]
-        held = {d: holder for d, holder in box.holders.items() if d in move.devices and holder != move.holder}
-        if wrong := gone + [f"device {d} is still held by {holder}" for d, holder in held.items()]:
-            self._note(move, "acquire", "failed", {"error": wrong[0]})
-            failure = EffectFailed(wrong[0], "outside")
+        others = {d: holder for d, holder in box.holders.items() if d in move.devices and holder != move.holder}
+        errors = [f"device {d} is gone" for d in move.devices if d not in box.devices]
+        errors += [f"device {d} is still held by {holder}" for d, holder in others.items()]
+        if errors:
+            self._note(move, "acquire", "failed", {"error": errors[0]})
+            failure = EffectFailed(errors[0], "outside")
             failure.step = f"acquire {self._lease(move)}"
             raise failure
         if plan is None:
             self._enter_group(move)
         elif plan.id in box.replicas:
-            self._replica(plan.id, "starting")
+            self._enter_replica(plan.id, "starting")
         else:
             self._loop.box = box.with_replica(replace(plan, state="starting", since_s=self._now_s()))
         self._note(move, "acquire")
@@ -337,12 +338,12 @@ class Runner:
         plan = move.plan
         assert plan is not None
         if move.how == "swap":
-            await self._do(move, "swap_replica", plan.id, plan.model, plan.version)
+            await self._run_step(move, "swap_replica", plan.id, plan.model, plan.version)
             changed = replace(self._loop.box.replicas[plan.id], version=plan.version)
             self._loop.box = self._loop.box.with_replica(changed)
         if self._loop.box.replicas[plan.id].state != "open":
-            await self._do(move, "open_replica", plan.id)
-            self._replica(plan.id, "open")
+            await self._run_step(move, "open_replica", plan.id)
+            self._enter_replica(plan.id, "open")
 
     def _lease(self, move: Move) -> str:
         """Names the holder's right to its devices in the history. Never used before."""
@@ -353,12 +354,12 @@ class Runner:
     async def _undo(self, cause: EffectFailed, move: Move, verb: str) -> bool:
         """Take back what came before the step that failed. True if that succeeded."""
         try:
-            await self._do(move, verb, move.holder.id, undoes=cause.seq)
+            await self._run_step(move, verb, move.holder.id, undoes=cause.seq)
         except EffectFailed:
             cause.undone = False
         return cause.undone
 
-    async def _do(self, move: Move, verb: str, *arguments: Any, undoes: int | None = None) -> None:
+    async def _run_step(self, move: Move, verb: str, *arguments: Any, undoes: int | None = None) -> None:
         """Run one step of a move within its time limit. Raises EffectFailed, also where `cancel` ended it."""
         limit_s, task = getattr(self._config, STEPS[verb][0]), asyncio.current_task()
         assert task is not None
@@ -371,7 +372,7 @@ class Runner:
         self._steps[record.seq] = step
         try:
             async with asyncio.timeout(limit_s):
-                done = await getattr(self._effects, verb)(*arguments)
+                result = await getattr(self._effects, verb)(*arguments)
         except EffectFailed as error:
             failure = error
         except TimeoutError:
@@ -383,8 +384,8 @@ class Runner:
             failure = EffectFailed(f"cancelled: {step.cancelled}")
             failure.cancelled = True
         else:
-            self._end(move, record, "done", done)
-            return self._loop.step_done(move, verb, self._now_s() - step.since_s, done)
+            self._end(move, record, "done", result)
+            return self._loop.step_done(move, verb, self._now_s() - step.since_s, result)
         finally:
             del self._steps[record.seq]
         failure.step, failure.seq = f"{verb} {move.holder.id}", record.seq
@@ -395,7 +396,7 @@ class Runner:
         raise failure
 
     def _note(self, move: Move, verb: str, state: StepState = "done", detail: Detail = None) -> None:
-        """Journal a step that takes no time: devices are in the books only."""
+        """Journal a change of a device's holder, a step that takes no time."""
         record = self._record(move, verb, self._lease(move), {"devices": list(move.devices)})
         self._end(move, record, state, detail)
 
@@ -419,7 +420,7 @@ class Runner:
         group = GroupView(move.holder.id, move.devices, self._now_s(), run=self._lease(move))
         self._loop.box = self._loop.box.with_group(group)
 
-    def _replica(self, replica_id: str, state: ReplicaState, version: str = "") -> None:
+    def _enter_replica(self, replica_id: str, state: ReplicaState, version: str = "") -> None:
         """Enter the engine's new state, and version unless it is ""."""
         old = self._loop.box.replicas[replica_id]
         self._loop.box = self._loop.box.with_replica(

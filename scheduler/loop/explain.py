@@ -156,16 +156,16 @@ def trouble(model: str, failure: Failure, replicas: Iterable[ReplicaView], now_s
         when = f"next try in {max(1.0, failure.not_before_s - now_s):.0f} s"
     else:
         when = "it is tried again when it is asked for"
-    what = "a further engine does not start" if "open" in states else "not serving"
-    shown = _fields(failure, "version reason blame count tries not_before_s lasting")
-    return {"model": model, **shown, "message": f"{what}: {failure.reason}; {when}"}
+    state = "a further engine does not start" if "open" in states else "not serving"
+    fields = _fields(failure, "version reason blame count tries not_before_s lasting")
+    return {"model": model, **fields, "message": f"{state}: {failure.reason}; {when}"}
 
 
-def _fields(of: object, names: str) -> dict[str, Any]:
-    return {name: getattr(of, name) for name in names.split()}
+def _fields(record: object, names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names.split()}
 
 
-def status(box: Box, shown: PlanInput, allocation: Allocation, in_force: InForce, now_s: float) -> dict[str, Any]:
+def status(box: Box, plan_input: PlanInput, allocation: Allocation, in_force: InForce, now_s: float) -> dict[str, Any]:
     """Mode, devices with their holders, replicas and jobs (in the order of the queue) as plain values for JSON."""
     policy, window, held = in_force.policy, in_force.window, box.holders
     of_device = "id node index kind name memory_bytes uuid health health_reason"
@@ -178,7 +178,7 @@ def status(box: Box, shown: PlanInput, allocation: Allocation, in_force: InForce
         },
         "devices": [
             {**_fields(d, of_device), "holder": _fields(held[d.id], "kind id") if d.id in held else None}
-            for d in shown.devices
+            for d in plan_input.devices
         ],
         "replicas": [
             {**_fields(r, "id model version state since_s"), "devices": list(r.devices)} for r in box.replicas.values()
@@ -192,7 +192,7 @@ def status(box: Box, shown: PlanInput, allocation: Allocation, in_force: InForce
                 "reason": reason,
                 "message": allocation.waiting.get(job.id, ""),
             }
-            for position, (job, reason) in enumerate(positions(shown.jobs, now_s), 1)
+            for position, (job, reason) in enumerate(positions(plan_input.jobs, now_s), 1)
         ],
         "notes": dict(allocation.notes),
     }

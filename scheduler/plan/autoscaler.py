@@ -67,12 +67,12 @@ def load(deployment: DeploymentView, config: SchedulerConfig) -> float:
 def wanted_now(deployment: DeploymentView, now_s: float, config: SchedulerConfig) -> int:
     """Replicas that the present demand needs, without memory of earlier demand."""
     demand, filled = deployment.demand, load(deployment, config)
-    count = math.ceil(filled) if deployment.standby is None else deployment.standby.asked_by_load(filled)
+    count = math.ceil(filled) if deployment.standby is None else deployment.standby.for_load(filled)
     if deployment.prefill_tokens_per_s and deployment.ttft_target_s and demand.waiting_tokens:
         # Part of the target: the rest covers requests that arrive while a replica wakes.
         backlog_s = demand.waiting_tokens / deployment.prefill_tokens_per_s
         standby = deployment.standby or Standby(deployment.max_replicas)
-        count = max(count, standby.asked_by_backlog(backlog_s, deployment.ttft_target_s))
+        count = max(count, standby.for_backlog(backlog_s, deployment.ttft_target_s))
     if now_s < _one_until_s(deployment, config):
         count = max(count, 1)  # short requests come and go between two evaluations
     return min(max(count, deployment.floor_replicas), deployment.max_replicas)
@@ -202,8 +202,8 @@ class Shadow:
         backlog_s = sum(max(at_s - now_s, 0.0) for at_s in self._free)
         want = max(
             self.choice.replicas,
-            self.choice.asked_by_load(load),
-            self.choice.asked_by_backlog(backlog_s, self._target_s),
+            self.choice.for_load(load),
+            self.choice.for_backlog(backlog_s, self._target_s),
         )
         if self._rested_s <= now_s:
             self._change(min(want, most), now_s)

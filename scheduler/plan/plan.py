@@ -69,9 +69,9 @@ class Round:
         self.jobs = {j.id: j for j in plan_input.jobs}
         self.deployments = {d.model: d for d in plan_input.deployments}
         self.devices = {d.id: d for d in plan_input.devices}
-        self.works = {d.id for d in plan_input.devices if d.usable}
-        self.works_on = Counter(d.node for d in plan_input.devices if d.usable)
-        self.total = len(self.works)
+        self.usable = {d.id for d in plan_input.devices if d.usable}
+        self.usable_on = Counter(d.node for d in plan_input.devices if d.usable)
+        self.total = len(self.usable)
         self.reviews: list[float | None] = []
         self.notes: dict[str, str] = {}
         self.hysteresis: dict[str, Hysteresis] = {}
@@ -108,7 +108,7 @@ class Round:
         waiting = self.plan_input.jobs
 
         def serving_beside(budget: int) -> tuple[dict[str, int], queue.Queue]:
-            jobs = queue.allot(waiting, budget, self.now_s, dwell_s, why, self.works_on, side_by_side)
+            jobs = queue.allot(waiting, budget, self.now_s, dwell_s, why, self.usable_on, side_by_side)
             lendable = self.total - sum(jobs.sizes.values())
             return self._replicas(lendable, limits, eager=False, base=claimed), jobs
 
@@ -280,7 +280,7 @@ class Round:
         coming += [j.devices for j in self.plan_input.jobs if j.busy == "coming"]
         claimed = {d for devices in coming for d in devices}
         self.deferred = self.plan_input.busy_devices - claimed
-        free_ids = self.works - claimed
+        free_ids = self.usable - claimed
         self.free = FreeDevices(self.devices[d] for d in self.devices if d in free_ids)
         held = {d for r in self.plan_input.replicas if r.awake for d in r.devices}
         held |= {d for j in self.plan_input.jobs for d in j.devices}
@@ -289,12 +289,12 @@ class Round:
 
         for job_id, size in sizes.items():
             job = self.jobs[job_id]
-            keeps = job.busy == "coming" or (len(job.devices) == size and self.works.issuperset(job.devices))
+            keeps = job.busy == "coming" or (len(job.devices) == size and self.usable.issuperset(job.devices))
             if keeps and (keep_jobs or not job.movable):
                 self.groups[job_id] = job.devices
                 self.take(job.devices)
         for job_id, size in sizes.items():
-            if job_id not in self.groups and len(self.works_on) > 1:
+            if job_id not in self.groups and len(self.usable_on) > 1:
                 self.place_job(job_id, size)  # engines can move to other devices, it cannot
         counts = self.keep_replicas(serving)
         unplaced = []
@@ -407,7 +407,7 @@ class Round:
             taken = {d for r in self.out.values() if r.state == "open" for d in r.devices}
             taken = taken.union(*self.groups.values())
             stays = job.phase == "running" and job.devices and len(job.devices) in job.sizes
-            if stays and self.works.issuperset(job.devices) and taken.isdisjoint(job.devices):
+            if stays and self.usable.issuperset(job.devices) and taken.isdisjoint(job.devices):
                 self.groups[job_id] = job.devices
 
     # --- what is left -------------------------------------------------------------------------------------------
@@ -442,7 +442,7 @@ class Round:
                 self.note_replica(replica, "asleep")
         rest = [r for r in rest if r.busy is None and r.model in self.deployments and self.fits(r)]
         # A "starting" replica that nobody waits for is left over from a crash: not trusted, stopped.
-        rest = [r for r in rest if r.state != "starting" and self.works.issuperset(r.devices)]
+        rest = [r for r in rest if r.state != "starting" and self.usable.issuperset(r.devices)]
         used = {m: d.demand.last_request_s or 0.0 for m, d in self.deployments.items()}
         rest.sort(key=lambda r: (-used[r.model], -r.since_s, r.id))
         bound = self.config.max_resident_asleep

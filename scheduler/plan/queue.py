@@ -122,7 +122,7 @@ def allot(
     now_s: float,
     dwell_s: float,
     why: str,
-    works_on: Mapping[str, int],
+    usable_on: Mapping[str, int],
     side_by_side: Mapping[str, int] | None = None,
 ) -> Queue:
     """Sizes within `budget` devices.
@@ -131,10 +131,10 @@ def allot(
         budget: devices that training may have. Jobs that must not be preempted keep theirs even beyond it.
         dwell_s: a running job does not grow before this long after its last start.
         why: what holds the other devices, e.g. "mode serve gives training no devices".
-        works_on: working devices by node; a job's are all on one.
+        usable_on: usable devices by node; a job's are all on one.
         side_by_side: devices by job that the placement found on one node, where they were fewer than planned.
     """
-    free = dict(works_on)
+    free = dict(usable_on)
     sizes: dict[str, int] = {}
     waiting: dict[str, str] = {}
     left, ordered = budget, order(jobs, now_s)
@@ -169,7 +169,7 @@ def allot(
         elif side_by_side and job.id in side_by_side:
             waiting[job.id] = f"Needs {_at_least(job)} of one node; those left are not side by side."
         else:
-            total, largest = sum(works_on.values()), _largest_node(job, works_on)
+            total, largest = sum(usable_on.values()), _largest_node(job, usable_on)
             waiting[job.id] = _too_few(job, total, largest, budget, why) or (
                 f"Needs {_at_least(job)}; {max(most, 0)} of training's {budget} are left by "
                 f"{_ahead(job, ahead) if ahead else 'jobs that are not preempted'}."

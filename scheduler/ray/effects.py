@@ -14,7 +14,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass
-from functools import partialmethod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -125,11 +124,11 @@ class RayEffects(Groups):
 
     async def stop_everything(self) -> None:
         """End all engines and ranks; the box is stopping. Processes that remain end with Ray."""
-        stops = [self.stop_replica(replica_id) for replica_id in self._engines]
-        stops += [self.stop_group(job_id) for job_id in self._groups]
-        for failed in await asyncio.gather(*stops, return_exceptions=True):
+        stops = {f"replica {replica_id}": self.stop_replica(replica_id) for replica_id in self._engines}
+        stops |= {f"job {job_id}": self.stop_group(job_id) for job_id in self._groups}
+        for holder, failed in zip(stops, await asyncio.gather(*stops.values(), return_exceptions=True), strict=True):
             if isinstance(failed, EffectFailed):
-                log.warning("%s", failed)
+                log.warning("%s was not stopped: %s", holder, failed)
             elif isinstance(failed, BaseException):
                 raise failed
 
@@ -177,7 +176,7 @@ class RayEffects(Groups):
         return None
 
     async def open_replica(self, replica_id: str) -> Detail:
-        status = await self._ask_replica(replica_id, "status")
+        status = await self._call_replica(replica_id, "status")
         if status["state"] != "ready":
             raise EffectFailed(f"the engine is {status['state']}")
         opening = self._routing.open(replica_id, status["model"], status["version"], status["address"])
@@ -203,7 +202,10 @@ class RayEffects(Groups):
             task.cancel()
 
     async def sleep_replica(self, replica_id: str) -> Detail:
-        return await self._ask_replica(replica_id, "sleep")
+        return await self._call_replica(replica_id, "sleep")
+
+    async def wake_replica(self, replica_id: str, model: str, version: str) -> Detail:
+        return await self._load("wake", replica_id, model, version)
 
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
         try:
@@ -212,7 +214,7 @@ class RayEffects(Groups):
             self._routing.offer_adapters(replica_id)
             raise
         if self._routing.version(replica_id):
-            status = await self._ask_replica(replica_id, "status")
+            status = await self._call_replica(replica_id, "status")
             opening = self._routing.open(replica_id, model, version, status["address"])
             await self._while_alive(replica_id, opening, "right after it loaded the new weights")
         return detail
@@ -232,15 +234,13 @@ class RayEffects(Groups):
         self._watch(replica_id, engine)
         return detail
 
-    wake_replica = partialmethod(_load, "wake")
-
     async def unload_adapter(self, name: str) -> None:
         """Make every engine unload the adapter `NAME@VERSION` once its requests have ended. Asks all engines; raises
         EffectFailed if one could not. An engine that ends in the meantime counts as done."""
         failed: EffectFailed | None = None
         for replica_id, engine in list(self._engines.items()):
             try:
-                await self._ask_replica(replica_id, "unload_adapter", name)
+                await self._call_replica(replica_id, "unload_adapter", name)
             except EffectFailed as error:
                 if not engine.stopping:
                     failed = failed or error
@@ -290,7 +290,7 @@ class RayEffects(Groups):
         finally:
             self._versions.taken(model, version)
 
-    async def _ask_replica(self, replica_id: str, method: str, *arguments: Any) -> Any:
+    async def _call_replica(self, replica_id: str, method: str, *arguments: Any) -> Any:
         if (engine := self._engines.get(replica_id)) is None:
             raise EffectFailed("there is no such engine", "outside")
         with errors_as_failures():

@@ -68,7 +68,7 @@ class Groups:
         self._nodes, self._jobs, self._report_change = nodes, jobs, report_change
         self._hosts: dict[str, Supervisor] = {}
         self._groups: dict[str, _RunningGroup] = {}
-        self._in_hand: set[str] = set()  # jobs whose ranks a verb is starting or ending
+        self._in_hand: set[str] = set()  # jobs with ranks that a verb is starting or ending
         self._touched: set[str] = set()  # jobs in hand since the last observation began
 
     @contextlib.contextmanager
@@ -82,9 +82,11 @@ class Groups:
             self._in_hand.discard(job_id)
 
     async def start_group(self, job_id: str, devices: tuple[str, ...], run: str) -> Detail:
-        with self._handling(job_id), contextlib.ExitStack() as held:
-            held.callback(self._jobs.taken, job_id)
-            return await self._start_group(job_id, devices, run)
+        with self._handling(job_id):
+            try:
+                return await self._start_group(job_id, devices, run)
+            finally:
+                self._jobs.taken(job_id)
 
     async def _start_group(self, job_id: str, device_ids: tuple[str, ...], run: str) -> Detail:
         running = self._groups.get(job_id)
@@ -122,12 +124,12 @@ class Groups:
         }
 
     def _new_group(self, job_id: str, node_config: NodeConfig) -> tuple[Group, ResultTransfer | None]:
-        """A group for the job, and what brings the results of its ranks home from another node."""
-        tell, transfer = partial(self._jobs.on_event, job_id), None
+        """A group for the job, and the transfer of its results if its node is not home."""
+        on_event, transfer = partial(self._jobs.on_event, job_id), None
         if node_config.name != self._nodes.home.name:
-            transfer = ResultTransfer(self._nodes, node_config.name, job_id, tell)
-            tell = transfer.take
-        return Group(tell), transfer
+            transfer = ResultTransfer(self._nodes, node_config.name, job_id, on_event)
+            on_event = transfer.take
+        return Group(on_event), transfer
 
     async def suspend_group(self, job_id: str) -> Detail:
         running = self._groups.get(job_id)
@@ -191,15 +193,15 @@ class Groups:
         self._report_change()
 
     def _host(self, device_id: str) -> Supervisor:
-        """The supervisor of a device, found or created, but never one known to be dead."""
-        known = self._hosts.get(device_id)
-        if known is None or known.over:
+        """Find or create the supervisor of a device; one that is known to be dead is replaced."""
+        host = self._hosts.get(device_id)
+        if host is None or host.over:
             node_config = self._nodes.config_of((device_id,))
             numa = node_config.numa_nodes([self._nodes.device(device_id)])
             warm, logs = node_config.warm_socket("train"), str(node_config.log_dir)
             actor = self._nodes.here(RankHost, RANK + device_id, node_config, warm, logs, *numa)
-            known = self._hosts[device_id] = Supervisor(actor, RANK + device_id)
-        return known
+            host = self._hosts[device_id] = Supervisor(actor, RANK + device_id)
+        return host
 
     async def _living_host(self, job_id: str, device_id: str) -> Supervisor:
         """A device's supervisor that has just answered: the cached handle may be that of a dead one."""
@@ -244,9 +246,10 @@ class Groups:
         return None
 
     async def observe_groups(self) -> tuple[GroupView, ...]:
-        """Every group with a living rank, and groups that ended but are not cleaned up yet.
+        """Every group that was started and is not cleaned up yet.
 
-        If all ranks of a world whose controller died are there, this adopts them and they go on training.
+        This adopts ranks whose controller died: they go on training if all of their world are there and live, else
+        they end. Either way what they reported without a controller is taken.
         """
         # A world that a verb ended during the reading looks as if it had lost its controller.
         self._touched = set(self._in_hand)
@@ -254,26 +257,21 @@ class Groups:
         for device_id, status in (await self._statuses()).items():
             if status["job_id"] and status["job_id"] not in self._touched:
                 worlds.setdefault(status["job_id"], {})[device_id] = status
-        views: dict[str, GroupView] = {}
         for job_id, statuses in worlds.items():
             if job_id in self._touched or job_id in self._groups:
                 continue  # known, or a verb began in the meantime
-            if is_whole(statuses.values()):
-                await self._adopt(job_id, statuses)
-            elif any(status["alive"] for status in statuses.values()):
-                # The world was starting or dying: end it, and the job resumes from its snapshot.
-                why = "the controller restarted while the ranks were starting"
-                lost = GroupEnded("failed", 0, why, blame="outside")
-                views[job_id] = GroupView(job_id, tuple(statuses), ended=lost)
-        for job_id, running in self._groups.items():
-            views[job_id] = GroupView(job_id, running.devices, ended=running.ended, run=running.run)
-        return tuple(views.values())
+            await self._adopt(job_id, statuses)
+        return tuple(
+            GroupView(job_id, running.devices, ended=running.ended, run=running.run)
+            for job_id, running in self._groups.items()
+        )
 
     async def _adopt(self, job_id: str, statuses: dict[str, dict[str, Any]]) -> None:
-        log.info("adopted its running ranks on %s", ", ".join(sorted(statuses)), extra={"job_id": job_id})
+        log.info("adopted its ranks on %s", ", ".join(sorted(statuses)), extra={"job_id": job_id})
         devices = tuple(sorted(statuses, key=lambda device_id: statuses[device_id]["rank"]))
         group, transfer = self._new_group(job_id, self._nodes.config_of(devices))
-        await group.adopt(job_id, [_Host(self._host(device_id)) for device_id in devices])
+        hosts = [_Host(self._host(device_id)) for device_id in devices]
+        await group.adopt(job_id, hosts, whole=is_whole(statuses.values()))
         self._attend(job_id, _RunningGroup(group, "", devices, transfer))
 
 
@@ -289,10 +287,9 @@ class _RunningGroup:
 
 
 def is_whole(statuses: Collection[Mapping[str, Any]]) -> bool:
-    """Whether these ranks (see RankHost.status) are all ranks of one world, each alive or done."""
+    """Whether these ranks (see RankHost.status) are all ranks of one world, dead or alive."""
     world = sorted((status["world_size"], status["rank"]) for status in statuses)
-    complete = world == [(len(world), rank) for rank in range(len(world))]
-    return complete and all(status["alive"] or status["done"] for status in statuses)
+    return world == [(len(world), rank) for rank in range(len(world))]
 
 
 class _Host:

@@ -139,9 +139,9 @@ class Node(NodeAgent):
     async def report(self) -> NodeReport:
         return NodeReport(self._leaves, await asyncio.to_thread(read_memory))
 
-    async def readings(self, let_go: Collection[str]) -> tuple[Reading, ...]:
-        """The health of this node's GPUs but of those to let go, by id; empty if it has none."""
-        return await self._health.look(let_go)
+    async def readings(self, released: Collection[str]) -> tuple[Reading, ...]:
+        """The health of this node's GPUs, except of those released, given by id; empty if it has none."""
+        return await self._health.look(released)
 
     async def _adapter(self, model: str, version: str) -> Lease:
         home = find_actor(NODE + HOME_NODE)

@@ -114,10 +114,10 @@ class Nodes:
                     if name == self.home.name:
                         raise
                     log.warning("the node's agent does not start; the node seems to be dying", extra={"node": name})
-        await asyncio.gather(*map(self._ask_report, self._known.values()))
+        await asyncio.gather(*map(self._read_report, self._known.values()))
         return {name: known.leaves for name, known in self._known.items()} != before
 
-    async def _ask_report(self, known: _Known) -> None:
+    async def _read_report(self, known: _Known) -> None:
         began_s = time.monotonic()
         report: NodeReport | None = await _answer(known.actor.report.remote())
         known.answered_s = None if report is None else time.monotonic() - began_s
@@ -205,10 +205,10 @@ class Nodes:
 
     def device(self, device_id: str) -> Device:
         """Raises EffectFailed when the device or its node is gone."""
-        found = next((d for d in self.devices if d.id == device_id), None)
-        if found is None:
+        device = next((d for d in self.devices if d.id == device_id), None)
+        if device is None:
             raise EffectFailed(f"device {device_id} is gone", "outside")
-        return found
+        return device
 
     def config(self, name: str) -> NodeConfig | None:
         """Returns None when the node is gone."""
@@ -223,10 +223,10 @@ class Nodes:
         """Start or find an actor on this node. Raises EffectFailed when the node is gone."""
         return named_actor(body, name, self._of(node_config.name).ray_id, *arguments)
 
-    async def readings(self, let_go: Collection[str] = ()) -> tuple[Reading, ...]:
-        """The health of every GPU as the drivers of all nodes report it. Omits nodes that do not answer, and devices to
-        let go, by id: the nodes keep nothing of them open."""
-        calls = (_answer(known.actor.readings.remote(let_go)) for known in self._known.values())
+    async def readings(self, released: Collection[str] = ()) -> tuple[Reading, ...]:
+        """The health of every GPU as the drivers of all nodes report it. Omits nodes that do not answer, and released
+        devices, given by id: the nodes do not keep them open."""
+        calls = (_answer(known.actor.readings.remote(released)) for known in self._known.values())
         return tuple(one for answer in await asyncio.gather(*calls) for one in answer or ())
 
     async def wait_warm(self, node_config: NodeConfig, name: str) -> None:
@@ -258,7 +258,7 @@ class Nodes:
 
     def _of(self, node: str) -> _Known:
         if (known := self._known.get(node)) is None:
-            raise EffectFailed(f"node {node} is gone")
+            raise EffectFailed(f"node {node} is gone", "outside")
         return known
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 OTHER_COMMANDS = ("ray.serve.scripts", "ray.dashboard.modules.job.cli", "ray.util.state.state_cli")
-CODES_OF_ASKED = (0, signal.SIGTERM, -signal.SIGTERM, 128 + signal.SIGTERM)
-MISSED = 1
+CODES_OF_A_REQUEST = (0, signal.SIGTERM, -signal.SIGTERM, 128 + signal.SIGTERM)
+FAILED = 1
 TIE = "setpriv --pdeathsig KILL"
 """Runs a command that ends with its parent (util-linux)."""
 COMMANDS_OF_A_RAYLET = ("--python_worker_command=", "--dashboard_agent_command=", "--runtime_env_agent_command=")
@@ -39,7 +39,7 @@ def main() -> None:
     Node.start_ray_client_server = _without_ray_client
     Node._init_temp = _logging_to(Path(sys.argv.pop(1)), Node._init_temp)
     node.try_to_create_directory = _private_folder
-    Node.dead_processes = _all_missed(Node.dead_processes)
+    Node.dead_processes = _all_failed(Node.dead_processes)
     services.start_ray_process = _tying(services.start_ray_process)
     scripts.main()
 
@@ -70,15 +70,15 @@ def _private_folder(path: str) -> None:
     os.makedirs(path, mode=0o700, exist_ok=True)
 
 
-def _all_missed(dead_processes: Callable[[Any], list[tuple[str, Any]]]) -> Callable[[Any], list[tuple[str, Any]]]:
-    """`ray start --block` acts on exit codes: this turns each into one that it does not expect."""
+def _all_failed(dead_processes: Callable[[Any], list[tuple[str, Any]]]) -> Callable[[Any], list[tuple[str, Any]]]:
+    """`ray start --block` acts on exit codes: this turns a requested end into a failure."""
 
     def dead(node: Any) -> list[tuple[str, Any]]:
-        found = dead_processes(node)
-        for _, process in found:
-            if process.returncode in CODES_OF_ASKED:
-                process.returncode = MISSED
-        return found
+        processes = dead_processes(node)
+        for _, process in processes:
+            if process.returncode in CODES_OF_A_REQUEST:
+                process.returncode = FAILED
+        return processes
 
     return dead
 

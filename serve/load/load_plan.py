@@ -157,13 +157,13 @@ class LoadPlan:
         only warns of missing ones, which leaves a mixture of two models."""
         problems = []
         for name in sorted(self.read):
-            given, expected = source.described.get(name), self.expected[name]
-            if given is None:
+            stored, expected = source.described.get(name), self.expected[name]
+            if stored is None:
                 problems.append(f"{name} is missing")
                 continue
-            floats = given.dtype.is_floating_point and expected.dtype.is_floating_point
-            if given.shape != expected.shape or (given.dtype != expected.dtype and not floats):
-                of, other = (f"{one.dtype} {list(one.shape)}" for one in (given, expected))
+            floats = stored.dtype.is_floating_point and expected.dtype.is_floating_point
+            if stored.shape != expected.shape or (stored.dtype != expected.dtype and not floats):
+                of, other = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (stored, expected))
                 problems.append(f"{name} is {of}, expected {other}")
         unknown = sorted(source.described.keys() - self.expected)
         problems += [f"{name} is not part of this model" for name in unknown if not name.endswith(IGNORED_SUFFIXES)]
@@ -225,8 +225,8 @@ class LoadRecorder(TorchDispatchMode):
         elif func._schema.is_mutable:
             self._note_odd(args)
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.clone.default and args[0].is_contiguous() and (found := self._stored(args[0])):
-            self._clones[result.data_ptr()] = (*found, result)
+        if func is torch.ops.aten.clone.default and args[0].is_contiguous() and (origin := self._stored(args[0])):
+            self._clones[result.data_ptr()] = (*origin, result)
         return result
 
     def plan(self) -> LoadPlan:
@@ -272,16 +272,16 @@ class LoadRecorder(TorchDispatchMode):
         return (name, offset) if 0 <= offset < math.prod(described.shape) else None
 
     def _note_copy(self, into: torch.Tensor, origin: torch.Tensor) -> None:
-        found = self._stored(origin)
-        if found is not None:
-            self._read.add(found[0])
+        name, offset = self._stored(origin) or (None, 0)
+        if name is not None:
+            self._read.add(name)
         target = self._target(into)
         if target is None:
             return
-        if found is None or origin.dtype != self._source.described[found[0]].dtype or into.shape != origin.shape:
+        if name is None or origin.dtype != self._source.described[name].dtype or into.shape != origin.shape:
             self._odd.add(target[0])
             return
-        target[1].pieces.append(Piece(Region.of(into, into.storage_offset()), found[0], Region.of(origin, found[1])))
+        target[1].pieces.append(Piece(Region.of(into, into.storage_offset()), name, Region.of(origin, offset)))
 
     def _note_fill(self, into: torch.Tensor, value: object) -> None:
         target = self._target(into)

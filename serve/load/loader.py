@@ -78,9 +78,9 @@ class VersionLoader:
         if self._retied:
             return f"{self._retied} was equal to its embedding when it was loaded, and vLLM keeps them once"
         for name, module in self.model.named_modules():
-            made = [held for held in MADE_ONCE if isinstance(getattr(module, held, None), torch.Tensor)]
-            if made:
-                return f"{name} makes {made[0]} once"
+            tensors = [key for key in MADE_ONCE if isinstance(getattr(module, key, None), torch.Tensor)]
+            if tensors:
+                return f"{name} makes {tensors[0]} once"
         return self._own_layout if self._kind.on_host else ""
 
     # -- before a pause ------------------------------------------------------------------------------------

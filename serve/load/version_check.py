@@ -44,8 +44,8 @@ def read_chat_template(path: str | Path) -> str | None:
     template = Path(path) / "chat_template.jinja"
     if template.exists():
         return template.read_text()
-    found = _read_json(Path(path) / "tokenizer_config.json", required=False).get("chat_template")
-    return found if isinstance(found, str) else None
+    setting = _read_json(Path(path) / "tokenizer_config.json", required=False).get("chat_template")
+    return setting if isinstance(setting, str) else None
 
 
 def identity(path: str | Path) -> dict[str, dict[str, Any]]:
@@ -88,14 +88,14 @@ class Token:
 
 
 def recorded_token(version_path: str | Path) -> Token | None:
-    """What training recorded in the version's manifest, if it did. Raises WithoutNumbers."""
+    """The token that training recorded in the version's manifest, if it did. Raises WithoutNumbers."""
     path = Path(version_path)
     meta = Manifest.read(path).meta if (path / MANIFEST_FILE).exists() else {}
     if META_KEY not in meta:
         return None
-    if (found := meta[META_KEY]) is None:
+    if (record := meta[META_KEY]) is None:
         raise WithoutNumbers(f"version {path} computes no finite numbers, as its training found")
-    return Token(tuple(found["prompt"]), found["token"], found["logprob"])
+    return Token(tuple(record["prompt"]), record["token"], record["logprob"])
 
 
 def check_token(answer: Mapping[int, float], record: Token | None, *, tolerance: float, what: str) -> dict[str, Any]:
@@ -110,9 +110,9 @@ def check_token(answer: Mapping[int, float], record: Token | None, *, tolerance:
         return {"verdict": "unrecorded"}
     here = answer.get(record.token)
     if here is None or abs(here - record.logprob) > tolerance:
-        found = "is not among the most likely" if here is None else f"has log-probability {here:.3f}"
+        result = "is not among the most likely" if here is None else f"has log-probability {here:.3f}"
         raise FingerprintMismatch(
-            f"{what} does not answer the fingerprint prompt as recorded: token {record.token} {found}, "
+            f"{what} does not answer the fingerprint prompt as recorded: token {record.token} {result}, "
             f"recorded with {record.logprob:.3f}"
         )
     return {"token": record.token, "logprob": here, "verdict": "verified"}

@@ -550,7 +550,7 @@ def test_it_fits_a_phone_in_chinese(visit: Visit, front: Front, scheme: str) -> 
 
 def test_all_pages_are_narrow_enough_and_reached_by_keyboard(visit: Visit, front: Front) -> None:
     assert front.context is not None
-    trouble = {"name": "gateway", "since_s": 1e9, "why": "it ended", "failures": 2, "next_try_s": None}
+    trouble = {"name": "gateway", "since_s": 1e9, "why": "it ended", "failures": 2}
     change(front.context, main_troubles=lambda: [trouble])
     page = visit(viewport={"width": 360, "height": 740})
     page.get_by_text("gateway failed 2 times").wait_for()

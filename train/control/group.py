@@ -28,7 +28,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
-from runtime.devices import kinds
 from runtime.errors import ChildDied, ChildTimeout, RuntimeLayerError, SupervisorDied
 from train.plan import errors
 from train.plan.errors import RankFailed
@@ -76,10 +75,9 @@ class SuspendReport:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a group ended. `error` is {"code", "message", "retryable", "blame", "by_device"} when failed. blame: "own" if
-    a rank raised an error, "memory" if the OOM killer killed it, else "outside": it was killed, stopped, or its
-    supervisor died, which is not a fault of the job. by_device: the rank's device may have caused it: the rank died
-    without a word, or of an error of that kind."""
+    """How a group ended. `error` is {"code", "message", "retryable", "blame", "rank", "reason"} when failed. blame:
+    "own" if a rank raised an error, "memory" if the OOM killer killed it, else "outside": it was killed, stopped, or
+    its supervisor died, which is not a fault of the job."""
 
     outcome: Literal["succeeded", "failed", "suspended"]
     step: int = 0
@@ -93,7 +91,7 @@ class _Failed(Exception):
 
     def __init__(self, rank: int, reason: str, **error: Any):
         usual = {"code": "rank_failed", "message": f"rank {rank} {reason}", "retryable": True, "blame": "outside"}
-        self.error = usual | {"rank": rank, "reason": reason, "by_device": False} | error
+        self.error = usual | {"rank": rank, "reason": reason} | error
 
 
 class _Lost(Exception):
@@ -122,7 +120,7 @@ class Group:
         self._ready: dict[int, dict] = {}
         self._done: dict[int, dict] = {}
         self._fatal: dict[int, dict] = {}
-        self._killed: asyncio.Future[None] | None = None
+        self._killed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
         self._following: asyncio.Task[Outcome] | None = None
         self._started_s: float | None = None  # of a world that was not adopted
 
@@ -146,23 +144,21 @@ class Group:
             if isinstance(result, BaseException):
                 await self._kill_all()
                 raise RankFailed(rank, f"was not started: {result}", retryable=True, blame="outside") from result
-        self._begin()
-        assert self._following is not None
+        self._following = asyncio.create_task(self._follow(), name=f"{self._job_id} ranks")
         while len(self._ready) < len(hosts) and not self._following.done():
             await asyncio.wait([self._following], timeout=0.01)
         if self._following.done() and (error := self._following.result().error) is not None:
             raise RankFailed(error["rank"], error["reason"], retryable=error["retryable"], blame=error["blame"])
 
-    async def adopt(self, job_id: str, hosts: Sequence[Host]) -> None:
-        """Take over the ranks of another Group whose process died. `hosts`: all of them, in the order of ranks.
+    async def adopt(self, job_id: str, hosts: Sequence[Host], *, whole: bool = True) -> None:
+        """Take over the ranks of another Group whose process died, dead ones too, in the order of ranks. whole: whether
+        these are all; else it ends them.
 
         It delivers unacknowledged events now, the last of them perhaps a second time.
         """
         self._hosts, self._job_id = list(hosts), job_id
-        self._begin()
-
-    def _begin(self) -> None:
-        self._killed = asyncio.get_running_loop().create_future()
+        if not whole:
+            self._killed.set_result("belongs to a world of which other ranks are missing")
         self._following = asyncio.create_task(self._follow(), name=f"{self._job_id} ranks")
 
     async def suspend(self) -> SuspendReport | None:
@@ -188,9 +184,8 @@ class Group:
 
     async def kill(self) -> Outcome:
         """End now, as a failure that can be retried (the devices are needed, or the box goes down)."""
-        assert self._killed is not None, "start the group first"
         if not self._killed.done():
-            self._killed.set_result(None)
+            self._killed.set_result("was killed on request")
         return await self.wait()
 
     async def wait(self) -> Outcome:
@@ -199,59 +194,75 @@ class Group:
         return await asyncio.shield(self._following)
 
     async def _follow(self) -> Outcome:
-        """Listen to all ranks until all are done, or one fails; then kill what is left of them."""
+        """Listen to all ranks until all are done, or one fails; then kill what is left of them, and take the events
+        that they had emitted by then: no later group reads them."""
         ranks = range(len(self._hosts))
         self._listeners = [asyncio.create_task(self._listen(rank)) for rank in ranks]
-        tasks = [*self._listeners, *(asyncio.create_task(self._watch(rank)) for rank in ranks)]
-        assert self._killed is not None
-        pending: set[asyncio.Future[None]] = {*tasks, self._killed}
+        watchers = [asyncio.create_task(self._watch(rank)) for rank in ranks]
+        try:
+            error = await self._failure(watchers)
+            for watcher in watchers:
+                watcher.cancel()
+            if killed := await self._kill_all():
+                await asyncio.wait([self._listeners[rank] for rank in killed])
+        finally:
+            for task in (*self._listeners, *watchers):
+                task.cancel()
+        await asyncio.gather(*self._listeners, *watchers, return_exceptions=True)
+        detail = {"outcome": "failed", "step": self._step} if error else self._done[0]
+        outcome = Outcome(detail["outcome"], detail["step"], error, detail)
+        self._report("finished", outcome=outcome.outcome, step=outcome.step, error=outcome.error)
+        return outcome
+
+    async def _failure(self, watchers: Sequence[asyncio.Task[None]]) -> dict[str, Any] | None:
+        """Wait until a rank fails and return the error, or None once all are done."""
+        pending: set[asyncio.Future[Any]] = {*self._listeners, *watchers, self._killed}
         try:
             while not all(listener.done() for listener in self._listeners):
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 if self._killed in done:
-                    raise _Failed(0, "was killed on request", code="killed")
+                    raise _Failed(0, self._killed.result(), code="killed")
                 for task in done:
                     task.result()
-            detail = self._done[0]
-            outcome = Outcome(detail["outcome"], detail["step"], None, detail)
         except _Failed as failed:
-            outcome = Outcome("failed", self._step, failed.error)
+            return failed.error
         except _Lost as lost:
-            outcome = Outcome("failed", self._step, (await self._blame(lost.rank)).error)
-        finally:
-            for task in tasks:
-                task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._kill_all()
-        self._report("finished", outcome=outcome.outcome, step=outcome.step, error=outcome.error)
-        return outcome
+            return (await self._blame(lost.rank)).error
+        except Exception as error:  # whatever it is: without an end, nobody would start the job again
+            log.exception("its ranks cannot be followed", extra={"job_id": self._job_id})
+            return _Failed(0, f"could not be followed: {error!r}").error
+        return None
 
     async def _listen(self, rank: int) -> None:
         """Take the events of a rank until it is done."""
-        heard = 0
-        while rank not in self._done:
+        acknowledged = 0
+        while True:
             try:
-                event = await self._hosts[rank].next_event(heard)
+                event = await self._hosts[rank].next_event(acknowledged)
             except RuntimeLayerError as error:  # its supervisor is gone
                 raise _Lost(rank) from error
             if event is None:
                 raise _Lost(rank)
-            heard, name = event["number"], event["event"]
-            if name == "ready":
-                self._ready[rank] = event
-                if len(self._ready) == len(self._hosts) and self._started_s is not None:
-                    self._report_started(time.monotonic() - self._started_s)
-            elif name == "done":
-                self._done[rank] = event | {"left_s": time.monotonic()}
-            elif name == "fatal":
+            acknowledged = event["number"]
+            if event["event"] == "fatal":
                 self._fatal[rank] = event
                 raise _Lost(rank)
-            else:
-                self._step = event.get("step", self._step)
-                try:
-                    self._report(**{key: value for key, value in event.items() if key != "number"})
-                except Exception as error:  # it must not be lost silently, with all later ones
-                    raise _Failed(rank, f"sent an event that could not be handled: {error!r}") from error
+            if event["event"] == "done":
+                self._done[rank] = event | {"left_s": time.monotonic()}
+                return
+            try:
+                self._take(rank, event)
+            except Exception as error:  # it must not be lost silently, with all later ones
+                raise _Failed(rank, f"sent an event that could not be handled: {error!r}") from error
+
+    def _take(self, rank: int, event: dict[str, Any]) -> None:
+        if event["event"] == "ready":
+            self._ready[rank] = event
+            if len(self._ready) == len(self._hosts) and self._started_s is not None:
+                self._report_started(time.monotonic() - self._started_s)
+        else:
+            self._step = event.get("step", self._step)
+            self._report(**{key: value for key, value in event.items() if key != "number"})
 
     async def _watch(self, rank: int) -> None:
         """Raises _Failed once a rank is silent, or too long in one phase."""
@@ -293,15 +304,15 @@ class Group:
         fatal = self._fatal.get(rank)
         if fatal is not None:
             kind, message = fatal["type"], fatal["message"]
-            error = {"code": kind, "blame": "own", "by_device": kinds.is_of_a_device(kind, message)}
+            error = {"code": kind, "blame": "own"}
             if isinstance(getattr(errors, kind, None), type):  # of the input, in words for who gave it
                 error |= {"retryable": False, "message": message}
             return _Failed(rank, f"raised {kind}: {message}", **error)
-        if any(isinstance(one, ChildDied) and one.starved for one in deaths.values()):
+        if any(isinstance(death, ChildDied) and death.starved for death in deaths.values()):
             return _Failed(rank, "died: the host's memory ran out", blame="memory")
         death = deaths.get(rank)
         how = f"died: {death}" if isinstance(death, SupervisorDied) else "died (killed, or out of memory)"
-        return _Failed(rank, how, by_device=True)
+        return _Failed(rank, how)
 
     async def _death(self, rank: int) -> RuntimeLayerError | None:
         """Cause of its death; None while it lives."""
@@ -314,10 +325,11 @@ class Group:
             return None
         return None
 
-    async def _kill_all(self) -> None:
-        """Kill all ranks. An unreachable host must not block the report of the group's end: its rank died with it. Such
-        an error once left a suspend waiting for ever."""
-        kills = (host.kill() for host in self._hosts)
-        for rank, error in enumerate(await asyncio.gather(*kills, return_exceptions=True)):
+    async def _kill_all(self) -> list[int]:
+        """Kill all ranks; returns those whose supervisors did. An unreachable one must not block the report of the
+        group's end: its rank died with it. Such an error once left a suspend waiting for ever."""
+        failures = await asyncio.gather(*(host.kill() for host in self._hosts), return_exceptions=True)
+        for rank, error in enumerate(failures):
             if error is not None:
                 log.warning("rank %d could not be killed: %s", rank, error, extra={"job_id": self._job_id})
+        return [rank for rank, error in enumerate(failures) if error is None]

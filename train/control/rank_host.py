@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 ENTRY = "train.trainer.worker:main"
 STATES = ("ready", "done", "fatal")
 NOWHERE = {"job_id": "", "rank": 0, "world_size": 0}
-WORLDS = "worlds"  # beside the warm parent's socket, in a directory of the box's user alone
+WORLDS = "worlds"  # alongside the warm parent's socket, in a directory of the box's user alone
 
 
 class RankHost:
@@ -65,11 +65,11 @@ class RankHost:
         kind = kind_of(spec["device_kind"])
         # Set after the fork: the parent never touched a device.
         env |= kind.visibility([device]) | kind.collectives_environment("lo")
-        given = {"spec": spec, "rank": rank, "world_size": world_size, "snapshot": snapshot}
+        arguments = {"spec": spec, "rank": rank, "world_size": world_size, "snapshot": snapshot}
         self._child = await Child.spawn(
             self._warm_socket,
             ENTRY,
-            {**given, "meeting": str(self._meeting)},
+            {**arguments, "meeting": str(self._meeting)},
             env=env,
             numa_nodes=[self._numa_node],
             name=f"{spec['job_id']} rank {rank}",

@@ -248,8 +248,7 @@ def read(path: Path, rows: int) -> dict[str, Any]:
     added: its added tokens and their ids. special: the token and id of each role. beyond: [token, id] without a row in
     the embedding, the first few, and how many. begins: whether every text begins with the BOS token. differs: a text
     that its class reads otherwise than tokenizer.json, "" without. mended: whether it does not as
-    PreTrainedTokenizerFast. generation: why
-    generation_config.json cannot be read, "" if it can. Raises Unfit.
+    PreTrainedTokenizerFast. generation: why generation_config.json cannot be read, "" if it can. Raises Unfit.
     """
     from transformers import AutoTokenizer
 

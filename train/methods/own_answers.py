@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from train.data.records import BadRecord, Record
@@ -45,13 +46,12 @@ ANSWER_OPTIONS = (
 
 
 class OwnAnswers(Method, ABC):
-    """rate_share: part of the learning rate that suits supervised tuning."""
+    """What the methods share. Answers to a prompt are spread over `rows` rows."""
 
     metric_names = ("mismatch_kl", "mismatch_mean", "clipped")
     data = "prompt"
     cut_refuses = True
     wide = True
-    rate_share: float
 
     @abstractmethod
     def group(self, options: Mapping[str, Any]) -> int:
@@ -62,19 +62,13 @@ class OwnAnswers(Method, ABC):
     ) -> dict[str, Any]:
         # Each prompt is a pack of its own: what is packed are its answers.
         given = {"packing": False} | hyperparameters
-        for name, value in (("packing", False), ("micro_batch", 1)):
+        for name, value in (("packing", False), ("micro_batch", 1), ("sequence_parallel", 1)):
             if given.get(name, "auto") not in ("auto", None, value):
                 raise InvalidHyperparameter(
                     name, given[name], f"{value!r}: the answers to one prompt are learnt together"
                 )
         longest = dataset.longest_example_tokens
-        return auto.resolve(
-            given,
-            dataset,
-            model,
-            max_devices,
-            own=lambda chosen, fields: self._own(chosen, fields, longest, model),
-        )
+        return auto.resolve(given, dataset, model, max_devices, own=partial(self._own, longest=longest, model=model))
 
     def _own(self, given: Given, fields: dict[str, Any], longest: int, model: ModelStats) -> None:
         self.own_hyperparameters(given, fields)
@@ -87,11 +81,11 @@ class OwnAnswers(Method, ABC):
         options["group"] = self.group(options)
         row = _HOST_ROW if estimate.kind_of(model.device_kind).on_host else _DEVICE_ROW
         together = max(1, row // fields["max_length"])
-        options["rows"] = next(n for n in range(1, options["group"] + 1) if _shares(options["group"], n) <= together)
+        options["rows"] = next(n for n in range(1, options["group"] + 1) if math.ceil(options["group"] / n) <= together)
 
     def rank_memory(self, shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
         options = fields["options"]
-        together = _shares(options["group"], options["rows"])
+        together = math.ceil(options["group"] / options["rows"])  # answers of a row
         row = {**fields, "max_length": together * fields["max_length"]}
         learning, element = estimate.rank_memory(shape, row, ranks), ELEMENT_BYTES[fields["precision"]]
         # The head computes in float32, its weight's gradient too.
@@ -201,11 +195,6 @@ class Distillation(OwnAnswers):
 
     def group(self, options: Mapping[str, Any]) -> int:
         return int(options["samples"])
-
-
-def _shares(group: int, rows: int) -> int:
-    """How many answers each of this many rows has."""
-    return math.ceil(group / rows)
 
 
 def _length(given: Given, options: dict[str, Any], longest: int, most: int) -> int:

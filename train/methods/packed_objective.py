@@ -70,12 +70,12 @@ class PackedObjective(nn.Module):
         return loss * scale
 
     def take_metrics(self) -> list[float]:
-        """What the calls since the last one found: tokens that were the likeliest, all that are trained, and the
-        method's sums, added up; none of these without any."""
+        """Sums over the forward passes since the last call: correct tokens, trained tokens, and the method's own, which
+        are left out if there were none."""
         hits, sums = self._hits, self._sums
         self._hits, self._sums = [], []
-        found = torch.stack(hits).sum(0).tolist() if hits else [0, 0]
-        return found + (torch.stack(sums).sum(0).tolist() if sums else [])
+        counts = torch.stack(hits).sum(0).tolist() if hits else [0, 0]
+        return counts + (torch.stack(sums).sum(0).tolist() if sums else [])
 
     def _log_probs(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """(n,) float32: the log-probability of each learnt token; and (n,) bool: whether it is the likeliest one."""
@@ -145,14 +145,14 @@ class _LinearLogProbs(torch.autograd.Function):
             log_probs[part] = logits.gather(1, target)[:, 0] - log_sums[part]
             if gradients is not None:
                 gradients.add(part, logits, log_sums)
-        ctx.log_sums, ctx.found = log_sums, None if gradients is None else gradients.found()
+        ctx.log_sums, ctx.early = log_sums, None if gradients is None else gradients.totals()
         ctx.mark_non_differentiable(right)
         return log_probs, right
 
     @staticmethod
     def backward(ctx, upstream, _):
-        if ctx.found is not None:
-            found = [None if one is None else one.mul_(upstream[:1].sum()) for one in ctx.found]
+        if ctx.early is not None:
+            sums = [None if each is None else each.mul_(upstream[:1].sum()) for each in ctx.early]
         else:
             hidden, weight, labels = ctx.saved_tensors
             if ctx.wide:
@@ -160,9 +160,9 @@ class _LinearLogProbs(torch.autograd.Function):
             gradients = _Gradients(hidden, weight, labels, *ctx.needs_input_grad[:2])
             for part in _chunks(hidden, weight):
                 gradients.add(part, _logits(hidden[part], weight, ctx.allowed, part), ctx.log_sums, upstream)
-            found = gradients.found()
-        made = (None if one is None else one.to(kind) for one, kind in zip(found, ctx.dtypes, strict=True))
-        return *made, None, None, None, None
+            sums = gradients.totals()
+        cast = (None if each is None else each.to(kind) for each, kind in zip(sums, ctx.dtypes, strict=True))
+        return *cast, None, None, None, None
 
 
 class _Gradients:
@@ -200,7 +200,7 @@ class _Gradients:
         if self._of_hidden is not None:
             torch.mm(held, self._weight, out=self._of_hidden[part])
 
-    def found(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def totals(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(n, width) and (vocabulary, width) in hidden's dtype; None where it is not needed."""
         self._multiply()
         if self._need_weight and self._of_weight is None:  # nothing is learnt in this part of a row

@@ -82,12 +82,12 @@ class Fragment:
 
 def parameters(engine: Any) -> list[Parameter]:
     """All parameters in model order, tied ones once, the same list on every rank."""
-    found = []
+    items = []
     tensor_rank = grid(engine).tensor_rank
     for name, tensor in engine.module.named_parameters():
         shape, held = _whole_and_held(tensor, tensor_rank)
-        found.append(Parameter(checkpoint_name(name.removeprefix(_WRAPPER)), shape, tensor.requires_grad, tensor, held))
-    return found
+        items.append(Parameter(checkpoint_name(name.removeprefix(_WRAPPER)), shape, tensor.requires_grad, tensor, held))
+    return items
 
 
 def grid(engine: Any) -> Grid:

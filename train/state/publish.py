@@ -74,10 +74,10 @@ def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, m
     """Collective: write and commit `version` of `spec.output_model`: a complete Hugging Face directory, or for kind
     "adapter" (`spec.published_kind`) a peft one. Raises as `write_together`."""
     kind = spec.published_kind
-    known = store.find(kind, spec.output_model, version)
-    if known is not None:
+    existing = store.find(kind, spec.output_model, version)
+    if existing is not None:
         # An earlier world of this job committed it at the same step and died before it reported its end.
-        return Written(str(known.path), known.nbytes, 0.0)
+        return Written(str(existing.path), existing.nbytes, 0.0)
     layout = Layout.plan(published_tensors(engine, spec), stem=STEM if kind == "adapter" else "model")
 
     def reserve() -> Any:
@@ -215,10 +215,10 @@ def _adapter_names(engine: Any) -> set[str]:
 
 
 def _buffers(engine: Any) -> list[tuple[str, torch.Tensor]]:
-    """Persistent buffers (they stand in the checkpoint), the same on every rank."""
-    kept = []
+    """Persistent buffers (those in the checkpoint), the same on every rank."""
+    buffers = []
     for prefix, module in engine.module.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                kept.append((f"{prefix}.{name}".removeprefix("model."), buffer))
-    return kept
+                buffers.append((f"{prefix}.{name}".removeprefix("model."), buffer))
+    return buffers

@@ -46,7 +46,7 @@ _GUESSED_BYTES_S = 1e9  # of one rank, before the first snapshot was measured
 
 @dataclass
 class Validations:
-    """The scores of a run's validations after its first step, and of which steps it has published versions.
+    """Scores of a run's validations by step, from its first step on, and the steps whose versions it has published.
 
     They are in its snapshots: validations by an earlier world do not count for steps that are done again.
     """
@@ -54,10 +54,10 @@ class Validations:
     scores: dict[int, float] = field(default_factory=dict)
     published: list[int] = field(default_factory=list)
 
-    def add(self, step: int, found: dict[str, Any]) -> None:
-        """found: the mean reward of a run that has one, else the loss."""
+    def add(self, step: int, results: dict[str, Any]) -> None:
+        """Add the score of a validation: its mean reward if it has one, else minus its loss."""
         if step > 0:  # before it the weights are the starting model's
-            score = found["mean_reward"] if "mean_reward" in found else -found["loss"]
+            score = results["mean_reward"] if "mean_reward" in results else -results["loss"]
             self.scores[step] = score if math.isfinite(score) else -sys.float_info.max
 
     @property
@@ -116,7 +116,7 @@ class Snapshots:
         self._last_s = time.monotonic()
 
     def suspend(self, step: int) -> Written:
-        """The same for a run that leaves its devices, which are wanted either way: on disk if shared memory is full."""
+        """Write the state of a run that has to leave its devices: on disk if shared memory is full."""
         newest = self._newest
         # Rank 0 alone knows whether its commit succeeded.
         if broadcast_json(newest is not None and newest[0] == step):
@@ -129,7 +129,7 @@ class Snapshots:
             return self.save_on_disk(step)
 
     def save_on_disk(self, step: int) -> Written:
-        """The same format in the job's directory."""
+        """Write the state in the same format into the job's directory."""
         return self._write(step, WeightStore(Path(self._spec.run_dir) / "snapshots", budget_bytes=None))
 
     @cached_property

@@ -57,10 +57,10 @@ def init_world(device_kind: str, meeting: str, timeout_s: float = COLLECTIVE_TIM
     torch's default of 30 minutes, in which a hung peer would go unnoticed, so the default is replaced.
     """
     kind = kind_of(device_kind)
-    if (found := get_accelerator().device_name()) != kind.accelerator:
+    if (accelerator := get_accelerator().device_name()) != kind.accelerator:
         raise InvalidSpec(
             f"a rank was told to compute on devices of kind {kind.name!r}, and DeepSpeed, which goes by what this "
-            f"machine has, computes on {found!r}"
+            f"machine has, computes on {accelerator!r}"
         )
     # DeepSpeed would compile C++ on first use (shm_comm 30 s, CPUAdam 90 s); torch has what we need of it.
     deepspeed.ops.__dict__["__compatible_ops__"] = dict.fromkeys(ALL_OPS, False)

@@ -69,19 +69,19 @@ class Metrics:
         TrainingDiverged, on every rank."""
         # The other ranks of a tensor-parallel group have the same values.
         own = torch.zeros(self._size, dtype=torch.float32, device=self._engine.device)
-        taken = self._engine.module.take_metrics()
+        sums = self._engine.module.take_metrics()
         if self._grid.tensor_rank == 0:
             own[0] = loss
-            own[1 : 1 + len(taken)] = torch.tensor(taken)
+            own[1 : 1 + len(sums)] = torch.tensor(sums)
         seconds = torch.zeros(self._grid.world_size, dtype=torch.float32, device=own.device)
         seconds[self._grid.rank] = self._take_forward_s()
         message = torch.cat([own, seconds])
         comm.all_reduce(message)
-        total, *found = message.tolist()
+        total, *rest = message.tolist()
         grad_norm = float(self._engine.get_global_grad_norm() or 0.0)
         if not (math.isfinite(total) and math.isfinite(grad_norm)):
             raise TrainingDiverged(step, total, grad_norm)
-        named = self._named(found[: self._size - 1])
+        named = self._named(rest[: self._size - 1])
         if self._grid.rank:
             return
         full_s, waited = time.perf_counter() - self._began_s, data.waited
@@ -105,7 +105,7 @@ class Metrics:
             devices=self._grid.world_size,
             tokens=data.tokens,
             **(fields | metrics),
-            rank_seconds=[round(one, 4) for one in found[self._size - 1 :]],
+            rank_seconds=[round(rank_s, 4) for rank_s in rest[self._size - 1 :]],
             **timing,
         )
 
@@ -122,15 +122,15 @@ class Metrics:
             sums[1 : 1 + len(taken)] += torch.tensor(taken, device=sums.device)
 
     def end_validation(self, sums: torch.Tensor) -> dict[str, float]:
-        """Collective: what the validation found."""
+        """Collective: the scores of the validation by name."""
         comm.all_reduce(sums)
-        loss, *found = sums.tolist()
-        return {"loss": loss, **self._named(found)}
+        loss, *rest = sums.tolist()
+        return {"loss": loss, **self._named(rest)}
 
-    def report_validation(self, step: int, total_steps: int, found: dict[str, float]) -> None:
+    def report_validation(self, step: int, total_steps: int, scores: dict[str, float]) -> None:
         if self._grid.rank == 0:
-            self._write_curves("validation", step, found)
-        self._emit("validation", step=step, total_steps=total_steps, **found)
+            self._write_curves("validation", step, scores)
+        self._emit("validation", step=step, total_steps=total_steps, **scores)
 
     def _write_curves(self, group: str, step: int, values: dict[str, float]) -> None:
         """Into TensorBoard's event files; steps that were written before a resume are purged. A full disk costs points
@@ -152,10 +152,10 @@ class Metrics:
 
     @property
     def _size(self) -> int:
-        """The loss, tokens that were the likeliest, all of them, and the method's own."""
+        """Number of sums of a step: the loss, correct tokens, trained tokens, and the method's own."""
         return 3 + len(self._method.metric_names)
 
-    def _named(self, found: list[float]) -> dict[str, float]:
-        correct, trained, *rest = found
+    def _named(self, sums: list[float]) -> dict[str, float]:
+        correct, trained, *rest = sums
         accuracy = {"mean_token_accuracy": correct / trained} if trained else {}
         return accuracy | dict(zip(self._method.metric_names, rest, strict=True))

@@ -1,5 +1,5 @@
-"""What the starting model says of every sequence of the data, computed once, before the first step, and kept with the
-job.
+"""Log-probabilities of every sequence of the data to the starting model, computed once, before the first step, and kept
+with the job.
 
 A method that compares the trained model with the one it started from (Method.needs_reference) thus needs no second copy
 of the weights: before the first step the model is still the starting one (an adapter adds nothing yet). The ranks share
@@ -57,21 +57,21 @@ class Reference:
     def complete(self) -> bool:
         return self._done == len(self._tokens.packs)
 
-    def learn_some(self) -> None:
+    def compute_some(self) -> None:
         """Collective: compute one row on each rank. The engine's weights must be the starting ones."""
         tokens, grid, device = self._tokens, self._grid, self._engine.device
         self._progress.enter("reference")
-        mine = self._done + grid.data_rank
+        own_pack = self._done + grid.data_rank
         packs = range(self._done, min(self._done + grid.data_size, len(tokens.packs)))
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
-        row = tokens.row(np.array([min(mine, packs[-1])]))
+        row = tokens.row(np.array([min(own_pack, packs[-1])]))
         self._engine.eval()
         with torch.no_grad():
             log_probs = self._engine(to_batch(row, 1.0, device) | {"as_reference": True})
         self._engine.train()
         members = [tokens.packs[pack] for pack in packs]
         totals = torch.zeros(sum(map(len, members)), tokens.sequences, dtype=torch.float32, device=device)
-        if mine in packs and grid.tensor_rank == 0:
+        if own_pack in packs and grid.tensor_rank == 0:
             start = sum(map(len, members[: grid.data_rank]))
             totals[start : start + len(members[grid.data_rank])] = log_probs.view(-1, tokens.sequences)
         comm.all_reduce(totals)

@@ -1,8 +1,8 @@
-"""Trains: data, step, save, publish, stop. `Run.run` is the whole loop, `Run.train_step` one step of it.
+"""The training loop: data, step, save, publish, stop. `Run.run` is all of it, `Run.train_step` one step.
 
 Every rank runs this. Before each step and each micro-batch the ranks agree over the host whether any of them was
 signalled (train.control.rank_messages), so they suspend together without any other coordination. A step is a pure
-function of the seed and its number: one that was left is done again, and only time is lost.
+function of the seed and its number: an aborted one is repeated, and only time is lost.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from weights.format.errors import StoreFull
 from weights.memory.store import WeightStore
 
 KEPT_S = 60.0
-"""How long the first step of a world goes on at least, so that a job makes progress however often its devices are
+"""Least time before the first step of a world is aborted, so that a job makes progress however often its devices are
 taken."""
-_VALIDATES_ON_S = 5.0  # a validation goes on for so long at least; a suspension waits for that
+_KEPT_VALIDATION_S = 5.0  # the same of a validation
 
 
 class DataFeed:
@@ -55,12 +55,12 @@ class DataFeed:
         group, part = divmod(self._grid.data_rank, self._parts)
         micro_batches = self._plan.micro_batches(step, group, self._grid.data_size // self._parts)
         rows = [(number, part_of(self._row(step, number, packs), part, self._parts)) for number, packs in micro_batches]
-        learnt = self._plan.learnt_in_step(step)
-        return StepData(rows, self._method.denominator(self._tokens, learnt), self._tokens.tokens_in(learnt))
+        counted = self._plan.learnt_in_step(step)
+        return StepData(rows, self._method.denominator(self._tokens, counted), self._tokens.tokens_in(counted))
 
     def _row(self, step: int, number: int, packs: np.ndarray) -> Row:
-        learnt = packs[: max(0, self._plan.counted(step) - number * len(packs))]
-        return self._tokens.row(learnt) if len(learnt) else replace(self._tokens.row(packs), weight=0.0)
+        counted = packs[: max(0, self._plan.counted(step) - number * len(packs))]
+        return self._tokens.row(counted) if len(counted) else replace(self._tokens.row(packs), weight=0.0)
 
 
 class Run:
@@ -124,8 +124,8 @@ class Run:
                 if self._agreed()[0]:
                     reference.save()
                     return self._suspended()
-                reference.learn_some()
-        self.snapshots.kept = {name: torch.from_numpy(one.values) for name, one in self.references.items()}
+                reference.compute_some()
+        self.snapshots.kept = {name: torch.from_numpy(kept.values) for name, kept in self.references.items()}
         if self.step == 0:
             self._validate()
             self._warn_of_fewer_validations()
@@ -148,8 +148,8 @@ class Run:
         return {"outcome": "succeeded", "step": self.step}
 
     def train_step(self) -> bool:
-        """Collective: do the next step, all its micro-batches and the optimizer's. False if all ranks left it, because
-        their devices are wanted: nothing but gradients has changed, and the process is about to end."""
+        """Collective: do the next step, all its micro-batches and the optimizer's. False if the ranks aborted it for
+        wanted devices: nothing but gradients has changed, and the process is about to end."""
         spec, step, engine = self.spec, self.step, self.engine
         self.metrics.begin_step()
         if (data := self.feed.step(step)) is None:
@@ -170,7 +170,7 @@ class Run:
             return self._abort_step(began_s)
         for number, row in data.rows:
             self.progress.enter("step", step)
-            if self._leaves(began_s, least_s):
+            if self._aborts(began_s, least_s):
                 return self._abort_step(began_s)
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
@@ -183,8 +183,8 @@ class Run:
             loss += part.detach()
             engine.step()  # the optimizer's after the last micro-batch
         self.step += 1
-        more = {"total_steps": total, "epoch": min(spec.n_epochs, self._epoch()), "learning_rate": rate}
-        self.metrics.end_step(self.step, loss, data, **more)
+        fields = {"total_steps": total, "epoch": min(spec.n_epochs, self._epoch()), "learning_rate": rate}
+        self.metrics.end_step(self.step, loss, data, **fields)
         return True
 
     def _abort_step(self, began_s: float) -> bool:
@@ -195,8 +195,8 @@ class Run:
     def _divergence(
         self, phase: str, rows: Iterable[tuple[Row, float]], began_s: float, least_s: float
     ) -> dict[str, torch.Tensor] | None:
-        """Collective: what each batch has of the whole step (Method.needs_divergence). None if the ranks leave it (see
-        `_leaves`). rows: this rank's, each with its scale; equally many on every rank."""
+        """Collective: what each batch has of the whole step (Method.needs_divergence). None if the ranks abort it (see
+        `_aborts`). rows: this rank's, each with its scale; equally many on every rank."""
         if not self.method.needs_divergence:
             return {}
         total = torch.zeros((), dtype=torch.float32, device=self.engine.device)
@@ -204,7 +204,7 @@ class Run:
         try:
             for row, scale in rows:
                 self.progress.enter(phase, self.step)
-                if self._leaves(began_s, least_s):
+                if self._aborts(began_s, least_s):
                     return None
                 batch = to_batch(row, scale, self.engine.device)
                 with torch.no_grad():
@@ -243,8 +243,8 @@ class Run:
             "seconds": {"snapshot": seconds},
         }
 
-    def _leaves(self, began_s: float, least_s: float) -> bool:
-        """Collective: whether any rank's devices are wanted, and it has gone on for `least_s` since `began_s`."""
+    def _aborts(self, began_s: float, least_s: float) -> bool:
+        """Collective: whether the devices are wanted and work that began at `began_s` has had its `least_s`."""
         return any_rank(self.signals.suspend and time.monotonic() - began_s > least_s)[0]
 
     # --- validations and versions
@@ -282,7 +282,7 @@ class Run:
                 raise
 
     def _validate(self) -> None:
-        """Collective. It is left where the devices are wanted before its end: its curve lacks this point."""
+        """Collective. If the devices are wanted before its end it is aborted, and its curve lacks this point."""
         if self.valid is None:
             return
         rollouts = self.rollouts
@@ -296,16 +296,16 @@ class Run:
         scale = 1.0 / self.method.denominator(valid, packs)
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
         turns = -(-len(packs) // self.grid.data_size)
-        mine = range(self.grid.data_rank, turns * self.grid.data_size, self.grid.data_size)
+        indices = range(self.grid.data_rank, turns * self.grid.data_size, self.grid.data_size)
         sums, began_s = self.metrics.begin_validation(), time.monotonic()
-        rows = ((valid.row(packs[[index % len(packs)]]), scale * (index < len(packs))) for index in mine)
-        shared = self._divergence("validating", rows, began_s, _VALIDATES_ON_S)
+        rows = ((valid.row(packs[[index % len(packs)]]), scale * (index < len(packs))) for index in indices)
+        shared = self._divergence("validating", rows, began_s, _KEPT_VALIDATION_S)
         if shared is None:
             return None
         self.engine.eval()
         try:
-            for index in mine:
-                if self._leaves(began_s, _VALIDATES_ON_S):
+            for index in indices:
+                if self._aborts(began_s, _KEPT_VALIDATION_S):
                     return None
                 self.progress.enter("validating")  # for each row: a file may take longer than the limit for a hang
                 with torch.no_grad():
@@ -317,10 +317,10 @@ class Run:
         return self.metrics.end_validation(sums)
 
     def _warn_of_fewer_validations(self) -> None:
-        wanted, most = self.spec.eval_interval, self.spec.most_validations
-        apart = self.plan.apart(wanted, most)
-        if apart > wanted:
-            text = f"validations are {apart} steps apart, not {wanted} (eval_interval): publish=best has at most {most}"
+        every, most = self.spec.eval_interval, self.spec.most_validations
+        apart = self.plan.apart(every, most)
+        if apart > every:
+            text = f"validations are {apart} steps apart, not {every} (eval_interval): publish=best has at most {most}"
             self.emit("message", level="warn", text=text)
 
     def _best_is_published(self) -> bool:
@@ -336,10 +336,10 @@ class Run:
         if self.spec.publish != "best" or not 0 < best < self.step:
             return False
         # Only the first rank knows whether its commit succeeded.
-        there = bool(broadcast_json(best in self.validations.published))
-        if there:
+        is_published = bool(broadcast_json(best in self.validations.published))
+        if is_published:
             text = f"the result is the version of step {best}, whose validation was the best"
         else:
             text = f"the result is the version of step {self.step}: that of step {best}, the best, was not published"
-        self.emit("message", level="info" if there else "warn", text=text)
-        return there
+        self.emit("message", level="info" if is_published else "warn", text=text)
+        return is_published

@@ -42,7 +42,7 @@ from weights.memory.store import WeightStore
 
 def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     """`args`: spec (dict), rank, world_size, snapshot (path or None), meeting (path of the file where the world meets).
-    What else torch.distributed needs stands in the environment."""
+    The environment has what else torch.distributed needs."""
     started = time.perf_counter()
     spec = TrainSpec.from_dict(args["spec"])
     configure_logging("rank", job_id=spec.job_id, rank=args["rank"])
@@ -145,9 +145,9 @@ def refuse_shared_rows(model: PreTrainedModel, spec: TrainSpec) -> None:
 
 
 def _about_data(spec: TrainSpec, train: TokenSet) -> Iterator[tuple[str, str]]:
-    """(level, text) of what a new job is told about its data."""
+    """(level, text) of the messages about the data of a new job."""
     method, packs, batch = method_of(spec.method), len(train.packs), spec.batch_size
-    made, steps = method.samples(spec.options), -(-packs * spec.n_epochs // batch)
+    samples, steps = method.samples(spec.options), -(-packs * spec.n_epochs // batch)
     text = f"{train.n_examples} examples, {train.n_tokens} tokens"
     if (rows := train.n_examples + train.n_dropped) > train.n_records and method.sequences == 1:
         text = (
@@ -157,7 +157,7 @@ def _about_data(spec: TrainSpec, train: TokenSet) -> Iterator[tuple[str, str]]:
     if spec.packing:
         fill = train.n_tokens / (packs * train.capacity)
         text += f", packed into {packs} sequences of {train.capacity} ({fill:.0%} full)"
-    answers = f", with {made.group} answers to each" if made.room else ""
+    answers = f", with {samples.group} answers to each" if samples.room else ""
     text += f": a step has {batch} of them (batch_size){answers}; with n_epochs {spec.n_epochs} they make {steps} steps"
     yield "info", text
     if effort := spec.options.get("reasoning_effort"):

@@ -1,6 +1,6 @@
 """Checks a model's folder at its import: it has no pickles, no code, no links and no names of other files.
 
-CheckpointRefused       what is there cannot or must not be used (all of these name the file)
+CheckpointRefused       the checkpoint cannot or must not be used (all of these name the file)
 ├── NotACheckpoint      config.json or weights are missing or make no sense
 ├── PickleRefused       weights as pickles, which run code when loaded
 ├── RemoteCodeRefused   `auto_map`: the checkpoint wants its own Python code run
@@ -119,7 +119,7 @@ def read_json(path: Path, name: str, *, kind: type = dict) -> Any:
     """The JSON object in `path`, or another value of a `kind`. Raises NotACheckpoint naming `name`."""
     raw = path.read_bytes() if (size := path.stat().st_size) <= MAX_CONFIG_BYTES else b""
     values = sum(map(raw.count, (b",", b"[", b"{")))
-    if not raw or values > MAX_VALUES:
+    if size > MAX_CONFIG_BYTES or values > MAX_VALUES:
         raise NotACheckpoint(name, f"{size} bytes, {values} values; at most {MAX_CONFIG_BYTES}, {MAX_VALUES} are read")
     try:
         body = json.loads(raw)
@@ -156,14 +156,14 @@ def tokens_of(directory: Path, wanted: Iterable[str]) -> frozenset[str]:
     Its files are searched, not parsed, which would take seconds: a token is a string of its own in a JSON file, and
     plain bytes in `tokenizer.model`.
     """
-    missing, found = set(wanted), set()
+    wanted, known = frozenset(wanted), set[str]()
     names = [name for name in (*_WITH_TOKENS, _PIECES) if (directory / name).is_file()]
     if not {"tokenizer.json", _PIECES} & set(names) and (directory / _TEKKEN).is_file():
-        found.add(_OF_TEKKEN)
+        known.add(_OF_TEKKEN)
     for name in names:
         written = (directory / name).read_bytes()
-        for token in missing - found:
+        for token in wanted - known:
             forms = (token,) if name == _PIECES else (json.dumps(token, ensure_ascii=False), json.dumps(token))
             if any(form.encode() in written for form in forms):
-                found.add(token)
-    return frozenset(found & missing)
+                known.add(token)
+    return wanted & known

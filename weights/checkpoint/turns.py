@@ -1,4 +1,4 @@
-"""Reads off a chat template's renderings of a few short conversations what it does with their parts.
+"""Finds how a chat template writes the parts of a conversation, by its renderings of a few short ones.
 
 Pure. The renderings are those of PROBES: text by the probe's name, None where the template raised an error.
 """
@@ -31,7 +31,7 @@ PROBES: Mapping[str, dict[str, Any]] = {
     "called": {"messages": _CALLED, "tools": [_GAUGE], "add_generation_prompt": False},
     "result": {"messages": (*_CALLED, _RESULT), "tools": [_GAUGE]},
 }
-"""Conversations whose renderings tell what a template does."""
+"""The conversations to render, as arguments of `apply_chat_template`."""
 
 _PARTS = (
     ("system", SYSTEM, "system messages"),

@@ -56,7 +56,7 @@ class TierUnavailable(WeightsError): ...
 
 
 class IntegrityError(WeightsError):
-    """`path` and `file` say where; `reason` says what."""
+    """`path` and `file` name the place, `reason` the fault."""
 
     def __init__(self, reason: str, *, path: object, file: str | None = None) -> None:
         self.reason, self.path, self.file = reason, str(path), file

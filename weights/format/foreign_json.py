@@ -17,8 +17,8 @@ def config_in(*folders: str | Path | None) -> dict[str, Any] | None:
     """The config.json of the first of these folders that has a readable one; None without any."""
     for folder in folders:
         with suppress(OSError, ValueError):
-            if folder and isinstance(found := json.loads(Path(folder, CONFIG_FILE).read_bytes()), dict):
-                return found
+            if folder and isinstance(config := json.loads(Path(folder, CONFIG_FILE).read_bytes()), dict):
+                return config
     return None
 
 
@@ -30,8 +30,8 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def size(config: Mapping[str, Any], *names: str) -> int:
     """The first of these that is a whole number; 0 without any, or where a model cannot have it."""
-    found = next((value for name in names if type(value := config.get(name)) is int), 0)
-    return found if 0 <= found <= MOST_SIZE else 0
+    number = next((value for name in names if type(value := config.get(name)) is int), 0)
+    return number if 0 <= number <= MOST_SIZE else 0
 
 
 def weight_bits(quantization: Mapping[str, Any]) -> int:
@@ -43,7 +43,7 @@ def weight_bits(quantization: Mapping[str, Any]) -> int:
 
 
 def is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects of a parsed JSON text stand in each other at more levels than that."""
+    """Whether lists and objects of a parsed JSON text are nested in more levels than that."""
     level = [value]
     for _ in range(levels + 1):
         level = [node for node in level if isinstance(node, dict | list)]

@@ -45,6 +45,7 @@ ALIGN_BYTES = 64  # a cache line, and the best alignment for AVX-512 and cudaMem
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 MAX_INDEX_BYTES = 64 << 20
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000  # transformers' own shard size
+MAX_RANK = 32  # the product of a million dimensions takes minutes
 METADATA_KEY = "__metadata__"
 _FORBIDDEN = re.compile(r"[\x00-\x1f\ud800-\udfff]")
 
@@ -80,7 +81,7 @@ class TensorSpec:
             raise InvalidLayout(f"{self.name!r} is not a tensor's name: empty, {METADATA_KEY!r} or not plain text")
         if self.dtype not in DTYPE_BITS:
             raise InvalidLayout(f"tensor {self.name!r}: unknown dtype {str(self.dtype)[:40]!r}")
-        if not all(0 <= dim < 2**63 for dim in self.shape):
+        if len(self.shape) > MAX_RANK or not all(0 <= dim < 2**63 for dim in self.shape):
             raise InvalidLayout(f"tensor {self.name!r}: {str(self.shape)[:80]} is not a shape")
         if self.numel * DTYPE_BITS[self.dtype] % 8:
             raise InvalidLayout(f"tensor {self.name!r}: {self.dtype} of {self.shape} does not end on a byte boundary")

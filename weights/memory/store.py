@@ -42,7 +42,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes of a store: committed versions, drafts (and what is being removed), and the pool."""
+    """Bytes of a store: committed versions, drafts (and versions being removed), and the pool."""
 
     committed_bytes: int
     draft_bytes: int
@@ -263,7 +263,7 @@ class WeightStore:
             os.close(fd)
 
     def usage(self) -> Usage:
-        """What the store holds now, in bytes of file sizes (what is reserved counts as held)."""
+        """Bytes in the store now, by the sizes of its files: a reservation counts in full."""
         committed_bytes = sum(held.nbytes for held in self._all_committed())
         draft_bytes = sum(held.nbytes for held in _held_at(directories(self.staging)))
         return Usage(committed_bytes, draft_bytes, self.pool.nbytes)

@@ -40,8 +40,8 @@ MOMENTS = "moments_in_8_bits"
 log = logging.getLogger(__name__)
 
 
-class Tier(ABC):
-    """`where`: a path or URL for messages. Every call may raise TierUnavailable."""
+class Copies(ABC):
+    """The copies in one tier. `where`: a path or URL for messages. Every call may raise TierUnavailable."""
 
     where: str
 
@@ -55,7 +55,7 @@ class Tier(ABC):
 
     @abstractmethod
     def collect(self) -> None:
-        """Removes what a dead process was copying or removing. Call it while nothing is copied."""
+        """Removes leftovers of copies and removals of a dead process. Call it while nothing is copied."""
 
     @abstractmethod
     def _open(self, name: Name) -> tuple[str, Manifest, Chunks]:
@@ -90,7 +90,7 @@ class Tier(ABC):
         return store.receive(manifest, chunks, source=where)
 
 
-class DirectoryTier(Tier):
+class DirectoryCopies(Copies):
     """`<models>/<model>/<version>/` and `<snapshots>/<job>/<step>/` with a sealed manifest each. Leaves `free_bytes` of
     the file system free."""
 
@@ -168,7 +168,7 @@ class DirectoryTier(Tier):
         return staging / f"{purpose}-{os.getpid()}-{uuid.uuid4().hex}"
 
 
-class RemoteTier(Tier):
+class RemoteCopies(Copies):
     """`int8_moments`: Adam's moments of snapshots are stored in 8 bits."""
 
     def __init__(self, objects: Objects, *, int8_moments: bool = False) -> None:

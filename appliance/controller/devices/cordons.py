@@ -183,8 +183,6 @@ def metered(devices: Sequence[dict[str, Any]], readings: Mapping[str, Reading]) 
 
 # --- the watch
 
-KEPT_READINGS = 120
-
 
 class DeviceWatch:
     """Reads the drivers' health data, and cordons devices that fail, as `appliance gpu drain` would. `appliance gpu
@@ -199,6 +197,7 @@ class DeviceWatch:
     ):
         self._db, self._config, self._nudge, self._clock = db, config, nudge, clock
         self._readings: dict[str, deque[Reading]] = {}
+        self._kept_s = 2 * max(config.hot_for_s, config.slow_for_s)
         self._uuids: dict[str, str] = {}  # by device id, of present devices
         self._ours = faulty(read(db))
 
@@ -212,7 +211,7 @@ class DeviceWatch:
         for reading in await read_devices(released):
             kept = self._readings.setdefault(reading.device_id, deque())
             kept.append(reading)
-            if len(kept) > KEPT_READINGS:
+            while len(kept) > 2 and reading.at_s - kept[1].at_s > self._kept_s:
                 del kept[1]  # never the first: it has the errors from before the watch began
         self.judge()
 

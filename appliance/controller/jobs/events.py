@@ -123,8 +123,8 @@ class JobEvents:
             row = jobs.get(db, job_id)
             jobs.set_phase(db, job_id, "running", devices=devices, reason="")
             # The snapshot's step, not the last one reported: a sudden end loses the training after the snapshot.
-            action = f"continues at step {row.snapshot['step']}" if resumed and row.snapshot else "started"
-            text = f"Fine-tuning job {action} on {len(devices)} device(s)"
+            what = f"continues at step {row.snapshot['step']}" if resumed and row.snapshot else "started"
+            text = f"Fine-tuning job {what} on {len(devices)} device(s)"
             add_message(db, job_id, text, data={"devices": devices})
 
     def resumed(self, job_id: str, step: int) -> None:
@@ -158,13 +158,13 @@ class JobEvents:
         self._compare(row)
 
     def _compare(self, row: JobRow) -> None:
-        """Put what the job took beside its estimate."""
+        """Store the measured memory and speed with the estimate, once."""
         steps, estimate = list(jobs.all_metrics(self._db, row.id)), row.estimate or {}
-        speeds = [one.tokens_per_s / one.devices for one in steps if one.tokens_per_s and one.devices]
-        if "devices" not in estimate or "measured" in estimate or not speeds:
+        speeds = [step.tokens_per_s / step.devices for step in steps if step.tokens_per_s and step.devices]
+        if "devices" not in estimate or estimate.get("measured") or not speeds:
             return
-        taken = max((one.memory_bytes or 0 for one in steps), default=0)
-        measured = {"device_bytes": taken or None, "tokens_per_s": median(speeds) * estimate["devices"]}
+        peak_bytes = max((step.memory_bytes or 0 for step in steps), default=0)
+        measured = {"device_bytes": peak_bytes or None, "tokens_per_s": median(speeds) * estimate["devices"]}
         jobs.update(self._db, row.id, estimate=estimate | {"measured": measured})
         text = " and ".join(
             f"{shown(measured[name])} (estimated {shown(estimate[name])})"
@@ -188,9 +188,9 @@ class JobEvents:
             if not row.result_files:  # after a restart of the controller between the two
                 self.conclude(job_id)
             if METHODS[row.method].judged_by == "grader":
-                steps = [one for one in jobs.all_metrics(db, job_id) if 0 < one.step <= versions[-1].step]
+                steps = [m for m in jobs.all_metrics(db, job_id) if 0 < m.step <= versions[-1].step]
                 # Where the answers to each prompt of a step got one reward, the step trained nothing.
-                if steps and all((one.measured or {}).get("equal_rewards") == 1.0 for one in steps):
+                if steps and all((m.measured or {}).get("equal_rewards") == 1.0 for m in steps):
                     fail(db, job_id, "nothing_trained", _NOTHING_TRAINED.format(len(steps)))
                     return
             result = versions[-1]
@@ -232,16 +232,16 @@ class JobEvents:
         # One that is done again, after the death of a rank, say, counts once.
         before = jobs.find_metric(db, row.id, step)
         if before is not None and before.created_s == at_s:
-            return  # read in the run's log by a new controller, and delivered too, by ranks that outlived the old one
-        # Not when it is read: steps of a time without a controller are read all at once.
+            return  # the last one that an earlier controller took, delivered again
+        # Not the time of reading: steps of a time without a controller are read all at once.
         created_s, measured = time.time() if at_s is None else float(at_s), _measured(row, event, "train_")
         of_step = {name: event.get(name) for name in _OF_STEP}
         jobs.upsert_metric(db, JobMetricRow(row.id, step, created_s, measured=measured, **of_step))
         total = event.get("total_steps") or row.total_steps
         tokens = (row.trained_tokens or 0) + (int(event.get("tokens") or 0) if before is None else 0)
-        reported = {"loss": event.get("loss"), "tokens_per_s": event.get("tokens_per_s")}
+        latest = {"loss": event.get("loss"), "tokens_per_s": event.get("tokens_per_s")}
         eta_s = self._eta_s(row.id, step, total)
-        jobs.update(db, row.id, step=step, total_steps=total, eta_s=eta_s, trained_tokens=tokens, **reported)
+        jobs.update(db, row.id, step=step, total_steps=total, eta_s=eta_s, trained_tokens=tokens, **latest)
         data = {key: value for key, value in event.items() if key not in ("event", "job", *_OF_TRAINING)}
         data |= {f"train_{key}": event[key] for key in _OF_TRAINING if key in event}
         reward = event.get("train_mean_reward")
@@ -286,21 +286,21 @@ class JobEvents:
         # Also epochs before the last, and those of a job that does not reach its end.
         held_back = publish != "epoch" or not answers_at_once(db, row, new)
         models.insert_version(db, replace(new, held_back=int(held_back)))
-        kind = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
+        what = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
         data = {"step": step, "job_id": row.id, **meta}
-        add_message(db, row.id, f"{kind} created at step {step}{_written(event)}", data=data)
+        add_message(db, row.id, f"{what} created at step {step}{_written(event)}", data=data)
 
     def _ensure_output_model(self, row: JobRow, size_bytes: int) -> None:
         db = self._db
         if models.find(db, row.output_model) is not None:
             return
         base = resolve(db, row.model)  # deleted while the job trains: its values are unknown
-        known: dict[str, Any] = {"arch": "unknown", "params": 0}
+        fields: dict[str, Any] = {"arch": "unknown", "params": 0}
         if base is not None:
-            known = columns(base.model, "arch params max_model_len info")
-        known |= {"owner": row.owner, "owned_by": f"org-{self._organization}", "source": f"job {row.id}"}
-        known |= {"base": row.model, "job_id": row.id, "bytes": size_bytes, "created_s": time.time()}
-        models.insert(db, ModelRow(row.output_model, "fine-tuned", **known))
+            fields = columns(base.model, "arch params max_model_len info")
+        fields |= {"owner": row.owner, "owned_by": f"org-{self._organization}", "source": f"job {row.id}"}
+        fields |= {"base": row.model, "job_id": row.id, "bytes": size_bytes, "created_s": time.time()}
+        models.insert(db, ModelRow(row.output_model, "fine-tuned", **fields))
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
         """An event tells of the first: small models on a CPU write one at nearly every step."""
@@ -328,8 +328,8 @@ def _written(event: dict[str, Any]) -> str:
     return "" if nbytes is None or seconds is None else f": {nbytes / 1e6:.1f} MB in {seconds:.3g} s"
 
 
-def _shown(label: str, value: float | None) -> str:
-    return f"{label}=not finite" if value is None else f"{label}={value:.4f}"
+def _shown(what: str, value: float | None) -> str:
+    return f"{what}=not finite" if value is None else f"{what}={value:.4f}"
 
 
 def _measured(row: JobRow, event: dict[str, Any], prefix: str = "") -> dict[str, float] | None:
@@ -338,10 +338,10 @@ def _measured(row: JobRow, event: dict[str, Any], prefix: str = "") -> dict[str,
     return {name: value for name, value in values.items() if value is not None} or None
 
 
-def _of_validation(values: dict[str, Any]) -> dict[str, Any]:
-    """What a validation has found by OpenAI's names, which has others for one of the whole file, as all are."""
-    whole = {f"full_valid_{name}": values[name] for name in _OF_VALIDATION if name in values}
-    return {f"valid_{name}": value for name, value in values.items()} | whole
+def _of_validation(scores: dict[str, Any]) -> dict[str, Any]:
+    """A validation's scores by OpenAI's names, which has others for one of the whole file, as all are."""
+    whole = {f"full_valid_{name}": scores[name] for name in _OF_VALIDATION if name in scores}
+    return {f"valid_{name}": value for name, value in scores.items()} | whole
 
 
 def _metrics_table(db: Database, job: JobRow) -> bytes:
@@ -355,6 +355,6 @@ def _metrics_table(db: Database, job: JobRow) -> bytes:
     for m in jobs.all_metrics(db, job.id):
         if m.step > 0:  # what is measured before the first step is of the starting model
             trained, validated = m.measured or {}, m.valid_measured or {}
-            values = [one for name in others for one in (trained.get(name), validated.get(name))]
+            values = [value for name in others for value in (trained.get(name), validated.get(name))]
             writer.writerow([m.step, m.loss, trained.get(first), m.valid_loss, validated.get(first), *values])
     return base64.b64encode(out.getvalue().encode())

@@ -15,16 +15,19 @@ from weights.format.manifest import Manifest, checksum
 from weights.format.names import MANIFEST_FILE
 
 _CHUNK_BYTES = 1 << 20
-_RANGE = re.compile(r"bytes=(\d+)-(\d*)")
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 Part = bytes | tuple[Path, int]
-"""Of the tar file: headers and padding as they are, or a file with its size."""
+"""A part of the tar file: a header or padding, or a file with its size."""
 
 
 def answer(
-    folder: Path, name: str, asked_range: str | None, if_range: str | None, done: BackgroundTask | None
+    folder: Path, name: str, range_header: str | None, if_range: str | None, done: BackgroundTask | None
 ) -> StreamingResponse:
-    """The archive of the version directory `folder`, its manifest with the checksums first, or a part of it (RFC 9110,
-    14.2). done: runs after the last byte. Raises ApiError 416, OSError."""
+    """Answer with the archive of a version directory, its manifest first, or with a part of it (RFC 9110, 14.2).
+
+    range_header: an unknown form means the whole. done: runs after the last byte, or when the client leaves. Raises
+    ApiError 416, IntegrityError, OSError.
+    """
     manifest, parts = Manifest.read(folder), list[Part]()
     own_bytes = (folder / MANIFEST_FILE).read_bytes()
     sizes = {file: record.nbytes for file, record in sorted(manifest.files.items())}
@@ -37,10 +40,10 @@ def answer(
     start, end, status = 0, total, 200
     headers = {"etag": tag, "accept-ranges": "bytes", "x-content-type-options": "nosniff"}
     headers["content-disposition"] = f'attachment; filename="{re.sub(r"[^A-Za-z0-9._-]", "-", name)}.tar"'
-    if (match := _RANGE.fullmatch(asked_range or "")) and if_range in (None, tag):
+    if (match := _RANGE.fullmatch(range_header or "")) and if_range in (None, tag):
         start, end = int(match[1]), min(total, int(match[2]) + 1 if match[2] else total)
         if start >= end:
-            message = f"The archive has {total} bytes and none at {asked_range}."
+            message = f"The archive has {total} bytes and none at {range_header}."
             raise ApiError(416, message, code="range_not_satisfiable", param="range")
         status, headers["content-range"] = 206, f"bytes {start}-{end - 1}/{total}"
     headers["content-length"] = str(end - start)

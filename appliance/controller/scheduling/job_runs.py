@@ -138,16 +138,16 @@ class JobRuns:
         if base is None:
             raise LookupError(f"the base model {row.model} was deleted, or is not shared with the job's owner any more")
         name, version = base.model.id, (row.resolved or {}).get("base_version") or base.version.version
-        found = models.find_version(self._db, name, version)
-        if found is None:
+        own = models.find_version(self._db, name, version)
+        if own is None:
             raise LookupError(f"version {version} of the base model {name} was deleted")
-        fields, below = {"base_model": name, "base_version": version}, found.meta.get("adapter")
+        fields, below = {"base_model": name, "base_version": version}, own.meta.get("adapter")
         if below is None:
-            return fields, [found]
+            return fields, [own]
         weights = models.find_version(self._db, below["base"], below["base_version"])
         if weights is None:
             raise LookupError(f"{below['base']} {below['base_version']}, which {name} is an adapter of, was deleted")
-        return fields, [weights, found]
+        return fields, [weights, own]
 
     def _bytes_of(self, row: VersionRow, held_for: str = "") -> str:
         """held_for: the job for which they are held until `taken` if they are in shared memory. Raises LookupError."""
@@ -177,9 +177,9 @@ class JobRuns:
     def newest_snapshot(self, job_id: str) -> Path | None:
         """The newest complete snapshot, from shared memory or else read in from the nearest tier; held until `taken`.
         Callable from any thread."""
-        while (found := self._tiers.newest_snapshot(job_id)) is not None:
-            if self._hold(job_id, found):
-                return found.path
+        while (snapshot := self._tiers.newest_snapshot(job_id)) is not None:
+            if self._hold(job_id, snapshot):
+                return snapshot.path
         return None
 
     def on_event(self, job_id: str, event: dict[str, Any]) -> None:
@@ -208,7 +208,7 @@ class JobRuns:
     async def will_succeed(self, job_id: str) -> None:
         try:
             await asyncio.to_thread(self._events.conclude, job_id)
-        except (OSError, sqlite3.Error) as error:  # the end of the job is told all the same
+        except (OSError, sqlite3.Error) as error:  # the end of the job is reported all the same
             log.warning("the table of its steps is not written yet: %s", error, extra={"job_id": job_id})
 
     def on_stopped(self, job_id: str) -> None:
@@ -244,11 +244,11 @@ class JobRuns:
                 if policy_of(stored.model) is not None:
                     by_model[kind, stored.model].append(stored)
         for (kind, model), versions in by_model.items():
-            row, kept = self._unfinished(policy_of(model)), 0
+            row, n_kept = self._unfinished(policy_of(model)), 0
             if row is not None:
-                # Those that answers may still be asked of, and the one that ranks have just written.
-                kept = int((row.resolved or {}).get("options", {}).get("staleness", 0)) + 2
-            for stored in versions[: max(0, len(versions) - kept)]:
+                # Those that may still sample answers, and the one that ranks have just written.
+                n_kept = int((row.resolved or {}).get("options", {}).get("staleness", 0)) + 2
+            for stored in versions[: max(0, len(versions) - n_kept)]:
                 try:
                     if kind == "adapter":
                         await unload([f"{stored.model}@{stored.version}"])

@@ -47,10 +47,10 @@ def test_everything_is_private_and_the_token_is_made_once(tmp_path):
         assert os.stat(folder).st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("where", ["", "models"])
-def test_a_data_directory_that_others_may_write_to_or_have_made_is_not_used(tmp_path, monkeypatch, where):
+@pytest.mark.parametrize("where", ["", "models", "shm"])
+def test_a_directory_that_others_may_write_to_or_have_made_is_not_used(tmp_path, monkeypatch, where):
     paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
-    folder = paths.data_dir / where
+    folder = paths.shm_root if where == "shm" else paths.data_dir / where
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     if not where:
@@ -102,17 +102,19 @@ class StandInBox:
         return ""
 
 
-def test_start_fails_where_box_json_cannot_be_written(tmp_path):
+@pytest.mark.parametrize("mode", [0o700, 0o777])
+def test_start_fails_where_box_json_cannot_be_written(tmp_path, mode):
     """No command would find that box, and `up --detach` would wait for it for ever."""
     config = BoxConfig.model_validate({"box": {"data_dir": str(tmp_path / "box")}})
     (tmp_path / "config.json").write_text(config.model_dump_json())
     (tmp_path / "box" / "box.json").mkdir(parents=True)  # no file can replace it
+    (tmp_path / "box").chmod(mode)
     before = os.umask(0o022)
     try:
         assert main.main(["up", "--config", str(tmp_path / "config.json")]) == 1
     finally:
         os.umask(before)
-        shutil.rmtree(BoxPaths.of(tmp_path / "box").shm_root)
+        shutil.rmtree(BoxPaths.of(tmp_path / "box").shm_root, ignore_errors=True)
 
 
 async def test_run_shows_the_ready_box(tmp_path, monkeypatch, capsys):

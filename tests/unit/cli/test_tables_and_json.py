@@ -91,7 +91,7 @@ def test_status_shows_box_replicas_jobs_and_troubles(box: ControlledBox, tmp_pat
     assert "0123abcd" in text and "auto" in text and "0 of 8 held" in text and "none yet" in text
     assert "weights 0 B of 1.1 GB of shared memory" in " ".join(text.split())
     assert ["r1", "starter", "v2", "ready", "1", "3", "400", "MB"] in lines(text) and job_id in text
-    trouble = {"name": "backup", "since_s": time.time(), "why": "no such place", "failures": 3, "next_try_s": None}
+    trouble = {"name": "backup", "since_s": time.time(), "why": "no such place", "failures": 3}
     change(box.context, main_troubles=lambda: [trouble])
     assert "no such place" in box.run("status").stdout
 

@@ -65,6 +65,17 @@ async def test_cordon_is_lifted_after_the_retry_time_and_undrain_forgives(db):
     assert cordoned(db) == ["n0/7"] and told(db)[0][:2] == ("device.try_again", "n0/3")
 
 
+async def test_heat_is_judged_over_its_whole_time_however_often_the_driver_is_read(db):
+    clock = Clock([{"temperature_c": 40, "slowdown_c": 90}])
+    watch = clock.watch(db)
+    await watch.look(clock)
+    clock.read = [{"temperature_c": 95, "slowdown_c": 90}]
+    for _ in range(160):
+        clock.now_s += 0.2
+        await watch.look(clock)
+    assert cordoned(db) == ["n0/3"]
+
+
 async def test_cordon_stays_while_the_device_fails_and_for_broken_hardware(db):
     clock = Clock([{"lost": "GPU is lost"}])
     watch = clock.watch(db)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import errno
 import io
 
 import openai
@@ -172,6 +173,21 @@ async def test_success_without_weights_is_a_failure(control: Control, events: Jo
     events.succeeded(job_id)
     job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
     assert job.status == "failed" and job.error.code == "nothing_published"
+
+
+async def test_success_on_a_full_disk_compares_with_the_estimate_once(control: Control, events: JobEvents, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("appliance.controller.jobs.events.storage.make_result", full)
+    job_id = await control.job()
+    events.ingest(job_id, metrics(1, 2.0, total=1))
+    events.ingest(job_id, published(1))
+    events.conclude(job_id)
+    events.succeeded(job_id)
+    texts = [event.message for event in (await control.sdk.fine_tuning.jobs.list_events(job_id, limit=50)).data]
+    assert sum("(estimated" in text for text in texts) == 1, texts
+    assert jobs.get(control.db, job_id).phase == "succeeded"
 
 
 async def test_numbers_that_json_does_not_know_are_unknown(control: Control, events: JobEvents):

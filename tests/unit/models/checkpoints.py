@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from weights.tiers.copies import DirectoryTier
+from weights.tiers.copies import DirectoryCopies
 
 HIDDEN, VOCABULARY, LAYERS = 8, 32, 2
 CONFIG: dict[str, Any] = {
@@ -28,7 +28,7 @@ TEMPLATE = (
 
 def stored(tmp_path: Path) -> list[tuple[str, str]]:
     """The name and version of every model of the library of a test."""
-    return sorted((name.model, name.version) for name in DirectoryTier(tmp_path / "models").manifests())
+    return sorted((name.model, name.version) for name in DirectoryCopies(tmp_path / "models").manifests())
 
 
 def tensors() -> dict[str, np.ndarray]:

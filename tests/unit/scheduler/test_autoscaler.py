@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,34 @@ def test_few_long_prompts_fill_as_many_caches_as_many_short_ones() -> None:
     short = replace(long, demand=replace(long.demand, prompt_tokens=2_000, waiting_tokens=0))
     assert autoscaler.load(short, CONFIG) == 0.4
     assert autoscaler.load(replace(long, kv_tokens=None), CONFIG) == 0.4, "by their number where nobody knows the cache"
+
+
+def test_slots_rank_first_replicas_by_turn_and_further_ones_by_name() -> None:
+    now_s, asked = 1000.0, Demand(inflight=1)
+
+    def model(name: str, **changes: Any) -> DeploymentView:
+        return replace(MODEL, model=name, max_replicas=2, **{"demand": asked, **changes})
+
+    models = [
+        model("least"),
+        model("new"),
+        model("idle", demand=Demand()),
+        model("open_idle", demand=Demand()),
+        model("over"),
+        model("waits"),
+        model("turn"),
+        model("pinned", pinned=True),
+    ]
+    since_s = {"turn": now_s - 5, "over": now_s - CONFIG.turn_s, "open_idle": now_s - 5}
+    opened = [ReplicaView(name, name, "v1", "open", (name,), at_s) for name, at_s in since_s.items()]
+    hysteresis = {d.model: Hysteresis(replicas=1) for d in models}
+    hysteresis["waits"] = Hysteresis(replicas=1, waiting_since_s=now_s - CONFIG.turn_s)
+    hysteresis["new"] = Hysteresis(replicas=2, waiting_since_s=now_s - 2)
+    hysteresis["least"] = Hysteresis(replicas=1, waiting_since_s=now_s - 1)
+    slots = autoscaler.slots(models, opened, hysteresis, now_s, CONFIG)
+    first = ["pinned", "turn", "waits", "over", "new", "least", "open_idle", "idle"]
+    assert [slot.model for slot in slots if slot.wanted] == [*first, "new"]
+    assert [slot.model for slot in slots if not slot.wanted] == ["pinned", *sorted({*first} - {"pinned", "new"})]
 
 
 LAST_S, LIMIT_S = 1000.0, 300.0

@@ -126,6 +126,12 @@ def test_a_gpu_that_is_let_go_is_not_held_open_and_no_xid_of_the_others_is_misse
     assert len(readings.read()) == 8 and machine.opened == set(range(8))
 
 
+async def test_readings_of_two_looks_at_once_are_whole_for_both(monkeypatch):
+    eight_h100().install(monkeypatch)
+    readings = DeviceReadings(tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(8)))
+    assert [len(found) for found in await asyncio.gather(readings.look(), readings.look())] == [8, 8]
+
+
 async def test_a_driver_that_hangs_takes_one_thread_however_often_it_is_asked(monkeypatch):
     machine = eight_h100().install(monkeypatch)
     readings = DeviceReadings(tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(8)))

@@ -29,6 +29,7 @@ class RankHost:
         self.killing = asyncio.Event()
         self.killing.set()
         self.died = asyncio.Event()
+        self.events = [{"event": "ready", "step": 0, "seconds": {"join": 0.0, "prepare": 0.0}}]
 
     def __getattr__(self, method: str) -> Any:
         body = getattr(type(self), f"do_{method}")
@@ -63,10 +64,12 @@ class RankHost:
         return {"pid": 7}
 
     async def do_next_event(self, after: int) -> dict[str, Any] | None:
-        if after == 0:
-            return {"number": 1, "event": "ready", "step": 0, "seconds": {"join": 0.0, "prepare": 0.0}}
+        if after < len(self.events):
+            return {"number": after + 1, **self.events[after]}
         await self.died.wait()
-        raise self.dead
+        if self.dead is not None:
+            raise self.dead
+        return None
 
     async def do_call(self, method: str, **_: Any) -> Any:
         return {"phase": "step", "in_phase_s": 0.0, "step": 1}
@@ -74,6 +77,7 @@ class RankHost:
     async def do_kill(self) -> None:
         await self.killing.wait()
         self.reported = dict(IDLE)
+        self.died.set()
 
 
 class Box:
@@ -83,6 +87,7 @@ class Box:
         self.alive: dict[str, RankHost] = {}
         self.made = 0
         self.told: list[str] = []
+        self.events: list[dict[str, Any]] = []
         self.released: list[str] = []
         here = SimpleNamespace(name="n0", warm_socket=lambda name: "/w", log_dir="/l", numa_nodes=lambda devices: ())
         nodes = SimpleNamespace(
@@ -99,7 +104,7 @@ class Box:
             spec=lambda job, device_kind: SimpleNamespace(job_id="j", device_kind=device_kind),
             newest_snapshot=lambda job: None,
             taken=lambda job: None,
-            on_event=lambda job, event: None,
+            on_event=lambda job, event: self.events.append(event),
             will_succeed=self.nothing,
             on_stopped=lambda job: None,
         )
@@ -202,13 +207,31 @@ def status(rank, size=3, alive=True, done=False):
         ([status(2), status(0), status(1)], True),
         ([status(0, alive=False, done=True), status(1), status(2)], True),  # rank 0 left first, the others follow
         ([status(0), status(1)], False),  # the controller died before it had started the third
-        ([status(0), status(1, alive=False), status(2)], False),  # one died
+        ([status(0), status(1, alive=False), status(2)], True),  # one died: its group will see
         ([status(0, 1), status(0), status(1)], False),  # two worlds of one job
         ([status(0), status(0), status(1)], False),
     ],
 )
 def test_a_world_is_whole_when_every_rank_of_it_is_there(statuses, whole):
     assert is_whole(statuses) is whole
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["dead", "incomplete"])
+async def test_observe_takes_the_steps_of_ranks_that_died_without_a_controller(box, lost):
+    for number in range(2):
+        box.find_or_make(None, f"{RANK}n0/{number}")
+    for rank, host in enumerate(box.hosts[: 2 - lost]):
+        host.reported = status(rank, 2, alive=bool(lost))
+        host.events.append({"event": "metrics", "step": 1} if rank == 0 else {"event": "message", "text": ""})
+        if not lost:
+            host.died.set()
+    async with asyncio.timeout(60):
+        while not (view := await box.groups.observe_groups())[0].ended:
+            await asyncio.sleep(0.01)
+    assert [event["step"] for event in box.events if event["event"] == "metrics"] == [1]
+    assert (view[0].ended.outcome, view[0].ended.blame, view[0].ended.step) == ("failed", "outside", 1)
+    await box.groups.stop_group("j")
+    assert await box.groups.observe_groups() == ()
 
 
 async def test_observe_leaves_out_ranks_of_a_node_that_is_gone(box):

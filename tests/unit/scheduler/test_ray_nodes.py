@@ -154,8 +154,9 @@ async def test_a_removed_node_is_ended_whenever_it_shows_itself_and_never_taken_
     assert {device.node for device in nodes.devices} == {"n0"}, "whether or not it ends as it is told"
     assert told == [("n1", "joined"), ("n1", "lost")]
     assert not await nodes.look() and ray.agents["node:n1"].calls.count(("end",)) == 2
-    with pytest.raises(EffectFailed, match="node n1 is gone"):
+    with pytest.raises(EffectFailed, match="node n1 is gone") as failed:
         nodes.here(object, "replica:r1", config_of("n1"))
+    assert failed.value.blame == "outside"
     del ray.on["n1"], ray.agents["node:n1"]
     assert not await nodes.look()
 

@@ -76,6 +76,21 @@ async def test_one_that_is_stopped_hides_no_other_and_is_as_it_was_seen_last(two
     assert found.resident_bytes() == {"r0": 7, "r1": 7}
 
 
+async def test_stop_everything_names_the_engine_that_did_not_stop(two, monkeypatch, caplog):
+    found, supervisors = two
+    await found.observe_replicas()
+
+    async def fails(replica_id):
+        if replica_id == "r1":
+            raise EffectFailed("Ray still lists its actor")
+
+    monkeypatch.setattr(found, "stop_replica", fails)
+    await found.stop_everything()
+    assert [record.getMessage() for record in caplog.records] == [
+        "replica r1 was not stopped: Ray still lists its actor"
+    ]
+
+
 async def test_one_that_serves_another_version_than_gateways_know_is_told_to_them(two):
     found, told = two[0], []
 

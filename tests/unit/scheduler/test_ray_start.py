@@ -11,8 +11,8 @@ from ray._private.node import Node
 from ray.scripts import scripts
 
 from scheduler.ray.start import (
-    CODES_OF_ASKED,
-    _all_missed,
+    CODES_OF_A_REQUEST,
+    _all_failed,
     _logging_to,
     _private_folder,
 )
@@ -39,7 +39,7 @@ def test_ray_ends_with_each_process_of_its_however_that_ended(code):
     raylet.wait()
     made = object.__new__(Node)
     made.all_processes = {"raylet": [SimpleNamespace(process=raylet)]}
-    ((name, ended),) = _all_missed(Node.dead_processes)(made)
-    assert (name, ended) == ("raylet", raylet) and ended.returncode not in CODES_OF_ASKED
+    ((name, ended),) = _all_failed(Node.dead_processes)(made)
+    assert (name, ended) == ("raylet", raylet) and ended.returncode not in CODES_OF_A_REQUEST
     source = inspect.getsource(scripts.start.callback)
     assert "deceased = node.dead_processes()" in source and "if process.returncode not in expected" in source

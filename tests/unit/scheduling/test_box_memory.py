@@ -157,7 +157,7 @@ def test_decide_gives_back_a_suspended_job_while_another_waits_for_more_than_the
     state, action = decide(reading, waits, MemoryState(jobs=("small",)), 0.0, GB)
     assert action is None
     _, action = decide(reading, waits, state, CALM_S, GB)
-    assert action is not None and (action.back, action.what) == (True, "small")
+    assert action is not None and (action.back, action.job) == (True, "small")
 
 
 def test_decide_between_the_marks_moves_nothing():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
 from runtime.errors import ChildDied, SupervisorDied
 from train.control.group import Group, PingLimits
 from train.control.rank_host import RankHost
+from train.plan.errors import RankFailed
+from train.plan.spec import TrainSpec
 
 
 class Child:
@@ -171,4 +174,62 @@ async def test_a_rank_that_was_killed_is_not_the_jobs_fault(monkeypatch, tmp_pat
         await group.adopt("j", [one])
         error = (await group.wait()).error
     assert error["blame"] == blame and error["retryable"]
-    assert error["by_device"] == (blame == "outside")
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["dead", "incomplete"])
+async def test_adopt_of_a_world_that_ended_unwatched_takes_its_steps_once(monkeypatch, tmp_path, whole):
+    monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0)
+    one, (child,) = await started(monkeypatch, tmp_path)
+    child.say("ready", step=0)
+    for step in range(1, 6):
+        child.say("metrics", step=step)
+    if whole:
+        await child.kill_and_wait()
+    steps = []
+    group = Group(lambda event: steps.append(event["step"]) if event["event"] == "metrics" else None)
+    await group.adopt("j", [one], whole=whole)
+    async with asyncio.timeout(10):
+        ended = await group.wait()
+    assert steps == [1, 2, 3, 4, 5]
+    assert (ended.outcome, ended.step, ended.error["blame"], child.alive) == ("failed", 5, "outside", False)
+
+
+async def test_events_of_a_rank_are_taken_when_another_one_failed(monkeypatch, tmp_path):
+    monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0)
+    (one, (first,)), (other, (second,)) = [await started(monkeypatch, tmp_path / name) for name in ("r0", "r1")]
+    failed, steps = asyncio.Event(), []
+
+    async def slow(after, next_event=one.next_event):
+        await failed.wait()
+        return await next_event(after)
+
+    monkeypatch.setattr(one, "next_event", slow)
+    monkeypatch.setattr(first, "kill_and_wait", lambda kill=first.kill_and_wait: failed.set() or kill())
+    group = Group(lambda event: steps.append(event["step"]) if event["event"] == "metrics" else None)
+    await group.adopt("j", [one, other])
+    for step in (1, 2):
+        first.say("metrics", step=step)
+    second.say("fatal", type="StoreFull", message="no room")
+    async with asyncio.timeout(10):
+        ended = await group.wait()
+    assert (ended.error["rank"], ended.error["code"], steps) == (1, "StoreFull", [1, 2])
+
+
+async def test_group_ends_when_an_event_cannot_be_handled(monkeypatch, tmp_path):
+    one, made = host(monkeypatch, tmp_path)
+
+    def full(event):
+        if event["event"] == "started":
+            raise OSError("no space left on device")
+
+    group = Group(full, PingLimits(ping_every_s=60))
+    spec = TrainSpec("j", "/b", "/t", "/r", "/shm", "ft:x", device_kind="cpu")
+    starting = asyncio.create_task(group.start(spec, [one], ["cpu"]))
+    while not made:
+        await asyncio.sleep(0)
+    made[0].say("ready", step=0, seconds={"join": 0.0, "prepare": 0.0})
+    async with asyncio.timeout(10):
+        with suppress(RankFailed):  # all are ready, or it has failed by then
+            await starting
+        ended = await group.wait()
+    assert (ended.outcome, ended.error["retryable"], made[0].alive) == ("failed", True, False)

@@ -81,6 +81,7 @@ def test_model_in_training_is_an_adapter_where_engines_take_it(given, rank_limit
         ({"max_completion_tokens": 64, "max_length": 64}, "max_completion_tokens"),
         ({"packing": True}, "packing"),
         ({"micro_batch": 2}, "micro_batch"),
+        ({"sequence_parallel": 2}, "sequence_parallel"),
         ({"beta": 0.1}, "beta"),
     ],
 )

@@ -36,6 +36,7 @@ HOSTILE = {
     "100k deep": raw_file(b'{"a":' + b"[" * 100_000),
     "two million lists": raw_file(b'{"a":[' + b"[]," * 2_100_000 + b"[]]}"),
     "5000-digit integer": raw_file(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}'),
+    "more dimensions than a tensor has": json_file({"a": entry(shape=[1] * 32 + [2])}),
     "shape that wraps to 8 bytes": json_file({"a": entry(shape=[2**61, 2**3, 2])}),
     "overlap": json_file({"a": entry(), "b": entry(offsets=[4, 12])}, b"\0" * 12),
     "hole": json_file({"a": entry(), "b": entry(offsets=[12, 20])}, b"\0" * 20),

@@ -20,7 +20,7 @@ from weights.format.manifest import read_whole
 from weights.format.names import KINDS, Name
 from weights.memory.store import WeightStore
 from weights.tiers import moments
-from weights.tiers.copies import RemoteTier
+from weights.tiers.copies import RemoteCopies
 from weights.tiers.objects import DirectoryObjects, objects_at
 from weights.tiers.objects_s3 import S3Objects
 
@@ -68,7 +68,7 @@ def objects(request, home):
 
 @pytest.fixture
 def tier(home):
-    return RemoteTier(DirectoryObjects(home))
+    return RemoteCopies(DirectoryObjects(home))
 
 
 def name_of(stored):
@@ -106,10 +106,10 @@ def test_a_version_travels_through_either_kind_of_place(objects, store, tmp_path
     monkeypatch.setattr("weights.format.manifest.CHUNK_BYTES", 5000)
     monkeypatch.setattr("weights.tiers.copies.CHUNK_BYTES", 5000)
     stored = write(store, kind=kind, sealed=kind != "snapshot")
-    tier, done = RemoteTier(objects), []
+    tier, done = RemoteCopies(objects), []
     tier.put(stored.path, done.append)
     assert sum(done) == stored.nbytes
-    again, other = RemoteTier(objects), WeightStore(tmp_path / "other", budget_bytes=None)
+    again, other = RemoteCopies(objects), WeightStore(tmp_path / "other", budget_bytes=None)
     assert {name: one.nbytes for name, one in again.manifests().items()} == {name_of(stored): stored.nbytes}
     restored = again.restore(other, name_of(stored))
     check(other, restored)
@@ -143,7 +143,7 @@ def test_a_damaged_record_is_no_version(store, tier, home):
     stored = write(store)
     tier.put(stored.path)
     flip(home / "copies" / name_of(stored).key)
-    fresh = RemoteTier(DirectoryObjects(home))
+    fresh = RemoteCopies(DirectoryObjects(home))
     assert fresh.manifests() == {}
     fresh.put(stored.path)
     read_all(fresh, name_of(stored))
@@ -155,21 +155,21 @@ def test_put_killed_at_every_point_loses_nothing_and_leaves_no_litter(store, hom
     for n in range(200):
         shutil.rmtree(home)
         home.mkdir()
-        RemoteTier(DirectoryObjects(home)).put(kept.path)
+        RemoteCopies(DirectoryObjects(home)).put(kept.path)
         pid = os.fork()
         if pid == 0:
             calls = itertools.count()
             for what in ("fsync", "rename", "mkdir", "unlink"):
                 setattr(os, what, partial(deadly, n, calls, getattr(os, what)))
             try:
-                tier = RemoteTier(DirectoryObjects(home))
+                tier = RemoteCopies(DirectoryObjects(home))
                 tier.put(stored.path)
                 tier.remove(name_of(kept))
                 tier.collect()
             finally:
                 os._exit(0)
         killed = os.WIFSIGNALED(os.waitpid(pid, 0)[1])
-        after = RemoteTier(DirectoryObjects(home))
+        after = RemoteCopies(DirectoryObjects(home))
         assert after.manifests().keys() & {name_of(kept), name_of(stored)}
         for name in after.manifests():
             read_all(after, name)
@@ -204,11 +204,11 @@ def test_int8_moments_come_back_within_their_error(store, home, tier, monkeypatc
         for name, array in arrays.items():
             draft.view(name)[:] = memoryview(array).cast("B")
         stored = draft.commit(meta={"step": 1})
-    lossy = RemoteTier(DirectoryObjects(home), int8_moments=True)
+    lossy = RemoteCopies(DirectoryObjects(home), int8_moments=True)
     lossy.put(stored.path)
     assert sum((home / name).stat().st_size for name in files(home) if name.startswith("parts/")) < 0.53 * 36000
     store.remove(stored)
-    restored = RemoteTier(DirectoryObjects(home)).restore(store, name_of(stored))
+    restored = RemoteCopies(DirectoryObjects(home)).restore(store, name_of(stored))
     with store.lease(restored) as lease:
         master, first, second = (np.frombuffer(bytes(lease.view(name)), np.float32) for name in arrays)
     assert np.array_equal(master, values)

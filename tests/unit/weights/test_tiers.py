@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 from tests.unit.weights.conftest import AUX, check, flip, write
 from weights.format.errors import IntegrityError
 from weights.format.names import Name
-from weights.tiers.copies import DirectoryTier, seal_dir, take_in, verify
+from weights.tiers.copies import DirectoryCopies, seal_dir, take_in, verify
 
 V1 = Name("version", "starter", "1")
 
 
 @pytest.fixture
 def tier(tmp_path):
-    return DirectoryTier(tmp_path / "models")
+    return DirectoryCopies(tmp_path / "models")
 
 
 def visible(folder):
