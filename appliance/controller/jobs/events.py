@@ -123,8 +123,8 @@ class JobEvents:
             row = jobs.get(db, job_id)
             jobs.set_phase(db, job_id, "running", devices=devices, reason="")
             # The snapshot's step, not the last one reported: a sudden end loses the training after the snapshot.
-            action = f"continues at step {row.snapshot['step']}" if resumed and row.snapshot else "started"
-            text = f"Fine-tuning job {action} on {len(devices)} device(s)"
+            what = f"continues at step {row.snapshot['step']}" if resumed and row.snapshot else "started"
+            text = f"Fine-tuning job {what} on {len(devices)} device(s)"
             add_message(db, job_id, text, data={"devices": devices})
 
     def resumed(self, job_id: str, step: int) -> None:
@@ -188,9 +188,9 @@ class JobEvents:
             if not row.result_files:  # after a restart of the controller between the two
                 self.conclude(job_id)
             if METHODS[row.method].judged_by == "grader":
-                steps = [one for one in jobs.all_metrics(db, job_id) if 0 < one.step <= versions[-1].step]
+                steps = [m for m in jobs.all_metrics(db, job_id) if 0 < m.step <= versions[-1].step]
                 # Where the answers to each prompt of a step got one reward, the step trained nothing.
-                if steps and all((one.measured or {}).get("equal_rewards") == 1.0 for one in steps):
+                if steps and all((m.measured or {}).get("equal_rewards") == 1.0 for m in steps):
                     fail(db, job_id, "nothing_trained", _NOTHING_TRAINED.format(len(steps)))
                     return
             result = versions[-1]
@@ -286,9 +286,9 @@ class JobEvents:
         # Also epochs before the last, and those of a job that does not reach its end.
         held_back = publish != "epoch" or not answers_at_once(db, row, new)
         models.insert_version(db, replace(new, held_back=int(held_back)))
-        kind = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
+        what = "Checkpoint (adapter)" if event.get("adapter") else "Checkpoint"
         data = {"step": step, "job_id": row.id, **meta}
-        add_message(db, row.id, f"{kind} created at step {step}{_written(event)}", data=data)
+        add_message(db, row.id, f"{what} created at step {step}{_written(event)}", data=data)
 
     def _ensure_output_model(self, row: JobRow, size_bytes: int) -> None:
         db = self._db
@@ -328,8 +328,8 @@ def _written(event: dict[str, Any]) -> str:
     return "" if nbytes is None or seconds is None else f": {nbytes / 1e6:.1f} MB in {seconds:.3g} s"
 
 
-def _shown(label: str, value: float | None) -> str:
-    return f"{label}=not finite" if value is None else f"{label}={value:.4f}"
+def _shown(what: str, value: float | None) -> str:
+    return f"{what}=not finite" if value is None else f"{what}={value:.4f}"
 
 
 def _measured(row: JobRow, event: dict[str, Any], prefix: str = "") -> dict[str, float] | None:
