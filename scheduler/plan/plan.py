@@ -29,6 +29,8 @@ from scheduler.plan.free_devices import FreeDevices
 
 _ROUNDS = 8
 """How often to recount jobs that found fewer devices side by side; after that the next plan handles them."""
+FALLS_ASLEEP_S = 10.0
+"""How long a model that wants a replica waits for one of its own that is going to sleep, before starting again."""
 _STARVED = "Its devices are lent to the engine that writes the answers it learns from."
 
 
@@ -362,10 +364,17 @@ class Round:
         asleep.sort(key=lambda r: (not self.unheld.has(r.devices), -r.since_s, r.id))
         if not autoscaler.usable(deployment, self.now_s):
             return True
+        falling = [r for r in own if r.busy == "leaving" and self.now_s - r.since_s < FALLS_ASLEEP_S]
         for _ in range(count):
             home = next((r for r in asleep if r.id not in self.out and self.free.has(r.devices)), None)
             if home is not None:
                 self.open(home)
+                continue
+            # One that is going to sleep can be woken in a moment; a new process would take longer than that wait.
+            soon = next((r for r in falling if self.free.has(r.devices)), None)
+            if soon is not None:
+                self.take(soon.devices)
+                self.reviews.append(soon.since_s + FALLS_ASLEEP_S)
                 continue
             devices = self.free.choose(deployment.tensor_parallel, only=self.unheld)
             if devices is None:

@@ -116,6 +116,14 @@ def test_a_sleeping_engine_wakes_where_it_sleeps() -> None:
     assert (replica.id, replica.devices, replica.version) == ("r7", ("n0/5",), "v1"), "with the active version"
 
 
+@pytest.mark.parametrize(("since_s", "started"), [(995.0, 0), (980.0, 1)])
+def test_plan_waits_for_an_engine_that_is_going_to_sleep(since_s: float, started: int) -> None:
+    falling = opened("r7", 5, state="asleep", busy="leaving", since_s=since_s)
+    a = planned(deployments=(replace(M, demand=Demand(held=1)),), replicas=(falling,))
+    assert len(a.open_replicas) == started
+    assert started or a.review_at_s == 1005.0
+
+
 @pytest.mark.parametrize(
     ("max_asleep", "kept"),
     [({}, {"r2", "r3"}), ({"n0": 3}, {"r2", "r3"}), ({"n0": 1}, {"r3"}), ({"n0": 0}, set()), ({"n1": 0}, {"r2", "r3"})],
