@@ -7,8 +7,22 @@ from functools import cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.train.test_chat import CHATML, FORGETFUL, MARKED, NO_END, OPENS, RETURNS, TWO_ENDS, encoder_of
+from tests.train_support.tiny import CHATML, tokenizer
+from tests.unit.train.test_chat import BEGIN, END, FORGETFUL, MARKED, OPENS
+from train.data.chat import ChatEncoder
 
+# As Phi 3's: the conversation ends with another token than a turn.
+TWO_ENDS = BEGIN + "{{ m['content'] }}" + END + "{% if not add_generation_prompt %}<|pad|>{% endif %}"
+# As GLM's: a turn ends where the next one begins.
+NO_END = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+# As gpt-oss's: the last turn ends with another token than earlier ones.
+RETURNS = (
+    BEGIN + "{{ m['content'] }}{% if loop.last and m['role'] == 'assistant' %}<|return|>{% else %}<|im_end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 ENDS = {RETURNS: "<|return|>", NO_END: "<|user|>"}
 TEMPLATES = (CHATML, MARKED, FORGETFUL, OPENS, RETURNS, TWO_ENDS, NO_END)
 # Few words, so that answers stand in questions and in each other; text of templates, spaces and other scripts.
@@ -18,7 +32,9 @@ TEXT = st.lists(WORDS, min_size=1, max_size=4).map(" ".join).filter(str.strip)
 
 @cache
 def encoder(template):
-    return encoder_of(template, "<|return|>", "<|user|>", "<|assistant|>")
+    words = tokenizer(template)
+    words.add_tokens(["<|return|>", "<|user|>", "<|assistant|>"], special_tokens=True)
+    return ChatEncoder(words)
 
 
 @st.composite
