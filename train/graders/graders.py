@@ -229,6 +229,12 @@ class _ModelGrader(_Grader):
     input: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     sampling_params: Sampling | None = None
 
+    def as_given(self) -> dict[str, Any]:
+        """With roles that OpenAI's SDK knows."""
+        given = super().as_given()
+        roles = ({**said, "role": message.role} for said, message in zip(given["input"], self.input, strict=True))
+        return {**given, "input": list(roles)}
+
     def texts(self, param: str) -> Iterator[tuple[str, str]]:
         for place, message in enumerate(self.input):
             yield from message.parts(f"{param}input.{place}")

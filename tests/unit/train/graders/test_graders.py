@@ -295,3 +295,7 @@ def test_a_threshold_that_no_reward_reaches_is_refused() -> None:
         with pytest.raises(InvalidGrader) as refusal:
             check_threshold(parse(refused))  # `parse` alone takes what a job has been trained by since before
         assert refusal.value.param == "pass_threshold"
+
+
+def test_as_given_of_a_model_grader_has_roles_that_sdks_know():
+    assert parse({**LABEL, "input": [{"role": "role", "content": "x"}]}).as_given()["input"][0]["role"] == "user"
