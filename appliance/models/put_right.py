@@ -16,6 +16,7 @@ import numpy as np
 
 from appliance.models.checkpoint import Facts, examine
 from appliance.models.template_trial import Tried
+from serve.core.sizing import QUANTISED
 from weights.checkpoint import generation
 from weights.checkpoint.folder import (
     CONFIG_FILE,
@@ -32,7 +33,6 @@ from weights.format.layout import Layout, Placed, rename_tensors
 PLAIN_CLASS = "PreTrainedTokenizerFast"
 # Whose classes in vLLM 0.32 take the embedding for the head whatever tie_word_embeddings says.
 _ALWAYS_TIED = ("Cohere", "Gemma2", "Gemma3n", "TeleFLM", "DeepseekOCR")
-_QUANTISATION = ("quantization_config", "compression_config")
 _CHUNK = 4 << 20  # numbers
 _INFINITY = {"BF16": ("u2", 0x7F80), "F16": ("u2", 0x7C00), "F32": ("u4", 0x7F800000)}
 """By dtype: how its bits are read, and those of infinity; without their sign, those of NaN are above."""
@@ -47,7 +47,7 @@ def put_right(directory: Path, facts: Facts, tried: Tried, findings: Mapping[str
     tensors, tokenizer, layout = findings["tensors"], findings["tokenizer"], Layout.read(directory)
     check_tensors(tensors)
     if tensors.get("plain"):
-        _change_config(directory, lambda part: [part.pop(key, None) for key in _QUANTISATION])
+        _change_config(directory, lambda part: [part.pop(key, None) for key in QUANTISED])
         facts = examine(directory, layout)
     notes = [*facts.warnings, *([tried.warning] if tried.warning else [])]
     if tensors.get("plain"):

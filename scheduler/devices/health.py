@@ -23,7 +23,7 @@ from itertools import takewhile
 from runtime.devices.kind import Reading
 from runtime.devices.kinds import kind_of
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import Device
+from scheduler.core.workload import Device, node_of
 
 log = logging.getLogger(__name__)
 
@@ -76,17 +76,14 @@ def _fault_of_driver(history: tuple[Reading, ...], hot_for_s: float) -> Fault | 
 
 
 def _slowed(readings: Mapping[str, tuple[Reading, ...]], slow_for_s: float) -> dict[str, str]:
-    reasons, devices = {}, Counter(device_id.rpartition("/")[0] for device_id in readings)
+    reasons, devices = {}, Counter(map(node_of, readings))
     for device_id, history in readings.items():
         slow = tuple(takewhile(lambda reading: {"hardware", "power_brake"} & {*reading.throttled}, reversed(history)))
         if slow and (lasted_s := slow[0].at_s - slow[-1].at_s) >= slow_for_s:
             reasons[device_id] = f"was slowed by its board or power supply for {lasted_s:.0f} s"
-    slowed = Counter(device_id.rpartition("/")[0] for device_id in reasons)
-    return {
-        name: reason
-        for name, reason in reasons.items()
-        if 2 * slowed[(node := name.rpartition("/")[0])] < devices[node]
-    }
+    slowed = Counter(map(node_of, reasons))
+    few = {node for node, count in slowed.items() if 2 * count < devices[node]}
+    return {device_id: reason for device_id, reason in reasons.items() if node_of(device_id) in few}
 
 
 class DeviceReadings:

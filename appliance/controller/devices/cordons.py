@@ -21,7 +21,7 @@ from appliance.store.rows import AuditRow, columns
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import CORDONED as LOOP_SAYS
-from scheduler.core.workload import Device, NodeChange
+from scheduler.core.workload import Device, NodeChange, node_of
 from scheduler.devices.health import failing
 
 log = logging.getLogger(__name__)
@@ -248,7 +248,7 @@ class DeviceWatch:
     def check(self, devices: Collection[Device]) -> None:
         """Note which devices are present, and cordon those that cannot be used before anything is placed on them."""
         nodes = {device.node for device in devices}
-        others = {name: uuid for name, uuid in self._uuids.items() if name.rpartition("/")[0] not in nodes}
+        others = {name: uuid for name, uuid in self._uuids.items() if node_of(name) not in nodes}
         self._uuids = others | {device.id: device.uuid for device in devices if device.uuid}
         for device in devices:
             if device.unfit:
