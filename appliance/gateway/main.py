@@ -32,6 +32,7 @@ from appliance.gateway.core.errors import ConfigInvalid, HttpError
 from appliance.gateway.core.routes import ROTATION, SESSIONS
 from appliance.gateway.core.table import Table, read_table
 from appliance.gateway.server.app import App
+from appliance.gateway.server.certificates import Certificate
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import Connection, Exchange
 from appliance.gateway.server.metrics import ModelLoad
@@ -81,9 +82,6 @@ class Gateway:
         served.load()
         options: dict[str, Any] = {"backlog": _BACKLOG}
         if config.tls_cert_path is not None and config.tls_key_path is not None:
-            # Imported here: the certificate code adds 0.1 s to a start, and most gateways need none.
-            from appliance.gateway.server.certificates import Certificate
-
             state.certificate = Certificate(config.tls_cert_path, config.tls_key_path)
             options |= {"ssl": state.certificate.context, "ssl_handshake_timeout": config.limits.head_timeout_s}
         connection = partial(Connection, served, state.server, state)
@@ -154,8 +152,6 @@ class Gateway:
                 state.metrics.events["revoked_in_flight"] += 1
                 exchange.end(refusal)
             choice, ticket = exchange.choice, exchange.ticket
-            if ticket is not None and ticket.place.done() and ticket.place.exception() is None:
-                choice = ticket.place.result()  # which its coroutine has not got yet
             if choice is not None and choice.work.batch and not state.router.is_open(choice):
                 # Its replica drains; whoever sent it sends it again.
                 text = "This request of class batch gives way: its engine stops. Please retry."
@@ -254,8 +250,7 @@ class Gateway:
         if not self._usage:
             self._usage, self._usage_sent = state.spending.take_sums(), False
         if self._usage and not self._usage_sent:
-            message = {"type": "usage", "gateway": state.config.name, "rows": self._usage}
-            writer.write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))
+            writer.write(orjson.dumps({"type": "usage", "rows": self._usage}, option=orjson.OPT_APPEND_NEWLINE))
             self._usage_sent = True
 
 
@@ -288,7 +283,6 @@ def load_report(state: State) -> dict[str, Any]:
     return {
         "type": "load",
         "generation": state.generation,
-        "gateway": state.config.name,
         "started_s": state.started_s,
         "replicas": {name: {"inflight": load.inflight} for name, load in state.router.loads.items()},
         "models": models,

@@ -68,16 +68,14 @@ class HoldLimits:
 class GatewayConfig:
     """Everything the gateway process needs to know.
 
-    `name` identifies this gateway on the bus. `private_socket` is where it listens to
-    the box itself, which names a key by its id. `controller_socket` is the controller's socket for gateways; the file
-    `token_path` holds the token that proves to it that a gateway wrote a head."""
+    private_socket: where it listens to the box itself, which names a key by its id. controller_socket: the controller's
+    socket for gateways; token_path: the file with the token that proves to it that a gateway wrote a head."""
 
     controller_socket: str
     bus_socket: str
     private_socket: str | None = None
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
-    name: str = "gateway"
     token_path: str | None = None
     log_path: str | None = None
     access_log: bool = True

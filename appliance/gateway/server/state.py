@@ -32,6 +32,7 @@ from appliance.gateway.core.router import Choice, Holds, Router
 from appliance.gateway.core.routes import Kind
 from appliance.gateway.core.spending import UsageLimits
 from appliance.gateway.core.table import NOBODY, OPEN, Caller, Login, Model
+from appliance.gateway.server.certificates import Certificate
 from appliance.gateway.server.exchange import Exchange
 from appliance.gateway.server.metrics import Comparison, Metrics, access_line
 from runtime.background_tasks import BackgroundTasks
@@ -39,7 +40,6 @@ from runtime.network import mutual_tls, watched_socket
 from weights.format.names import policy_of
 
 if TYPE_CHECKING:
-    from appliance.gateway.server.certificates import Certificate
     from appliance.gateway.server.tracing import Tracing
 
 # Engines keep idle connections for an hour, so that none is used that its engine is just closing.
@@ -77,7 +77,7 @@ class State:
             # Imported here: the SDK adds 0.5 s to a start, and most boxes export no traces.
             from appliance.gateway.server import tracing
 
-            self.tracing = tracing.Tracing(config.otlp_endpoint, config.name)
+            self.tracing = tracing.Tracing(config.otlp_endpoint)
         self.token = b"" if config.token_path is None else Path(config.token_path).read_bytes().strip()
         self.keys: dict[str, Caller] = {}
         self.sessions: dict[str, tuple[Login, Caller]] = {}

@@ -239,7 +239,7 @@ class Box:
 
 def waiting(box: Box, batch: bool = False) -> int:
     """Requests of a class that wait for a place."""
-    return sum(len(queue.tickets) for (_, one), queue in box.state.holds.queues.items() if one is batch)
+    return sum(len(queue) for (_, one), queue in box.state.holds.queues.items() if one is batch)
 
 
 Start = Callable[..., Awaitable[Box]]
