@@ -191,7 +191,15 @@ _NO_VARIABLES: Final = frozenset(
 """Arguments of the function that renders, which an engine takes from `chat_template_kwargs`: with `tokenize`, `padding`
 and `max_length` 200 bytes become a whole context of work."""
 _STRUCTS: Final = {
-    route: defstruct("Request", [(name, kind, None) for name, kind in fields.items()], forbid_unknown_fields=True)
+    route: defstruct(
+        "Request",
+        [
+            (name, kind) if name in ("messages", "input") and route != "embeddings" else (name, kind, None)
+            for name, kind in fields.items()
+        ],
+        forbid_unknown_fields=True,
+        kw_only=True,
+    )
     for route, fields in FIELDS.items()
 }
 _TOKENS: Final = _array(_in(int, 0, (1 << 32) - 1), 1 << 23)
@@ -230,17 +238,18 @@ def refused(param: str, why: str) -> HttpError:
     )
 
 
-_UNKNOWN: Final = "Object contains unknown field "
+_TOP: Final = re.compile(r"Object (?:contains unknown field `(.*)|missing required field `(\w+))`\Z", re.DOTALL)
 _PLACE: Final = re.compile(r"(.*?) - at `(?:key` in `)?\$\.?([a-z_]+[^`]*?)(?:\[\.\.\.\])?`", re.DOTALL)
 
 
 def _refusal(message: str, data: dict[str, Any]) -> HttpError:
     """message: msgspec's, such as "Expected `int` <= 64 - at `$.n`"."""
-    if message.startswith(_UNKNOWN):
-        name = message.removeprefix(_UNKNOWN).strip("`")[:80]
-        return errors.bad_request(
-            f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter"
-        )
+    if (top := _TOP.match(message)) and (missing := top[2]):
+        text = f"Missing required parameter: '{missing}'."
+        return errors.bad_request(text, param=missing, code="missing_required_parameter")
+    if top:
+        text = f"Unrecognized request argument supplied: {top[1][:80]}"
+        return errors.bad_request(text, param=top[1][:80], code="unknown_parameter")
     found = _PLACE.search(message)
     words, param = found.groups() if found is not None else (message, None)
     if param is not None and words.startswith("Expected `null`"):

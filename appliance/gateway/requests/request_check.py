@@ -106,10 +106,12 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
     data, ignored = normalize(route.name, fields)
     if _FORMS & data.keys() or route.engine_path.startswith(b"/v1/messages"):  # whose messages may define tools
         check_structure(data, limits.json_depth)
-    prompts = [data.get(name) for name in ("messages", "input", "prompt")]
-    prompt = next(filter(None, prompts), "")
+    prompts = {name: data.get(name) for name in (route.prompt, "messages")}  # embeddings may be of a conversation
+    prompt = next(filter(None, prompts.values()), "")
     media_chars, media_tokens = media_in(prompts)
-    inputs, choices = _inputs(route, data), max(data.get("n", 1), data.get("best_of", 1))
+    several = not route.converses and (route.prompt in data or "messages" not in data)
+    inputs = prompts_in(route.prompt, data.get(route.prompt)) if several else 1
+    choices = max(data.get("n", 1), data.get("best_of", 1))
     sequences = choices if route.task == "embed" else choices * inputs
     if sequences > limits.sequences:
         raise errors.bad_request(
@@ -142,20 +144,6 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
         continuation=continuation_of(route.name, data) if stream else None,
         transcript=transcript,
     )
-
-
-def _inputs(route: Route, data: dict[str, Any]) -> int:
-    """Number of separate inputs in the body. Raises HttpError 400 where there is none, or of another type."""
-    embeds = route.task == "embed" and not ("messages" in data and "input" not in data)
-    if embeds or route.name == "completions":
-        name = "input" if embeds else "prompt"
-        return prompts_in(name, data.get(name))
-    name = "input" if route.name in (RESPONSES, INPUT_TOKENS) else "messages"
-    if name not in data:
-        raise errors.bad_request(
-            f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter"
-        )
-    return 1
 
 
 def _opening(prompt: Any) -> list[str]:

@@ -19,7 +19,6 @@ from yarl import URL
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import Kind
 from appliance.gateway.requests.answers import joined
 from appliance.gateway.requests.request_check import Checked, check_depth, check_object
 from appliance.gateway.server.exchange import Exchange, Headers
@@ -216,7 +215,7 @@ def identity(request_id: bytes, token: bytes, exchange: Exchange | None = None) 
     """Headers with the key of a request, and the proof that a gateway wrote them (appliance.controller.http.peers).
     exchange: None for requests of the gateway itself."""
     who = [("x-appliance-key-id", "gateway"), ("x-appliance-scopes", "gateway")]
-    if exchange is not None and exchange.route.kind is not Kind.LOGIN:  # all others name a key
+    if exchange is not None and exchange.route.kind != "login":  # all others name a key
         caller = exchange.caller
         who = [("x-appliance-key-id", caller.id), ("x-appliance-scopes", ",".join(sorted(caller.scopes)))]
         who += [("x-appliance-session", exchange.session)] if exchange.session else []

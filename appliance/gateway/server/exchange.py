@@ -25,7 +25,7 @@ from uvicorn.server import ServerState
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.router import Choice, Ticket
-from appliance.gateway.core.routes import RESPONSES, UNKNOWN, Kind, Route, is_anthropic, plain_target
+from appliance.gateway.core.routes import RESPONSES, UNKNOWN, Route, is_anthropic, plain_target
 from appliance.gateway.core.spending import KeyUse, OwnerUse
 from appliance.gateway.core.table import NOBODY, Caller
 from appliance.gateway.requests.answers import Tokens
@@ -161,7 +161,7 @@ class Exchange:
     async def begin(self, status: int, headers: Pairs, data: bytes = b"") -> None:
         """Send the head with the first bytes of the body: each write is a packet that wakes its reader."""
         fields = [*headers, (b"x-request-id", self.request_id), *self.extra]
-        if self.route.kind is Kind.INFERENCE:
+        if self.route.kind == "inference":
             fields += self.use.headers()
         if is_anthropic(self.path):
             fields.append((b"request-id", self.request_id))

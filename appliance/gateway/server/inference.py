@@ -27,7 +27,7 @@ from aiohttp.http import RawResponseMessage as Head
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.router import Choice, Ticket
-from appliance.gateway.core.routes import INPUT_TOKENS, PROMPT_FIELDS, RESPONSES
+from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES
 from appliance.gateway.core.table import Model, cache_salt
 from appliance.gateway.requests.answers import CHAT, COMPLETIONS, RESUME_PATH, USAGE, token_count
 from appliance.gateway.requests.request_check import Checked, with_fields
@@ -254,7 +254,7 @@ class Inference:
             exchange.model_version = engine_version
         if status >= 400:  # nothing of it is relayed
             body = await read_up_to(content, _ERROR_BYTES)
-            error = errors.from_upstream(status, body, PROMPT_FIELDS.get(exchange.route.name, "input"))
+            error = errors.from_upstream(status, body, exchange.route.prompt)
             if status == 404:
                 raise self._moved(error.message)
             if status >= 500 and not await state.engines.is_alive(replica.socket):

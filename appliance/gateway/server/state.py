@@ -29,7 +29,6 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig, Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.router import Choice, Holds, Router
-from appliance.gateway.core.routes import Kind
 from appliance.gateway.core.spending import UsageLimits
 from appliance.gateway.core.table import NOBODY, OPEN, Caller, Login, Model
 from appliance.gateway.server.certificates import Certificate
@@ -186,7 +185,7 @@ class State:
             counts = {"prompt_tokens": tokens.prompt, "completion_tokens": tokens.completion}
             counts |= {"requests": 1, "errors": int(status >= 500 or exchange.broke_off)}
             self.spending.count(exchange.caller.id, exchange.model, exchange.model_version, counts)
-        elif status == 429 or (exchange.route.kind is Kind.INFERENCE and status in range(400, 499)):
+        elif status == 429 or (exchange.route.kind == "inference" and status in range(400, 499)):
             if exchange.caller is not NOBODY:
                 self.spending.count(exchange.caller.id, exchange.model, "", {"refused": 1})
         if self.tracing is not None and exchange.span is not None:
