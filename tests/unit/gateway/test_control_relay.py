@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import Box, Start, request_bytes
+from .conftest import Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, answer_chat, dies, gives
 
 ANSWERS = gives({"object": "list", "data": []}, headers="x-kept: 1\r\nconnection: x-dropped\r\nx-dropped: 1\r\n")
@@ -94,23 +94,20 @@ async def test_controller_that_does_not_read_stops_the_uploader(box: Box) -> Non
     server.close()
 
 
-async def test_downloads_stream_with_and_without_length(box: Box) -> None:
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_downloads_stream_with_and_without_length(box: Box, chunked: bool) -> None:
     data = b"line\n" * 1_000_000
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
-        if request.target.endswith("1/content"):
-            head = f"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\ncontent-length: {len(data)}\r\n\r\n"
-            await reply.raw(head.encode() + data)
-        else:
-            await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ntransfer-encoding: chunked\r\n\r\n")
-            for start in range(0, len(data), 70_000):
-                await reply.chunk(data[start : start + 70_000])
-            await reply.end()
+        await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n")
+        framing = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % len(data)
+        await reply.raw(framing + b"\r\n\r\n")
+        for start in range(0, len(data), 70_000):
+            await (reply.chunk if chunked else reply.raw)(data[start : start + 70_000])
+        await reply.raw(b"0\r\n\r\n" if chunked else b"")
 
     await box.control(script)
-    for name in ("file-1", "file-2"):
-        response = await box.ask("GET", f"/v1/files/{name}/content")
-        assert response.body == data
+    assert (await box.ask("GET", "/v1/files/file-1/content")).body == data
 
 
 SHAPED = {"error": {"message": "m", "type": "invalid_request_error", "param": None, "code": "conflict"}}
@@ -135,22 +132,16 @@ async def test_controller_errors_keep_or_get_openais_shape(
     assert {name: response.headers.get(name) for name in headers} == headers
 
 
-async def test_controller_that_restarts_is_waited_for(start_box: Start) -> None:
-    box = await start_box(limits={"controller_wait_s": 5.0})
+async def test_controller_that_restarts_is_waited_for_and_inference_goes_on(start_box: Start) -> None:
+    box = await start_box(limits={"controller_wait_s": 1.0}, engine=answer_chat)
+    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+    away = await box.ask("GET", "/v1/models")
+    assert away.status == 503 and away.error["code"] == "controller_away" and int(away.headers["retry-after"]) <= 120
     wire = await box.send("POST", "/v1/fine_tuning/jobs", {"model": "m"})
     await box.until(lambda: bool(box.state.exchanges))
     await box.control(ANSWERS)
     assert (await wire.response()).status == 200
     assert json.loads(box.controller.requests[0].body) == {"model": "m"}
-
-
-async def test_controller_that_stays_away_is_503_and_inference_goes_on(start_box: Start) -> None:
-    box = await start_box(limits={"controller_wait_s": 0.02}, engine=answer_chat)
-    response = await box.ask("GET", "/v1/models")
-    assert response.status == 503 and response.error["code"] == "controller_away"
-    assert int(response.headers["retry-after"]) <= 120
-    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-    assert (await box.ask("POST", "/v1/chat/completions", body)).status == 200
 
 
 @pytest.mark.parametrize("ending", ["leaves", "bad chunk"])

@@ -68,3 +68,5 @@ async def test_expect_continue(box: Box) -> None:
     assert (await wire.head())[0] == 100
     await wire.send(body)
     assert (await wire.response()).status == 200
+    refused = await box.send("POST", "/v1/models", key=None, headers="Expect: 100-continue\r\nContent-Length: 9\r\n")
+    assert (await refused.response()).headers["connection"] == "close"
