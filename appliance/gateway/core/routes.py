@@ -12,18 +12,16 @@ from typing import Any, Literal
 from appliance.gateway.core import errors
 
 INFERENCE, FINE_TUNING, ADMIN, READ, METRICS = "inference", "fine_tuning", "admin", "read", "metrics"
-RESPONSES, INPUT_TOKENS = "responses", "responses.input_tokens"
-MESSAGES, COUNT_TOKENS = "messages", "messages.count_tokens"
+RESPONSES, INPUT_TOKENS, COUNT_TOKENS = "responses", "responses.input_tokens", "messages.count_tokens"
 Kind = Literal["inference", "control", "health", "metrics", "page", "login", "unknown"]
-# All others need a key, or a login of the page.
-KEYLESS = ("health", "page", "login")
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row of the allowlist. scopes: any one of them (or admin) suffices; the controller's own routes may ask for
-    others. task: required task of the model. prompt: the field with the prompt. converses: it needs the model's chat
-    template. body: the field of `Limits` that bounds the bodies of its requests, empty where they have none."""
+    """One row of the allowlist. scopes: any one (or admin) suffices; no key is needed where there are none; the
+    controller's own routes may ask for others. task: required task of the model. prompt: the field with the prompt.
+    converses: it needs the model's chat template. body: the field of `Limits` that bounds the bodies of its requests,
+    empty where they have none."""
 
     name: str
     kind: Kind
@@ -72,7 +70,7 @@ ROUTES: tuple[Route, ...] = (
     _inference("/v1/completions", "completions", "prompt"),
     _inference("/v1/responses", RESPONSES, "input"),
     _inference("/v1/responses/input_tokens", INPUT_TOKENS, "input", engine_path="/v1/responses/render"),
-    _inference("/v1/messages", MESSAGES),
+    _inference("/v1/messages", "messages"),
     _inference("/v1/messages/count_tokens", COUNT_TOKENS),
     _inference("/v1/embeddings", "embeddings", "input", "embed"),
     _route("health", "GET", "/health", _NOBODY, "health"),

@@ -138,9 +138,7 @@ class UsageLimits:
 
     def count(self, key: str, model: str, version: str, counts: dict[str, int]) -> None:
         """Add to the sums for the controller."""
-        row = self._sums[key, model, version]
-        for name, count in counts.items():
-            row[name] += count
+        self._sums[key, model, version].update(counts)
 
     def take_sums(self) -> list[dict[str, Any]]:
         """The sums since the last call, as rows of the bus's "usage" message."""

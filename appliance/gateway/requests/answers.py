@@ -18,8 +18,6 @@ from typing import Any, Final
 
 import orjson
 
-from appliance.gateway.core import errors
-
 CHAT, COMPLETIONS = "chat.completions", "completions"
 RESUME_PATH = b"/v1/completions"
 
@@ -130,10 +128,10 @@ class Transcript:
 
 
 class CompletionTranscript(Transcript):
-    """One chat completion, of a stream put together from its events. input: the stored fields of the request."""
+    """One chat completion, of a stream put together from its events. request: its checked body."""
 
-    def __init__(self, input: bytes) -> None:
-        super().__init__(input)
+    def __init__(self, request: dict[str, Any]) -> None:
+        super().__init__(orjson.dumps({name: request[name] for name in _REQUEST if request.get(name) is not None}))
         self._answer: dict[str, Any] = {"choices": []}
 
     def whole(self, body: bytes) -> bytes:
@@ -193,22 +191,6 @@ def token_count(body: bytes) -> bytes:
     if not isinstance(ids, list):
         return body
     return orjson.dumps({"object": "response.input_tokens", "input_tokens": len(ids)})
-
-
-def of_response(data: dict[str, Any], *, stores: bool = True) -> Transcript:
-    """The transcript of a checked body of /v1/responses. Raises HttpError 400. stores: False where
-    nothing is answered that could be."""
-    stores, background = stores and data.get("store") is not False, data.get("background") is True
-    if background and not stores:
-        text = "`background` is true and `store` is false: the answer can only be retrieved, so it has to be stored."
-        raise errors.bad_request(text, param="background", code="invalid_value")
-    previous = data.get("previous_response_id") or ""
-    return Transcript(orjson.dumps(data["input"]), previous, stores=stores, background=background)
-
-
-def of_completion(data: dict[str, Any]) -> CompletionTranscript:
-    """The transcript of a checked chat request that says `store`."""
-    return CompletionTranscript(orjson.dumps({name: data[name] for name in _REQUEST if data.get(name) is not None}))
 
 
 def joined(data: dict[str, Any], earlier: bytes) -> dict[str, Any]:

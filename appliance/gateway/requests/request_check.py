@@ -20,14 +20,7 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.router import Work
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, RESPONSES, Route
-from appliance.gateway.requests.answers import (
-    CHAT,
-    Continuation,
-    Transcript,
-    continuation_of,
-    of_completion,
-    of_response,
-)
+from appliance.gateway.requests.answers import CHAT, CompletionTranscript, Continuation, Transcript, continuation_of
 from appliance.gateway.requests.fields import check_fields, prompts_in, refused
 from appliance.gateway.requests.normalize import normalize
 from serve.core.keywords import counted, defined, nodes, unenforced
@@ -121,10 +114,15 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
         )
     transcript: Transcript | None = None
     if route.name in (RESPONSES, INPUT_TOKENS):
+        stores, background = route.name == RESPONSES and data.get("store", True), data.get("background", False)
+        if background and not stores:
+            text = "`background` is true and `store` is false: such an answer can only be retrieved, so it is stored."
+            raise errors.bad_request(text, param="background", code="invalid_value")
         # As the client sent it: that is what it lists, and what a later turn is read from.
-        transcript = of_response(given, stores=route.name == RESPONSES)
-    elif route.name == CHAT and given.get("store"):
-        transcript = of_completion(given)
+        own, previous_id = orjson.dumps(given["input"]), data.get("previous_response_id", "")
+        transcript = Transcript(own, previous_id, stores=stores, background=background)
+    elif route.name == CHAT and data.get("store"):
+        transcript = CompletionTranscript(given)
     stream = route.task != "embed" and data.get("stream", False)  # no engine streams embeddings
     limit = next((data[n] for n in ("max_completion_tokens", "max_tokens", "max_output_tokens") if data.get(n)), 0)
     prompt_tokens = max(0, body_bytes - media_chars) // 4 + media_tokens

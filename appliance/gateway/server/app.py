@@ -20,7 +20,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import ADMIN, FRONT_DOOR, KEYLESS, resolve
+from appliance.gateway.core.routes import ADMIN, FRONT_DOOR, resolve
 from appliance.gateway.core.table import THE_BOX, Caller
 from appliance.gateway.requests.request_check import check_object, parsed_body
 from appliance.gateway.server.controller import Controller
@@ -93,7 +93,7 @@ class App:
         if exchange.method == b"HEAD":
             exchange.method, exchange.head_only = b"GET", True
         exchange.route = route = resolve(exchange.method, exchange.path)
-        if route.kind not in KEYLESS:
+        if route.scopes:
             exchange.caller = caller = self._caller(exchange)
             exchange.use = state.spending.use_of(caller, batch=headers.get(CLASS) == b"batch")
             if ADMIN not in caller.scopes and not (route.scopes & caller.scopes):
