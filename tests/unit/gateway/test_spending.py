@@ -13,7 +13,7 @@ from appliance.gateway.core.spending import OwnerUse
 from appliance.gateway.requests.answers import Tokens
 
 from .conftest import KEY, Box, Start, chat, digest, request_bytes
-from .test_continuation import completion, events, greedy_engine
+from .test_inference import completion, events, greedy_engine
 from .test_responses import event
 from .upstreams import Reply, UpstreamRequest, chat_answer, hangs, sends
 
