@@ -216,7 +216,7 @@ async def test_what_was_pipelined_behind_a_stream_never_begins(box: Box) -> None
 
 
 async def test_a_request_that_is_held(box: Box) -> None:
-    box.serve("m", e0="draining")
+    box.serve("m", "e0:draining")
     wire = await box.send("POST", "/v1/chat/completions", chat(), key=MINE)
     await box.until(lambda: box.state.holds.models()["m"] == 1)
     box.revoke(MINE)

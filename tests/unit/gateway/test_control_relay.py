@@ -94,22 +94,6 @@ async def test_controller_that_does_not_read_stops_the_uploader(box: Box) -> Non
     server.close()
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-async def test_downloads_stream_with_and_without_length(box: Box, chunked: bool) -> None:
-    data = b"line\n" * 1_000_000
-
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n")
-        framing = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % len(data)
-        await reply.raw(framing + b"\r\n\r\n")
-        for start in range(0, len(data), 70_000):
-            await (reply.chunk if chunked else reply.raw)(data[start : start + 70_000])
-        await reply.raw(b"0\r\n\r\n" if chunked else b"")
-
-    await box.control(script)
-    assert (await box.ask("GET", "/v1/files/file-1/content")).body == data
-
-
 SHAPED = {"error": {"message": "m", "type": "invalid_request_error", "param": None, "code": "conflict"}}
 
 

@@ -171,22 +171,6 @@ async def test_the_client_sees_one_unbroken_stream(box: Box, route: str, dies_af
     assert box.state.metrics.events["continued"] == 1 and not box.state.metrics.events["broke_off"]
 
 
-async def test_a_second_death_ends_it_and_takes_no_third_engine(start_box: Start) -> None:
-    box = await start_box()
-    scripts = [greedy_engine({"tokens": 3}), greedy_engine({"tokens": 2})]
-
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        await scripts.pop(0)(request, reply)
-
-    for name in ("e0", "e1", "e2"):
-        await box.engine(name, script)
-    box.serve("m", *box.engines)
-    response = await box.ask("POST", "/v1/chat/completions", chat(stream=True, temperature=0, max_tokens=50))
-    *tokens, last = events(response.body)
-    assert last["error"]["code"] == "engines_died" and box.state.metrics.events["continued"] == 1
-    assert "".join(event["choices"][0]["delta"]["content"] for event in tokens) == "".join(t for _, t in TOKENS[:4])
-
-
 async def test_it_waits_for_an_engine_and_says_so(start_box: Start) -> None:
     box = await start_box(holds={"sse_grace_s": 0.01, "sse_interval_s": 0.01})
     await box.engine("e0", greedy_engine({"tokens": 2}))

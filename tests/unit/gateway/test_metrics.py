@@ -115,7 +115,7 @@ async def held_then_died_once(box: Box, headers: str) -> None:
         reply.die()
 
     await box.engine("e0", dies)
-    box.serve("m", e0="draining")
+    box.serve("m", "e0:draining")
     wire = await box.send("POST", "/v1/chat/completions", chat(stream=True), headers=headers)
     await box.until(lambda: box.state.holds.models()["m"] == 1)
     box.serve("m", "e0")

@@ -167,13 +167,13 @@ def test_backlogged_owners_are_never_further_apart_than_two_items(items: list[tu
     assert not left
 
 
-async def split(box: Box, share: float, **canary_states: str) -> None:
+async def split(box: Box, share: float) -> None:
     """ "m" v1 on e0, and its canary v2 on e1."""
     for name in ("e0", "e1"):
         if name not in box.engines:
             await box.engine(name)
     box.serve("m", "e0")
-    box.serve("m@v2", **(canary_states or {"e1": "open"}))
+    box.serve("m@v2", "e1")
     for replica in box.models["m@v2"]["replicas"]:
         replica["version"] = "v2"
     box.models["m"]["canary"] = {"name": "m@v2", "version": "v2", "share": share, "since_s": 5.0}
