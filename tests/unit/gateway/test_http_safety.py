@@ -55,7 +55,7 @@ async def test_malformed_requests_are_refused_and_end_the_connection(box: Box, n
     assert response.headers["connection"] == "close"
     assert rest == b"", "nothing after a malformed request may be answered"
     assert box.engines["e0"].requests == []
-    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+    assert (await box.ask("POST", URL, chat())).status == 200
 
 
 # Java's HttpClient and `curl --http2` offer HTTP/2 with every request over plain HTTP.
@@ -106,7 +106,7 @@ async def test_heads_are_bounded(box: Box, data: bytes, status: int) -> None:
 async def test_bodies_are_bounded_announced_or_not(start_box: Start) -> None:
     box = await start_box(limits={"inference_body_bytes": 1000, "control_body_bytes": 500}, engine=answer_chat)
     await box.control(hangs)
-    for target, limit in (("/v1/chat/completions", 1000), ("/v1/fine_tuning/jobs", 500)):
+    for target, limit in ((URL, 1000), ("/v1/fine_tuning/jobs", 500)):
         head = f"POST {target} HTTP/1.1\r\nHost: a\r\n".encode() + AUTH
         response, rest = await _send(box, head + b"Content-Length: 1000000000000\r\n\r\nx")
         assert response.status == 413 and str(limit) in response.error["message"] and rest == b""
@@ -132,7 +132,7 @@ async def test_trailer_or_extension_without_end_is_refused(box: Box, start: byte
 
 async def test_garbage_behind_a_request_ends_the_connection_after_its_answer(box: Box) -> None:
     wire = await box.connect()
-    await wire.send(request_bytes("POST", "/v1/chat/completions", chat()) + b"GET /health HTTP/1.1\r\nHost : x\r\n\r\n")
+    await wire.send(request_bytes("POST", URL, chat()) + b"GET /health HTTP/1.1\r\nHost : x\r\n\r\n")
     assert (await wire.response()).status == 200
     assert await wire.eof() == b""
 
@@ -163,12 +163,12 @@ async def test_all_bodies_together_are_bounded(start_box: Start) -> None:
     slow = await box.connect()
     await slow.send(POST + b"Content-Length: 3500\r\n\r\n" + b" " * 3400)
     await box.until(lambda: box.state.buffered_bytes == 3400)
-    response = await box.ask("POST", "/v1/chat/completions", chat(user="x" * 1000))
+    response = await box.ask("POST", URL, chat(user="x" * 1000))
     assert response.status == 503 and response.error["code"] == "overloaded"
     assert int(response.headers["retry-after"]) <= 120
     slow.close()
     await box.until(lambda: box.state.buffered_bytes == 0)
-    assert (await box.ask("POST", "/v1/chat/completions", chat(user="x" * 1000))).status == 200
+    assert (await box.ask("POST", URL, chat(user="x" * 1000))).status == 200
 
 
 async def test_slow_loris_head_and_body_are_cut_off_and_idle_connections_closed(start_box: Start) -> None:
@@ -208,7 +208,7 @@ async def test_pipelined_requests_are_answered_in_order_and_http_1_0_ends_the_co
 async def test_whole_answer_that_its_client_does_not_read_ends_the_connection(start_box: Start) -> None:
     limits = {"buffered_response_bytes": 64 << 20, "write_stall_s": 0.2}
     box = await start_box(engine=gives({"text": "x" * (32 << 20)}), limits=limits)
-    wire = await box.send("POST", "/v1/chat/completions", chat())
+    wire = await box.send("POST", URL, chat())
     await box.until(lambda: box.state.metrics.events["client_disconnected"] == 1)
     await box.until(lambda: not box.state.connections)
     assert not box.state.exchanges and box.state.buffered_bytes == 0
