@@ -1,9 +1,8 @@
 """Runs the gateway process: `python -m appliance.gateway.main --config FILE`.
 
-It has listeners, the controller's table, a few things done by the clock, and the bus: JSON lines over the controller's
-Unix socket, tables in, load reports out. While the controller is unreachable the last table stays in
-force. After each connection the controller sends a whole table; the report that follows names the generation that is
-applied. Usage is sent again on each connection until the controller counted it."""
+The bus is JSON lines over the controller's Unix socket: tables in, load reports out. On each connection the controller
+sends a whole table; the report that follows names the generation that is applied, and usage is sent again until the
+controller counted it. While the controller is unreachable the last table stays in force."""
 
 from __future__ import annotations
 
@@ -45,13 +44,10 @@ from runtime.processes.kernel import DiesAs, dies_as
 
 log = logging.getLogger("appliance.gateway")
 
+# Listeners of one port: the loop accepts one client of each per turn (libuv 1.45 and later), too slow for 512 at once.
 _ACCEPTED_AT_ONCE = 8
-"""Clients accepted per turn of the loop, which takes one from each socket that listens (libuv 1.45 and later): of 512
-that came at once a quarter had an answer within two seconds."""
-_BACKLOG = 2048
-"""Clients that the kernel keeps until they are accepted; one beyond that would try again after a second."""
-_LAST_WORDS_S = 1.0
-"""For the errors of what is ended as the gateway stops."""
+_BACKLOG = 2048  # clients that the kernel keeps until they are accepted; one beyond that tries again after a second
+_LAST_WORDS_S = 1.0  # for the errors of what is ended as the gateway stops
 LINE_BYTES = 64 * 1024 * 1024
 RECONNECT_S = 0.2
 HEARTBEAT_S = 5.0

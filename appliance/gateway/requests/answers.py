@@ -1,15 +1,14 @@
 """Follows the answer of one request: its usage, its stored form, and its continuation after an engine's death. Pure:
 events of an engine in, events of the client out.
 
-Engines store nothing and know no earlier response, so their responses have neither `store` nor `previous_response_id`:
-both are set here, in a plain body and in the events that carry the whole object.
+Engines know no store and no earlier response: `store` and `previous_response_id` are set here.
 
 Greedy decoding is a function of the tokens so far, so an engine that gets prompt and emitted tokens continues with the
-tokens that the dead one would have generated. The gateway requests token ids from the engine and removes them before
-the bytes go to the client, whose stream stays the same. Sampled streams cannot be continued (the sampler's state died
-with the engine), nor can those whose next token depends on more than the tokens: grammars, tools, stop strings half
-matched, counts of emitted tokens. Nor can a chat before the first text of its answer: the rest is asked for as a
-completion, whose text would bring a thought, and the mark of its end, as the answer."""
+tokens that the dead one would have generated. The gateway requests token ids from the engine and removes them from the
+client's stream. Sampled streams cannot be continued (the sampler's state died with the engine), nor those whose next
+token depends on more than the tokens: grammars, tools, stop strings half matched, counts of emitted tokens. Nor can a
+chat before the first text of its answer: the rest is requested as a completion, whose text would bring a thought, and
+the mark of its end, as the answer."""
 
 from __future__ import annotations
 

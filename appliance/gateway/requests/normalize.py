@@ -1,10 +1,8 @@
-"""A checked request in the form that engines read: tools, messages, items of /v1/responses, schemas. Pure: takes a
-parsed body, returns another one.
+"""A checked request in the form that engines read: tools, messages, items of /v1/responses, schemas. Pure.
 
 Clients send history without ids, thoughts that only OpenAI can read, and items of tools that only its server has. vLLM
 takes the first part of an earlier answer alone, refuses encrypted thoughts, and knows no other items: these are left
-out and named.
-"""
+out and named."""
 
 from __future__ import annotations
 
@@ -22,24 +20,24 @@ Object = dict[str, Any]
 
 IGNORED_TOOLS: Final = b"x-appliance-ignored-tools"
 IGNORED_ITEMS: Final = b"x-appliance-ignored-items"
+# vLLM's older names, which its clients still send -> fields of `structured_outputs`.
 GUIDED: Final = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
-"""vLLM's older names, which its clients still send -> fields of `structured_outputs`."""
+# Values of `include` that engines do not know; they add to items that only OpenAI's own tools make.
 _INCLUDES: Final = ("web_search_call.results", "web_search_call.action.sources")
-"""Values of `include` that engines do not know; they add to items that only OpenAI's own tools make."""
 _TEXTS: Final = frozenset({"output_text", "input_text", "text", "summary_text", "reasoning_text", "refusal"})
 _REFUSED: Final = {
     "item_reference": "send the item itself, or continue its response with `previous_response_id`",
     "compaction_trigger": "no engine compacts; ask for a summary in a message",
 }
+# Types of Anthropic's blocks that engines know.
 _BLOCKS: Final = frozenset(
     "text image tool_use tool_result tool_reference thinking redacted_thinking tool_addition tool_removal".split()
 )
-"""Types of Anthropic's blocks that engines know."""
+# Types of tools that engines take, by route.
 _OWN: Final = {"responses": ("function", "namespace", "custom"), "messages": (None, "custom")}
-"""Types of tools that engines take, by route."""
 _CHOICES: Final = ("auto", "any", "custom", "none", "tool", "function", "allowed_tools")
+# Parameters of a tool that takes none: a call of it is `{}`, and ends there.
 _NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": False}
-"""Parameters of a tool that takes none: a call of it is `{}`, and ends there."""
 
 
 def normalize(route: str, given: Object) -> tuple[Object, list[tuple[bytes, bytes]]]:
@@ -233,7 +231,12 @@ def _chat_messages(messages: list[Object]) -> list[Object]:
         if calls := message.get("tool_calls"):
             ids = {at: f"call_{place}_{at}" for at, call in enumerate(calls) if not call.get("id")}
             unnamed = [*ids.values()]
-            named = [{**_function_call(call), "id": ids.get(at) or call["id"]} for at, call in enumerate(calls)]
+            named = []
+            for at, call in enumerate(calls):
+                if custom := _object(call.get("custom")):  # an engine knows calls of functions alone
+                    arguments = orjson.dumps({"input": custom.get("input")}).decode()
+                    call = {"type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
+                named.append({**call, "id": ids.get(at) or calls[at]["id"]})
             message = {**message, "tool_calls": named}
         if message.get("role") == "tool":
             message = {**message, "content": _result_as_text(message.get("content"))}
@@ -244,15 +247,6 @@ def _chat_messages(messages: list[Object]) -> list[Object]:
             message = {**message, "content": [*flat]}
         made.append(message)
     return made
-
-
-def _function_call(call: Object) -> Object:
-    """A call of a custom tool as one of a function."""
-    custom = call.get("custom")
-    if not isinstance(custom, dict):
-        return call
-    arguments = orjson.dumps({"input": custom.get("input")}).decode()
-    return {"type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
 
 
 def _result_as_text(content: Any) -> Any:

@@ -25,27 +25,23 @@ from appliance.gateway.requests.fields import check_fields, prompts_in, refused
 from appliance.gateway.requests.normalize import normalize
 from serve.core.keywords import counted, defined, nodes, unenforced
 
-_COMPLETION_TOKENS: Final = 256
-"""Of a request that names no limit."""
+_COMPLETION_TOKENS: Final = 256  # of a request that names no limit
 _PREFIX_CHARS: Final = 512
-_MOST_NESTED: Final = 1 << 16
-"""Lists and objects in one body; 1,024 tools with fifty properties each have as many."""
+_MOST_NESTED: Final = 1 << 16  # lists and objects in one body; 1,024 tools with fifty properties each have as many
+# Bounds of all forms of a request together. llguidance takes 0.5 s for so many bytes.
 _MOST: Final = (
     ("bytes of schemas, expressions and choices", lambda form: len(orjson.dumps(form)), 256 * 1024),
     ("items in all `minItems` and `maxItems`", counted, 10_000),
     ("definitions", defined, 256),
 )
-"""Bounds of all forms of a request together. llguidance takes 0.5 s for this many bytes."""
+# Fields that have schemas, expressions or choices.
 _FORMS: Final = frozenset({"response_format", "text", "output_config", "structured_outputs", "tools"})
-"""Fields that have schemas, expressions or choices."""
-_OTHER_FORMS: Final = ("grammar", "structural_tag", "whitespace_pattern")
-"""They reach more of an engine than answers need."""
+_OTHER_FORMS: Final = ("grammar", "structural_tag", "whitespace_pattern")  # reach more of an engine than answers need
 # Where a URL may be in a message: OpenAI's and vLLM's short forms, and what engines take instead of one.
 _URLS: Final = frozenset("image_url video_url audio_url file_url image_embeds audio_embeds image_pil".split())
 _INLINE: Final = re.compile(r"data:(image|audio)/[a-z0-9.+-]{1,40}(?:;[a-z0-9=.+-]{1,40}){0,4},", re.IGNORECASE)
 _IMAGE_TOKENS: Final = 1_024
-_SOUND_CHARS: Final = 1_700
-"""Of base64 per token: speech encoders make some 25 tokens of a second, which has 32,000 bytes."""
+_SOUND_CHARS: Final = 1_700  # of base64 per token: speech encoders make 25 tokens of a second, which is 32,000 bytes
 
 
 @dataclass(kw_only=True)

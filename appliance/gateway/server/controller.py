@@ -1,7 +1,7 @@
 """Passes requests to the controller and its answers back, and asks it what the gateway itself needs.
 
-Bodies of any size stream in both directions, as fast as the slower side. Only error answers are kept whole, to give
-them the API's shape. The controller gets the client's headers except our own, hop-by-hop and framing headers."""
+Bodies of any size stream in both directions, as fast as the slower side; only error answers are kept whole, to give
+them the API's shape."""
 
 from __future__ import annotations
 
@@ -46,11 +46,9 @@ log = logging.getLogger("appliance.gateway")
 
 
 class Controller:
-    """The way to the controller, and copies of answered responses and chat completions that go to its store.
-
-    A client's answer does not wait for its copy. While the controller is away copies wait here, up to
-    `response_copies_bytes`; an answer that begins after that is not stored, and its object says so. The controller
-    stores a copy that arrives twice once."""
+    """The way to the controller, and copies of answered responses and chat completions that go to its store. A client's
+    answer does not wait for its copy. While the controller is away copies wait here, up to `response_copies_bytes`; an
+    answer that begins after that is not stored, and its object says so. A copy that arrives twice is stored once."""
 
     def __init__(self, state: State) -> None:
         self._state, self._copies = state, asyncio.Queue[bytes]()

@@ -22,8 +22,8 @@ from appliance.gateway.server.exchange import Exchange
 
 prometheus.disable_created_metrics()
 
+# Triples of model, version and key class; beyond this all counts by them begin again. Rendering one takes 2 ms.
 MOST_SERIES: Final = 128
-"""Triples of model, version and key class; beyond this all counts by them begin again. Rendering one takes 2 ms."""
 _LABELS: Final = ("model", "version", "key_class")
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ADDED: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)
@@ -31,13 +31,10 @@ _LONG: Final = (*_SECONDS[3:], 120.0, 300.0, 600.0)
 
 # For the load report.
 RECENT_S: Final = 60.0
-_COMPUTED_TOKENS: Final = 1e6
-"""Prompt tokens after which those before count half."""
-_STREAMS: Final = 48
-"""For the rate of prompts: this many new streams replace those of old engines and weights."""
+_COMPUTED_TOKENS: Final = 1e6  # prompt tokens after which those before count half
+_STREAMS: Final = 48  # for the rate of prompts: so many new streams replace those of old engines and weights
 LEAST_SAMPLES: Final = 12
-_TELLING: Final = 1.2
-"""Long prompts must take longer than short ones by this factor; otherwise the data determine no rate."""
+_TELLING: Final = 1.2  # long prompts must take longer than short ones by this factor, else there is no rate
 
 
 class Metrics:

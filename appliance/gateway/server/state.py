@@ -50,10 +50,10 @@ _HEALTH_S: Final = 2.0
 
 
 class State:
-    """State of one process. report_now: sends a load report at once.
-    generation: of the current table, -1 before the first. buffered_bytes: of request bodies in memory. token: proves to
-    the controller that a request came through this gateway. sessions: logins of the page by their tokens' SHA-256.
-    box_troubles: parts of the box that fail, as the controller last reported. access_lines: written by the sweep."""
+    """State of one process. report_now: sends a load report at once. generation: of the current table, -1 before the
+    first. buffered_bytes: of request bodies in memory. token: proves to the controller that a gateway wrote a head.
+    sessions: logins of the page by their tokens' SHA-256. box_troubles: parts of the box that fail, as the controller
+    last reported. access_lines: written by the sweep."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
@@ -114,8 +114,7 @@ class State:
 
     def callable_model(self, name: str, caller: Caller, private: bool = False) -> Model:
         """The model of this name, which this key may call; private: for the box itself, which alone may call models in
-        training. Raises the same HttpError for a forbidden as for a nonexistent model, so callers must send nothing
-        that depends on the model before."""
+        training. Raises the same HttpError for a forbidden as for a nonexistent model."""
         model = self.router.models.get(name)
         if model is not None and policy_of(name) is None and caller.sees(model) and caller.may_use(name):
             return model
@@ -205,10 +204,9 @@ class State:
 
 
 class Engines:
-    """Connections by address: path of a Unix socket, or https://HOST:PORT of an engine on another machine.
-
-    They are aiohttp's, without its sessions: redirects, cookies, proxies and codings of bodies, which engines have not,
-    took a fifth of a request's time. silence_s: the longest that an answer may pause."""
+    """Connections by address: path of a Unix socket, or https://HOST:PORT of an engine on another machine. They are
+    aiohttp's, without its sessions, which took a fifth of a request's time. silence_s: the longest pause of an
+    answer."""
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
