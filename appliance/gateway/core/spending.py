@@ -119,11 +119,8 @@ class UsageLimits:
             raise self.too_many_at_once("requests", most_requests)
         # A request's cost is known at its end: open requests together stay within the quota, but one alone may pass it.
         if caller.quota is not None and use.under_way and use.under_way + tokens > caller.quota:
-            message = (
-                f"Open requests of this API key may take {use.under_way} tokens, and this one {tokens}; its "
-                f"quota allows {caller.quota} at once. Please retry when one has ended."
-            )
-            raise errors.over_limit(message, "tokens", 1)
+            message = f"Open requests of this API key may take {use.under_way} tokens, and this one {tokens}; its quota"
+            raise errors.over_limit(f"{message} allows {caller.quota} at once. Please retry.", "tokens", 1)
         use.take(0, tokens)
         use.under_way += tokens
         use.owner.requests += 1

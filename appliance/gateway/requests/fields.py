@@ -229,9 +229,8 @@ def prompts_in(name: str, value: Any) -> int:
 
 
 def refused(param: str, why: str) -> HttpError:
-    return errors.bad_request(
-        f"The parameter `{param}` is not accepted by this server: {why}.", param=param, code="unsupported_parameter"
-    )
+    text = f"The parameter `{param}` is not accepted by this server: {why}."
+    return errors.bad_request(text, param=param, code="unsupported_parameter")
 
 
 _TOP: Final = re.compile(r"Object (?:contains unknown field `(.*)|missing required field `(\w+))`\Z", re.DOTALL)

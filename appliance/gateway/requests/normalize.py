@@ -183,11 +183,8 @@ def _allowed(tools: list[Object], choice: Object) -> tuple[list[Object], str]:
     names = [_own_name(tool) for tool in _objects(inner.get("tools"))]
     kept, mode = [tool for tool in tools if _own_name(tool) in names], inner.get("mode", "auto")
     if not kept or mode not in ("auto", "required"):
-        raise errors.bad_request(
-            "Invalid value for `tool_choice`: expected a mode ('auto' or 'required') and tools of `tools`.",
-            param="tool_choice",
-            code="invalid_value",
-        )
+        text = "Invalid value for `tool_choice`: expected a mode ('auto' or 'required') and tools of `tools`."
+        raise errors.bad_request(text, param="tool_choice", code="invalid_value")
     return kept, mode
 
 
@@ -211,12 +208,11 @@ def _label(tool: Object) -> str:
 
 
 def _cannot_run(param: str, asks: str, name: str) -> HttpError:
-    return errors.bad_request(
+    text = (
         f"{asks} the tool '{name[:64]}', which only its maker's own server runs. This server calls functions that your "
-        "program runs: turn this tool off in your client's settings, or add a function.",
-        param=param,
-        code="unsupported_tool",
+        "program runs: turn this tool off in your client's settings, or add a function."
     )
+    return errors.bad_request(text, param=param, code="unsupported_tool")
 
 
 # -- messages of chat completions and of Anthropic's API
@@ -302,17 +298,11 @@ def normalize_items(items: list[Object], left_out: list[str]) -> list[Object]:
         item = {name: value for name, value in item.items() if value is not None}  # objects dumped with their nulls
         kind = item.get("type", "message")
         if kind == "message" and "role" not in item:  # an engine would compare it with each of its thirty types
-            raise errors.bad_request(
-                f"Invalid type for `input[{place}]`: expected an object with a `role` or a `type`.",
-                param=f"input[{place}]",
-                code="invalid_type",
-            )
+            text = f"Invalid type for `input[{place}]`: expected an object with a `role` or a `type`."
+            raise errors.bad_request(text, param=f"input[{place}]", code="invalid_type")
         if kind in _REFUSED:
-            raise errors.bad_request(
-                f"`input[{place}]` is of the type '{kind}', which this server does not have: {_REFUSED[kind]}.",
-                param=f"input[{place}]",
-                code="unsupported_item",
-            )
+            text = f"`input[{place}]` is of the type '{kind}', which this server does not have: {_REFUSED[kind]}."
+            raise errors.bad_request(text, param=f"input[{place}]", code="unsupported_item")
         if kind == "message":
             made.append(_message(item))
         elif kind == "reasoning" and (

@@ -103,11 +103,8 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
     choices = max(data.get("n", 1), data.get("best_of", 1))
     sequences = choices if route.task == "embed" else choices * inputs
     if sequences > limits.sequences:
-        raise errors.bad_request(
-            f"The request asks for {sequences} sequences (inputs × n), at most {limits.sequences} are allowed.",
-            param="n",
-            code="too_many_values",
-        )
+        text = f"The request asks for {sequences} sequences (inputs × n), at most {limits.sequences} are allowed."
+        raise errors.bad_request(text, param="n", code="too_many_values")
     transcript: Transcript | None = None
     if route.name in (RESPONSES, INPUT_TOKENS):
         stores, background = route.name == RESPONSES and data.get("store", True), data.get("background", False)
@@ -191,24 +188,17 @@ def check_structure(data: dict[str, Any], json_depth: int) -> None:
     forms = list(_answer_forms(data, json_depth))
     for place, form in forms:
         if path := next(unenforced(form), ""):
-            raise errors.bad_request(
-                f"`{place}.{path}`: this server does not enforce the keyword `{path.rpartition('.')[2]}` here. "
-                "Take it out, and check answers yourself.",
-                param=f"{place}.{path}",
-                code="unsupported_schema_keyword",
-            )
+            text = f"`{place}.{path}`: this keyword is not enforced here. Take it out, and check answers yourself."
+            raise errors.bad_request(text, param=f"{place}.{path}", code="unsupported_schema_keyword")
     # Tools that are to be held to their schema, wherever they are; one whose call is demanded is strict (normalize.py).
     tools = ((name, path, tool) for name in ("tools", "messages") for path, tool in nodes(data.get(name)))
     forms += [(f"{name}[{path.partition('.')[0]}]", tool) for name, path, tool in tools if tool.get("strict")]
     for unit, measure, most in _MOST:
         sizes = [measure(form) for _, form in forms]
         if sum(sizes) > most:
-            raise errors.bad_request(
-                f"The request has {sum(sizes)} {unit} that an engine compiles, at most {most} are allowed. "
-                "Ask for a simpler form.",
-                param=forms[sizes.index(max(sizes))][0].partition(".")[0],
-                code="structure_too_complex",
-            )
+            text = f"Forms of this request have {sum(sizes)} {unit}, at most {most} are allowed. Ask for simpler ones."
+            param = forms[sizes.index(max(sizes))][0].partition(".")[0]
+            raise errors.bad_request(text, param=param, code="structure_too_complex")
 
 
 def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -220,12 +210,8 @@ def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, 
             continue
         for other in _OTHER_FORMS:
             if form.get("type") == other or form.get(other) is not None:
-                raise errors.bad_request(
-                    f"`{place}`: `{other}` is not accepted by this server, expected a JSON schema, a regular "
-                    "expression or choices.",
-                    param=place,
-                    code="unsupported_parameter",
-                )
+                text = f"`{place}`: `{other}` is not accepted, expected a JSON schema, a regular expression or choices."
+                raise errors.bad_request(text, param=place, code="unsupported_parameter")
         if isinstance(schema := form.get("json"), str):
             try:
                 form = {**form, "json": orjson.loads(schema)}
@@ -279,9 +265,5 @@ def _media(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _remote(param: str) -> HttpError:
-    return errors.bad_request(
-        f"`{param}`: only inline images and audio (data:image/…, data:audio/…) are accepted; "
-        "this server fetches nothing, opens no files and decodes no video.",
-        param=param,
-        code="remote_media_refused",
-    )
+    text = f"`{param}`: only inline images and audio (data:image/…, data:audio/…) are accepted, nothing is fetched."
+    return errors.bad_request(text, param=param, code="remote_media_refused")

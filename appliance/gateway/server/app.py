@@ -179,8 +179,7 @@ class App:
             message = f"The model `{name}` does not support {route.name}."
         elif route.converses and not model.chats:
             message = (
-                f"The model `{name}` has no chat template, so it knows no conversations: ask it with /v1/completions, "
-                "or give it one with `appliance model deploy MODEL --chat-template FILE`."
+                f"The model `{name}` has no chat template. Call /v1/completions, or deploy it with --chat-template."
             )
         if message:
             raise HttpError(400, message, param="model", code="model_not_supported")

@@ -409,11 +409,8 @@ class Inference:
         self.failures[choice.replica.id] = reason
         if [*self.failures.values()].count(EngineFailure.DIED) >= MAX_DEATHS:
             state.metrics.events["engines_died"] += 1
-            message = (
-                "Two engines of this model ended while they had this request, so it is sent to no other. Please change "
-                "it, or ask whoever runs the box what the engines' logs say."
-            )
-            raise HttpError(502, message, code=errors.ENGINES_DIED, should_retry=False)
+            text = "Two engines of this model ended while they had this request. Change it, or see the engines' logs."
+            raise HttpError(502, text, code=errors.ENGINES_DIED, should_retry=False)
         if self.failed >= MAX_FAILURES:
             raise failure.error
         if not self.answer_begun:

@@ -131,9 +131,9 @@ class State:
             return HttpError(404, message, param="model", code="model_not_found")
         served = ", ".join(f"`{each}`" for each in sorted({r.version for r in model.replicas} or {model.version}))
         message = (
-            f"The version `{version[:200]}` of the model `{base}` is not served now; {served} is. `appliance model "
-            f"rollback {base} --version VERSION` serves another, `appliance model canary {base} VERSION` both."
+            f"The version `{version[:200]}` of the model `{base}` is not served now; {served} is. Another is served"
         )
+        message += f" after `appliance model rollback {base} --version VERSION`, both with `model canary`."
         return HttpError(404, message, param="model", code="model_version_not_served")
 
     def next_try_s(self, name: str) -> float | None:
