@@ -66,8 +66,6 @@ class Gateway:
         self._usage: list[dict[str, Any]] = []  # rows that the controller has not counted yet
         self._usage_sent = False  # on this connection
 
-    # -- life
-
     async def listen(self, host: str, port: int, private: socket.socket | None = None) -> int:
         """Accept clients on host:port (0: any port) and return the port.
 
@@ -127,8 +125,6 @@ class Gateway:
             if not (unread or state.exchanges or self.controller.delivering):
                 return
             await asyncio.sleep(0.02)
-
-    # -- the controller's side
 
     def apply(self, table: Table) -> None:
         """Apply a routing table at once: end requests of revoked keys and held ones that their keys may not make any
@@ -286,9 +282,6 @@ def load_report(state: State) -> dict[str, Any]:
         "notes": [] if certificate is None else certificate.notes(now_s),
         "certificate_expires_s": None if certificate is None else certificate.expires_s,
     }
-
-
-# -- the process
 
 
 def main(argv: Sequence[str] | None = None) -> int:

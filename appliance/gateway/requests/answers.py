@@ -20,8 +20,6 @@ import orjson
 CHAT, COMPLETIONS = "chat.completions", "completions"
 RESUME_PATH = b"/v1/completions"
 
-# -- usage
-
 # Inside a JSON string a quote is always escaped, so these match the engine's own fields and never a client's text.
 USAGE: Final = b'"usage"'
 _USAGE: Final = re.compile(rb'"usage": ?\{')

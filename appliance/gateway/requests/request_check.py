@@ -221,9 +221,6 @@ def _answer_forms(data: dict[str, Any], json_depth: int) -> Iterator[tuple[str, 
         yield place, form
 
 
-# -- images and sounds
-
-
 def media_in(prompts: Any) -> tuple[int, int]:
     """Characters of base64 in messages, items or prompts, and tokens that a model makes of them. A file's size in bytes
     says nothing of its tokens: vision models resize large images. Raises HttpError 400 for media that are not inline,

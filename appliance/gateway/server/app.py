@@ -206,9 +206,6 @@ class App:
         return Inference(state, self._controller, exchange, checked)
 
 
-# -- heads
-
-
 def key_digest(headers: Headers) -> str:
     """Return the SHA-256 of the request's key, as in the table; empty if it brings none, but the header of the page.
     Raises HttpError 401 without either."""

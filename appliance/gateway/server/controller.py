@@ -206,9 +206,6 @@ class Controller:
             return 0
 
 
-# -- headers
-
-
 def identity(request_id: bytes, token: bytes, exchange: Exchange | None = None) -> list[tuple[str, str]]:
     """Headers with the key of a request, and the proof that a gateway wrote them (appliance.controller.http.peers).
     exchange: None for requests of the gateway itself."""

@@ -119,8 +119,6 @@ class Exchange:
             self.ended = error
             self.task.cancel()
 
-    # -- the body
-
     async def read(self) -> bytes:
         """The next piece of the body, empty at its end. Raises HttpError 413 and 408."""
         if self.body_complete:
@@ -245,9 +243,6 @@ def _head(status: int, headers: Pairs) -> bytes:
     return b"".join((STATUS_LINE[status], *[b"%b: %b\r\n" % pair for pair in headers], b"\r\n"))
 
 
-# -- the connection
-
-
 class Connection(HttpToolsProtocol):
     """One client's connection. running: the exchange that is being answered, or was last; `cycle` is uvicorn's name for
     the last one parsed. refusal: why no more bytes are read. private: it came by the private socket. state: the
@@ -261,8 +256,6 @@ class Connection(HttpToolsProtocol):
         self._awaits_since_s: float | None = time.monotonic()  # a head
         self._unparsed_bytes = 0
         self._in_head, self._offers_upgrade = True, False
-
-    # -- life
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -299,8 +292,6 @@ class Connection(HttpToolsProtocol):
             self._awaits_since_s = time.monotonic()
         if not self.pipeline:  # else each answer would let in as many requests as the socket has
             self.flow.resume_reading()
-
-    # -- bytes
 
     def data_received(self, data: bytes) -> None:
         if self.parser is None or self.transport.is_closing():
@@ -390,8 +381,6 @@ class Connection(HttpToolsProtocol):
             self._in_head = True
             super().on_message_complete()
 
-    # -- refusals
-
     def _refuse(self, error: HttpError) -> None:
         """Answer an error to bytes that are no request, and close; if they are of the body of a request that is being
         answered, the error is its answer."""
@@ -428,9 +417,6 @@ class Connection(HttpToolsProtocol):
             self.close()  # no byte of a head came
         else:
             self._refuse(HttpError(408, "The request head came too slowly.", code="request_timeout", close=True))
-
-
-# -- errors
 
 
 def _error_headers(error: HttpError) -> list[tuple[bytes, bytes]]:

@@ -58,12 +58,9 @@ class Metrics:
         self.requests = cache(prometheus.Counter("requests", text, ("route", "status"), **own).labels)
         text = "From complete request to its sending upstream, unheld."
         self.added = prometheus.Histogram("added_seconds", text, buckets=_ADDED, **own)
-        text = "Inference requests ended, by model, version, key class and status."
-        self.model_requests = by_series(prometheus.Counter, "model_requests", text, "status")
-        text = "Tokens of prompts (input) and answers (output), as engines counted them."
-        self.tokens = by_series(prometheus.Counter, "tokens", text, "direction")
-        text = "Tokens of prompts in an engine's cache of prefixes."
-        self.cached = by_series(prometheus.Counter, "cached_tokens", text)
+        self.model_requests = by_series(prometheus.Counter, "model_requests", "Inference requests ended.", "status")
+        self.tokens = by_series(prometheus.Counter, "tokens", "Tokens, as engines counted them.", "direction")
+        self.cached = by_series(prometheus.Counter, "cached_tokens", "Tokens of prompts in an engine's prefix cache.")
         text = "From complete request to the first body byte."
         self.first_byte = by_series(prometheus.Histogram, "time_to_first_byte_seconds", text, buckets=_SECONDS)
         text = "From complete request to the end of its answer."
@@ -197,8 +194,6 @@ class Comparison:
             counts["first_byte"][bucket(exchange.first_byte_s - exchange.sent_s)] += 1
             counts["duration"][bucket(time.monotonic() - exchange.sent_s)] += 1
 
-
-# -- the access log
 
 # Names that people give keys, often their own: a person who is forgotten leaves none here. Ids of keys stay.
 _NAMED: Final = re.compile(rb"(/keys/)(?!key_[A-Za-z0-9]{24}(?:/|\Z))[^/]+")

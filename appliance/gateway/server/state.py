@@ -74,9 +74,9 @@ class State:
         self.tracing: Tracing | None = None
         if config.otlp_endpoint is not None:
             # Imported here: the SDK adds 0.5 s to a start, and most boxes export no traces.
-            from appliance.gateway.server import tracing
+            from appliance.gateway.server.tracing import Tracing
 
-            self.tracing = tracing.Tracing(config.otlp_endpoint)
+            self.tracing = Tracing(config.otlp_endpoint)
         self.token = b"" if config.token_path is None else Path(config.token_path).read_bytes().strip()
         self.keys: dict[str, Caller] = {}
         self.sessions: dict[str, tuple[Login, Caller]] = {}
@@ -93,8 +93,6 @@ class State:
 
     def new_request_id(self) -> bytes:
         return b"req_%b%06x" % (self._id_prefix, next(self._id_numbers))
-
-    # -- bodies in memory
 
     def take_body(self, exchange: Exchange, nbytes: int) -> None:
         """Account for body bytes in memory. Raises HttpError 503 if all bodies together are too large; class batch
@@ -130,10 +128,8 @@ class State:
             message = f"The model `{name[:200]}` does not exist or you do not have access to it."
             return HttpError(404, message, param="model", code="model_not_found")
         served = ", ".join(f"`{each}`" for each in sorted({r.version for r in model.replicas} or {model.version}))
-        message = (
-            f"The version `{version[:200]}` of the model `{base}` is not served now; {served} is. Another is served"
-        )
-        message += f" after `appliance model rollback {base} --version VERSION`, both with `model canary`."
+        commands = f"`appliance model rollback {base} --version VERSION`, or `appliance model canary {base} VERSION`"
+        message = f"The version `{version[:200]}` of the model `{base}` is not served now; {served} is. See {commands}."
         return HttpError(404, message, param="model", code="model_version_not_served")
 
     def next_try_s(self, name: str) -> float | None:
@@ -160,8 +156,6 @@ class State:
             self.report_now()
         if self.holds.queues:
             self.holds.place(self.router, time.monotonic())
-
-    # -- accounts of a request that is over
 
     def finished(self, exchange: Exchange, now_s: float) -> None:
         """Account for a request whose response is complete, or whose client is gone."""
@@ -198,9 +192,6 @@ class State:
         if self.access_log is not None and lines:
             with contextlib.suppress(OSError):
                 self.access_log.write(b"".join(lines))
-
-
-# -- connections to engines
 
 
 class Engines:
@@ -267,9 +258,6 @@ async def read_up_to(content: aiohttp.StreamReader, most: int) -> bytes:
     while len(body) < most and not content.at_eof():
         body += await content.read(most - len(body))
     return body
-
-
-# -- Prometheus
 
 
 async def metrics_text(state: State, controller_up: bool) -> bytes:
