@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from typing import Any
 
 import pytest
 
 from appliance.gateway.requests.answers import continuation_of
 
 from .conftest import Box, Start, chat, request_bytes, salted
-from .upstreams import Reply, UpstreamRequest, chat_events, gives, sends
+from .upstreams import Reply, Script, UpstreamRequest, chat_events, gives, sends
 
 
 async def test_plain_answer_is_byte_exact_and_head_is_ours(box: Box) -> None:
@@ -84,52 +85,41 @@ TOKENS = [(11, "Hel"), (12, "lo"), (13, ""), (14, "é"), (15, ' "token_ids":[1] 
 TEXT = "".join(text for _, text in TOKENS)
 
 
-def greedy_engine(lives: dict[str, int]):
-    """A script of a deterministic engine that dies after `lives["tokens"]` tokens (and then never again)."""
+def greedy_engine(lives: dict[str, int]) -> Script:
+    """A deterministic engine that dies after `lives["tokens"]` tokens (and then never again)."""
     draw = random.Random(0)
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
-        body = request.json
-        is_chat = request.target == "/v1/chat/completions"
+        body, is_chat = request.json, request.target == "/v1/chat/completions"
         prompt = PROMPT if is_chat or isinstance(body["prompt"], str) else body["prompt"]
         done = len(prompt) - len(PROMPT)
         assert prompt == PROMPT + [token for token, _ in TOKENS[:done]], "asked to go on from other tokens"
         budget = min(len(TOKENS) - done, body.get("max_tokens") or 99)
         ids = bool(body.get("return_token_ids"))
-        await reply.sse_head()
-
-        async def event(choice: dict | None, **more) -> None:
-            kind = "chat.completion.chunk" if is_chat else "text_completion"
-            data = {"id": f"id-{done}", "object": kind, "created": 1 + done, "model": "m", "choices": [], **more}
-            if choice is not None:
-                data["choices"] = [{"index": 0, "logprobs": None, **choice}]
-            text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
-            event = b"data: " + text.encode() + b"\n\n"
-            cut = draw.randrange(len(event))  # however its bytes come
-            await reply.raw(
-                b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (event[:cut], event[cut:]) if part)
-            )
-
-        if is_chat:
-            first = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            await event(first, **({"prompt_token_ids": prompt} if ids else {}))
+        kind = "chat.completion.chunk" if is_chat else "text_completion"
+        head = {"id": f"id-{done}", "object": kind, "created": 1 + done, "model": "m"}
+        first = {"index": 0, "logprobs": None, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        chunks: list[dict[str, Any]] = [{"choices": [first], **({"prompt_token_ids": prompt} if ids else {})}] * is_chat
         for i, (token, text) in enumerate(TOKENS[done : done + budget]):
-            if lives and lives.get("tokens", 99) == i:
-                lives.clear()
-                reply.die()
-                return
-            last = i == budget - 1
-            choice: dict = {"delta": {"content": text}} if is_chat else {"text": text}
-            choice["finish_reason"] = "stop" if last else None
-            if ids:
-                choice["token_ids"] = [token]
-            if ids and not is_chat and i == 0:
-                choice["prompt_token_ids"] = prompt
-            await event(choice)
+            choice: dict[str, Any] = {"index": 0, "logprobs": None}
+            choice |= {"delta": {"content": text}} if is_chat else {"text": text}
+            choice["finish_reason"] = "stop" if i == budget - 1 else None
+            choice |= {"token_ids": [token]} if ids else {}
+            choice |= {"prompt_token_ids": prompt} if ids and not is_chat and i == 0 else {}
+            chunks.append({"choices": [choice]})
         if (body.get("stream_options") or {}).get("include_usage"):
             n = len(prompt)
             usage = {"prompt_tokens": n, "completion_tokens": budget, "total_tokens": n + budget}
-            await event(None, usage={**usage, "prompt_tokens_details": {"cached_tokens": 0}})
+            chunks.append({"choices": [], "usage": {**usage, "prompt_tokens_details": {"cached_tokens": 0}}})
+        await reply.sse_head()
+        dies_at = lives.pop("tokens", 99) + is_chat
+        for chunk in chunks[:dies_at]:
+            event = b"data: " + json.dumps(head | chunk, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+            cut = draw.randrange(1, len(event))  # however its bytes come
+            await reply.raw(b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (event[:cut], event[cut:])))
+        if dies_at < len(chunks):
+            reply.die()
+            return
         await reply.chunk(b"data: [DONE]\n\n")
         await reply.end()
 

@@ -29,7 +29,7 @@ class DummyBus:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.reports: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.connected = asyncio.Event()
         self.writers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
@@ -42,7 +42,7 @@ class DummyBus:
         self.writers.add(writer)
         self.connected.set()
         while line := await reader.readline():
-            self.reports.put_nowait(json.loads(line))
+            self.messages.put_nowait(json.loads(line))
         self.writers.discard(writer)
 
     async def push(self, data: bytes | dict[str, Any]) -> None:
@@ -51,13 +51,12 @@ class DummyBus:
             writer.write(data if isinstance(data, bytes) else json.dumps(data).encode() + b"\n")
             await writer.drain()
 
-    async def report(self, **wanted: Any) -> dict[str, Any]:
-        """The next report that has these values."""
+    async def next(self, **wanted: Any) -> dict[str, Any]:
+        """The next message that has these values."""
         async with asyncio.timeout(60):
-            while True:
-                report = await self.reports.get()
-                if report["type"] == "load" and all(report[key] == value for key, value in wanted.items()):
-                    return report
+            while (message := await self.messages.get()) | wanted != message:
+                pass
+        return message
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -83,7 +82,7 @@ async def bus(box: Box) -> AsyncIterator[DummyBus]:
 async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyBus) -> None:
     box.models["n"] = {**box.models["m"], "version": "v9"}
     await bus.push({**box.table(), "generation": 77})
-    report = await bus.report(generation=77)
+    report = await bus.next(generation=77)
     assert report["started_s"] == box.state.started_s
     assert report["models"] == {}, "only models that somebody has asked"
     assert report["replicas"] == {"e0": {"inflight": 0}}
@@ -99,32 +98,24 @@ async def test_load_is_reported_as_it_changes(box: Box, bus: DummyBus) -> None:
     box.engines["e0"].script = script
     await bus.push(box.table())
     wire = await box.send("POST", "/v1/chat/completions", chat())
-    async with asyncio.timeout(60):
-        while (report := await bus.reports.get())["models"].get("m", {}).get("inflight") != 1:
-            pass
-    assert report["replicas"]["e0"]["inflight"] == 1 and report["models"]["m"]["last_request_s"] > 1e9
+    report = await bus.next(replicas={"e0": {"inflight": 1}})
+    assert report["models"]["m"]["inflight"] == 1 and report["models"]["m"]["last_request_s"] > 1e9
     go_on.set()
     assert (await wire.response()).status == 200
 
 
 async def test_usage_is_sent_again_until_it_is_counted(box: Box, bus: DummyBus) -> None:
-    async def usage() -> list[dict[str, Any]]:
-        async with asyncio.timeout(60):
-            while (message := await bus.reports.get())["type"] != "usage":
-                pass
-        return message["rows"]
-
     await box.ask("POST", "/v1/chat/completions", chat())
-    first = await usage()
+    first = (await bus.next(type="usage"))["rows"]
     await bus.stop()
     await box.ask("POST", "/v1/chat/completions", chat("nobody"))
     await bus.start()
     box.state.report_now()
     await asyncio.wait_for(bus.connected.wait(), 60)
-    assert await usage() == first and first[0]["requests"] == 1
+    assert (await bus.next(type="usage"))["rows"] == first and first[0]["requests"] == 1
     await bus.push(COUNTED)
     await bus.push(box.table())
-    assert [row["refused"] for row in await usage()] == [1]
+    assert [row["refused"] for row in (await bus.next(type="usage"))["rows"]] == [1]
 
 
 ROOT = Path(__file__).parents[3]
@@ -150,7 +141,7 @@ async def test_process_serves_the_sdk_and_logs_each_request(start_box: Start, tm
     line = json.loads(await asyncio.wait_for(process.stdout.readline(), 60))
     assert (line["event"], line["host"]) == ("listening", "127.0.0.1")
     await bus.push({**box.table(), "generation": 1})
-    await bus.report(generation=1)
+    await bus.next(generation=1)
     client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{line['port']}/v1", api_key=KEY, timeout=20)
     raw = await client.chat.completions.with_raw_response.create(model="m", messages=HI)
     assert raw.parse().choices[0].message.content == "hello"
