@@ -78,22 +78,6 @@ async def test_uploads_stream_through_unbuffered(box: Box, chunked: bool) -> Non
     server.close()
 
 
-async def test_controller_that_does_not_read_stops_the_uploader(box: Box) -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        reader._transport.pause_reading()  # type: ignore[attr-defined]
-
-    server = await asyncio.start_unix_server(serve, box.gateway.config.controller_socket)
-    wire = await box.connect()
-    await wire.send(b"POST /v1/files HTTP/1.1\r\n" + AUTH + b"Content-Length: 400000000\r\n\r\n")
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(1):
-            for _ in range(100):  # far more than all buffers between the two take
-                await wire.send(b"x" * 1_000_000)
-    assert all(connection.flow.read_paused for connection in box.state.connections)
-    server.close()
-
-
 SHAPED = {"error": {"message": "m", "type": "invalid_request_error", "param": None, "code": "conflict"}}
 
 
@@ -117,7 +101,7 @@ async def test_controller_errors_keep_or_get_openais_shape(
 
 
 async def test_controller_that_restarts_is_waited_for_and_inference_goes_on(start_box: Start) -> None:
-    box = await start_box(limits={"controller_wait_s": 1.0}, engine=answer_chat)
+    box = await start_box(limits={"controller_wait_s": 2.0}, engine=answer_chat)
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
     away = await box.ask("GET", "/v1/models")
     assert away.status == 503 and away.error["code"] == "controller_away" and int(away.headers["retry-after"]) <= 120

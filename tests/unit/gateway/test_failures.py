@@ -180,16 +180,6 @@ async def test_request_that_ends_engines_ends_two_and_no_third(start_box: Start,
     assert all(load.inflight == 0 for load in box.state.router.loads.values())
 
 
-async def test_an_engine_that_is_killed_costs_none_of_its_requests(start_box: Start) -> None:
-    box = await start_box()
-    await start_engines(box, "e0")
-    asked = [asyncio.ensure_future(ask(box, f"u{n}", stream=n % 2 == 0)) for n in range(10)]
-    await box.until(lambda: len(box.engines["e0"].requests) == 10)
-    await box.engines["e0"].stop()
-    await start_engines(box, "e1")
-    assert [answer.status for answer in await asyncio.gather(*asked)] == [200] * 10
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_engines_of_a_node_that_is_gone_did_not_die_of_the_request(start_box: Start, stream: bool) -> None:
     """One breaks off under it, and the others cannot be reached."""
