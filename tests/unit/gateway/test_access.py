@@ -53,35 +53,33 @@ def test_the_path_that_is_checked_is_the_one_that_the_controller_routes() -> Non
 
 
 # The scopes of the controller's routes: test_owners.py of the controller.
-CASES = [
-    ("sk-test-inference", "POST", "/v1/chat/completions", True),
-    ("sk-test-inference", "GET", "/v1/models", True),
-    ("sk-test-metrics", "GET", "/admin/v1/me", True),
-    ("sk-test-inference", "GET", "/admin/v1/me", True),
-    ("sk-test-inference", "GET", "/metrics", False),
-    ("sk-test-tuning", "POST", "/v1/chat/completions", False),
-    ("sk-test-admin", "POST", "/v1/chat/completions", True),
-    ("sk-test-admin", "GET", "/metrics", True),
-    ("sk-test-read", "GET", "/metrics", True),
-    ("sk-test-read", "GET", "/v1/models", True),
-    ("sk-test-read", "POST", "/v1/chat/completions", False),
-    ("sk-test-metrics", "GET", "/metrics", True),
-]
-
-
-@pytest.mark.parametrize(("key", "method", "target", "allowed"), CASES)
-async def test_scopes(box: Box, key: str, method: str, target: str, allowed: bool) -> None:
+async def test_scopes_decide_what_a_key_may(box: Box) -> None:
     controller = await box.control(gives({"ok": True}))
-    response = await box.ask(method, target, chat() if method == "POST" else None, key=key)
-    assert response.status == (200 if allowed else 403)
-    if not allowed:
-        assert response.error["code"] == "insufficient_permissions"
-        assert controller.requests == [] and box.engines["e0"].requests == []
+    for name, method, target, allowed in (
+        ("inference", "POST", "/v1/chat/completions", True),
+        ("inference", "GET", "/v1/models", True),
+        ("metrics", "GET", "/admin/v1/me", True),
+        ("inference", "GET", "/admin/v1/me", True),
+        ("admin", "POST", "/v1/chat/completions", True),
+        ("admin", "GET", "/metrics", True),
+        ("read", "GET", "/metrics", True),
+        ("read", "GET", "/v1/models", True),
+        ("metrics", "GET", "/metrics", True),
+        ("inference", "GET", "/metrics", False),
+        ("tuning", "POST", "/v1/chat/completions", False),
+        ("read", "POST", "/v1/chat/completions", False),
+    ):
+        seen = len(controller.requests), len(box.engines["e0"].requests)
+        response = await box.ask(method, target, chat() if method == "POST" else None, key=f"sk-test-{name}")
+        assert response.status == (200 if allowed else 403), (name, target)
+        if not allowed:
+            assert response.error["code"] == "insufficient_permissions"
+            assert seen == (len(controller.requests), len(box.engines["e0"].requests))
 
 
-@pytest.mark.parametrize(
-    ("headers", "code"),
-    [
+async def test_keys_come_in_two_headers_and_no_other_way(box: Box) -> None:
+    await box.control(gives({"data": []}))
+    for headers, code in (
         ("", "missing_api_key"),
         ("Authorization: Basic abc\r\n", "missing_api_key"),
         ("Authorization: Bearer \r\n", "missing_api_key"),
@@ -89,42 +87,32 @@ async def test_scopes(box: Box, key: str, method: str, target: str, allowed: boo
         ("Authorization: Bearer SK-TEST-ALL\r\n", "invalid_api_key"),
         ("x-api-key: sk-test-all\r\n", None),
         ("authorization: bearer  sk-test-all\r\n", None),
-    ],
-)
-async def test_keys(box: Box, headers: str, code: str | None) -> None:
-    await box.control(gives({"data": []}))
-    for method, target in (("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/metrics")):
-        body = chat() if method == "POST" else None
-        response = await box.ask(method, target, body, key=None, headers=headers)
-        assert response.status == (401 if code else 200)
-        assert code is None or (response.error["code"] == code and "sk-test-al" not in response.error["message"])
-    assert box.state.metrics.events["bad_key"] == 3 * (code == "invalid_api_key")
+    ):
+        for method, target in (("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/metrics")):
+            body = chat() if method == "POST" else None
+            response = await box.ask(method, target, body, key=None, headers=headers)
+            assert response.status == (401 if code else 200), headers
+            assert code is None or (response.error["code"] == code and "sk-test-al" not in response.error["message"])
+    assert box.state.metrics.events["bad_key"] == 6
 
 
-@pytest.mark.parametrize(
-    ("path", "model", "code"),
-    [
+async def test_model_that_is_unknown_or_cannot_do_it_is_refused_at_once(start_box: Start) -> None:
+    box = await start_box(holds={"hold_s": 0.0}, engine=answer_chat)
+    box.serve("embedder", "e0", task="embed")
+    box.serve("plain", chats=False)  # has no chat template
+    prompts = {"/v1/completions": {"prompt": "hi"}, "/v1/responses": {"input": "hi"}, "/v1/embeddings": {"input": "x"}}
+    for path, model, code in (
         ("/v1/chat/completions", "nope", "model_not_found"),
         ("/v1/chat/completions", "embedder", "model_not_supported"),
         ("/v1/embeddings", "m", "model_not_supported"),
         ("/v1/chat/completions", "plain", "model_not_supported"),
         ("/v1/responses", "plain", "model_not_supported"),
-        ("/v1/messages", "plain", None),
         ("/v1/completions", "plain", "model_not_ready"),
-    ],
-)
-async def test_model_that_is_unknown_or_cannot_do_it_is_refused_at_once(
-    start_box: Start, path: str, model: str, code: str | None
-) -> None:
-    box = await start_box(holds={"hold_s": 0.0}, engine=answer_chat)
-    box.serve("embedder", "e0", task="embed")
-    box.serve("plain", chats=False)  # has no chat template
-    prompts = {"/v1/completions": {"prompt": "hi"}, "/v1/responses": {"input": "hi"}, "/v1/embeddings": {"input": "x"}}
-    response = await box.ask("POST", path, prompts.get(path, chat(max_tokens=3)) | {"model": model})
-    if code is None:  # Anthropic's shape
-        assert response.status == 400 and b"no chat template" in response.body
-    else:
+    ):
+        response = await box.ask("POST", path, prompts.get(path, chat()) | {"model": model})
         assert response.error["code"] == code and response.error["param"] in ("model", None)
+    messages = await box.ask("POST", "/v1/messages", chat("plain", max_tokens=3))  # Anthropic's shape
+    assert messages.status == 400 and b"no chat template" in messages.body
 
 
 async def test_anothers_model_is_one_that_nobody_has(box: Box) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import pytest
 
@@ -81,23 +80,18 @@ async def test_uploads_stream_through_unbuffered(box: Box, chunked: bool) -> Non
 SHAPED = {"error": {"message": "m", "type": "invalid_request_error", "param": None, "code": "conflict"}}
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "message", "code", "headers"),
-    [
-        (409, SHAPED, "m", "conflict", {"x-should-retry": "false", "retry-after": None}),
-        (405, SHAPED, "m", "conflict", {"allow": "GET", "x-should-retry": "false"}),
-        (404, {"detail": "Not Found"}, "Not Found", None, {"x-should-retry": None, "retry-after": None}),
-        (500, b"Internal Server Error", "The request failed with status 500.", None, {"retry-after": "120"}),
-    ],
-)
-async def test_controller_errors_keep_or_get_openais_shape(
-    box: Box, status: int, body: Any, message: str, code: str | None, headers: dict[str, str | None]
-) -> None:
-    given = {405: "allow: GET\r\nx-should-retry: false\r\n", 500: "retry-after: 7200\r\n"}
-    await box.control(gives(body, status, given.get(status, "")))
-    response = await box.ask("GET", "/v1/fine_tuning/jobs/x")
-    assert (response.status, response.error["message"], response.error["code"]) == (status, message, code)
-    assert {name: response.headers.get(name) for name in headers} == headers
+async def test_controller_errors_keep_or_get_openais_shape(box: Box) -> None:
+    controller = await box.control(ANSWERS)
+    for status, body, message, code, given, headers in (
+        (409, SHAPED, "m", "conflict", "", {"x-should-retry": "false", "retry-after": None}),
+        (405, SHAPED, "m", "conflict", "allow: GET\r\nx-should-retry: false\r\n", {"allow": "GET"}),
+        (404, {"detail": "Not Found"}, "Not Found", None, "", {"x-should-retry": None, "retry-after": None}),
+        (500, b"Error", "The request failed with status 500.", None, "retry-after: 7200\r\n", {"retry-after": "120"}),
+    ):
+        controller.script = gives(body, status, given)
+        response = await box.ask("GET", "/v1/fine_tuning/jobs/x")
+        assert (response.status, response.error["message"], response.error["code"]) == (status, message, code)
+        assert {name: response.headers.get(name) for name in headers} == headers
 
 
 async def test_controller_that_restarts_is_waited_for_and_inference_goes_on(start_box: Start) -> None:

@@ -180,36 +180,30 @@ async def test_it_waits_for_an_engine_and_says_so(start_box: Start) -> None:
     assert text_of(received) == TEXT and b": version v1" in received
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
+def test_continuation_of_more_than_tokens_is_not_possible() -> None:
+    for more in (
         {"temperature": 0.7},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"stop": ["x"]},
         {"n": 2},
         {"logprobs": True},
         {"return_token_ids": True},
-    ],
-)
-def test_continuation_of_more_than_tokens_is_not_possible(more: dict) -> None:
-    assert continuation_of("chat.completions", chat(**{"stream": True, "temperature": 0, **more})) is None
+    ):
+        assert continuation_of("chat.completions", chat(**{"stream": True, "temperature": 0, **more})) is None
 
 
-@pytest.mark.parametrize(
-    ("deltas", "resumes"),
-    [
+def test_continuation_of_a_thought_is_not_possible() -> None:
+    for deltas, resumes in (
         ([{"role": "assistant", "content": ""}], False),
         ([{"reasoning_content": "Let me see"}], False),
         ([{"reasoning": 'I write "content":"x"'}], False),
         ([{"reasoning": "Let me see"}, {"content": "Four"}], True),
         ([{"content": "Four"}], True),
-    ],
-)
-def test_continuation_of_a_thought_is_not_possible(deltas: list[dict], resumes: bool) -> None:
-    continuation = continuation_of("chat.completions", chat(stream=True, temperature=0, max_tokens=99))
-    assert continuation is not None
-    for number, delta in enumerate(deltas):
-        choice = {"index": 0, "delta": delta, "token_ids": [number]}
-        event = {"id": "a", "choices": [choice], "prompt_token_ids": [1, 2]}
-        continuation.event(b"data: " + json.dumps(event, separators=(",", ":")).encode())
-    assert (continuation.resume_body(None) is not None) is resumes
+    ):
+        continuation = continuation_of("chat.completions", chat(stream=True, temperature=0, max_tokens=99))
+        assert continuation is not None
+        for number, delta in enumerate(deltas):
+            choice = {"index": 0, "delta": delta, "token_ids": [number]}
+            event = {"id": "a", "choices": [choice], "prompt_token_ids": [1, 2]}
+            continuation.event(b"data: " + json.dumps(event, separators=(",", ":")).encode())
+        assert (continuation.resume_body(None) is not None) is resumes
