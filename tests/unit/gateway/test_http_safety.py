@@ -63,15 +63,11 @@ OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings:
 
 
 @pytest.mark.parametrize("bytewise", [False, True])
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"Content-Length: %d\r\n\r\n%b" % (len(BODY), BODY),
-        b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY),
-    ],
-    ids=["length", "chunked"],
-)
-async def test_an_offer_of_another_protocol_is_ignored(box: Box, body: bytes, bytewise: bool) -> None:
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_an_offer_of_another_protocol_is_ignored(box: Box, chunked: bool, bytewise: bool) -> None:
+    body = b"Content-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+    if chunked:
+        body = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
     wire = await box.connect()
     data = POST + OFFER + body
     size = 1 if bytewise else len(data)
@@ -84,23 +80,18 @@ async def test_an_offer_of_another_protocol_is_ignored(box: Box, body: bytes, by
     assert all(request.body.startswith(BODY[:-1]) for request in box.engines["e0"].requests)
 
 
-@pytest.mark.parametrize(
-    ("data", "status"),
-    [
-        (b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", 431),
-        (b"GET /health HTTP/1.1\r\nHost: a\r\n" + b"X: y\r\n" * 9000 + b"\r\n", 431),
-        (b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"y" * 40_000, 431),
-    ],
-    ids=["long URL", "many headers", "endless header"],
-)
-async def test_heads_are_bounded(box: Box, data: bytes, status: int) -> None:
-    wire = await box.connect()
-    for start in range(0, len(data), 1000):
-        await wire.send(data[start : start + 1000])
-        await asyncio.sleep(0)
-    response = await wire.response()
-    assert response.status == status
-    assert response.error["code"] == "bad_http_request"
+async def test_heads_are_bounded(box: Box) -> None:
+    for data in (
+        b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: a\r\n" + b"X: y\r\n" * 9000 + b"\r\n",
+        b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"y" * 40_000,
+    ):
+        wire = await box.connect()
+        for start in range(0, len(data), 1000):
+            await wire.send(data[start : start + 1000])
+            await asyncio.sleep(0)
+        response = await wire.response()
+        assert (response.status, response.error["code"]) == (431, "bad_http_request")
 
 
 async def test_bodies_are_bounded_announced_or_not(start_box: Start) -> None:

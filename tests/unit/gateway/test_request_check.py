@@ -123,9 +123,8 @@ def test_check_many_arrays_are_refused_and_very_many_unparsed(count: int, end: b
     assert caught.value.code == "too_many_values"
 
 
-@pytest.mark.parametrize(
-    ("route", "fields", "param"),
-    [
+def test_check_value_out_of_bounds_is_refused_by_name() -> None:
+    for route, fields, param in (
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [USER] * 2049}, "messages"),
         (CHAT, {"temperature": "1"}, "temperature"),
@@ -169,10 +168,8 @@ def test_check_many_arrays_are_refused_and_very_many_unparsed(count: int, end: b
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "u"}}]}]},
             "source.url",
         ),
-    ],
-)
-def test_check_value_out_of_bounds_is_refused_by_name(route: Route, fields: dict[str, Any], param: str) -> None:
-    assert refusal(route, **fields).param == param
+    ):
+        assert refusal(route, **fields).param == param
 
 
 def test_check_unknown_and_refused_fields_are_refused_unless_they_ask_for_nothing() -> None:
@@ -291,29 +288,23 @@ def changed(body: dict[str, Any], place: tuple[str | int, ...], value: Any) -> d
 # --- media and lengths
 
 
-@pytest.mark.parametrize(
-    ("route", "wrap"),
-    [
+def test_check_part_that_names_what_an_engine_keeps_is_refused() -> None:
+    for route, wrap in (
         (CHAT, lambda part: {"messages": [{"role": "user", "content": [part]}]}),
         (CHAT, lambda part: {"messages": [{"role": "user", "content": [part | {"image_url": None}]}]}),
         (CHAT, lambda part: {"messages": [{"role": "user", "content": [{"type": "x", "content": [part]}]}]}),
         (EMBEDDINGS, lambda part: {"input": None, "messages": [{"role": "user", "content": [part]}]}),
         (RESPONSES, lambda part: {"input": [{"role": "user", "content": [part]}]}),
-    ],
-)
-def test_check_part_that_names_what_an_engine_keeps_is_refused(route: Route, wrap: Any) -> None:
-    """vLLM caches an image under its part's `uuid` for all owners."""
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}, "uuid": "badge"}
-    error = refusal(route, **wrap(part))
-    assert (error.param, error.code) == ("uuid", "unsupported_parameter")
+    ):
+        error = refusal(route, **wrap(IMAGE | {"uuid": "badge"}))  # a name under which vLLM caches it for all owners
+        assert (error.param, error.code) == ("uuid", "unsupported_parameter")
 
 
 # --- forms that an engine has to prepare
 
 
-@pytest.mark.parametrize(
-    ("route", "fields", "param"),
-    [
+def test_structure_keyword_not_enforced_is_refused_by_place() -> None:
+    for route, fields, param in (
         (CHAT, answer_schema(UNIQUE), "response_format.json_schema.schema.properties.a.uniqueItems"),
         (CHAT, {"structured_outputs": {"json": '{"items": {"not": {}}}'}}, "structured_outputs.json.items.not"),
         (RESPONSES, {"text": {"format": UNIQUE_FORMAT}}, "text.format.schema.properties.a.uniqueItems"),
@@ -322,16 +313,13 @@ def test_check_part_that_names_what_an_engine_keeps_is_refused(route: Route, wra
             {"output_config": {"format": {"schema": UNIQUE}}},
             "output_config.format.schema.properties.a.uniqueItems",
         ),
-    ],
-)
-def test_structure_keyword_not_enforced_is_refused_by_place(route: Route, fields: Any, param: str) -> None:
-    error = refusal(route, **fields)
-    assert (error.param, error.code) == (param, "unsupported_schema_keyword")
+    ):
+        error = refusal(route, **fields)
+        assert (error.param, error.code) == (param, "unsupported_schema_keyword")
 
 
-@pytest.mark.parametrize(
-    ("route", "fields", "param"),
-    [
+def test_structure_beyond_its_size_is_refused() -> None:
+    for route, fields, param in (
         (RESPONSES, {"tools": [{"type": "function", "name": "f", "parameters": LONG, "strict": True}]}, "tools[0]"),
         (MESSAGES, {"tools": [{"name": "f", "input_schema": LONG}], "tool_choice": {"type": "any"}}, "tools[0]"),
         (COMPLETIONS, {"structured_outputs": {"regex": "x" * 300_000}}, "structured_outputs"),
@@ -339,27 +327,22 @@ def test_structure_keyword_not_enforced_is_refused_by_place(route: Route, fields
         (CHAT, {"structured_outputs": {"choice": [str(i) for i in range(100_000)]}}, "structured_outputs"),
         (CHAT, tool(LONG) | {"tool_choice": "required"}, "tools[0]"),
         (CHAT, {"functions": [{"name": "f", "parameters": LONG}], "function_call": {"name": "f"}}, "tools[0]"),
-    ],
-)
-def test_structure_beyond_its_size_is_refused(route: Route, fields: Any, param: str) -> None:
-    error = refusal(route, **fields)
-    assert (error.param, error.code) == (param, "structure_too_complex")
+    ):
+        error = refusal(route, **fields)
+        assert (error.param, error.code) == (param, "structure_too_complex")
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
+def test_structure_that_ends_an_engine_is_refused() -> None:
+    for schema in (
         {"type": "array", "items": {"type": "string"}, "minItems": 2**31, "maxItems": 2**33},
         {"type": "array", "prefixItems": [{"type": "array", "maxItems": 900}] * 12},
         {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(300)}},
-    ],
-)
-def test_structure_that_ends_an_engine_is_refused(schema: dict[str, Any]) -> None:
-    outputs = {"structured_outputs": {"json": schema}}
-    for fields in (answer_schema(schema), outputs, tool(schema) | {"tool_choice": "required"}):
-        assert refusal(CHAT, **fields).code == "structure_too_complex"
-    space = {"type": "namespace", "name": "s", "tools": [{"type": "function", "name": "f", "parameters": schema}]}
-    assert refusal(RESPONSES, tools=[space], tool_choice="required").code == "structure_too_complex"
-    change = {"type": "tool_definition", "definition": {"name": "f", "strict": True, "input_schema": schema}}
-    added = [{"role": "system", "content": [{"type": "tool_addition", "tool": change}]}]
-    assert refusal(MESSAGES, messages=added).code == "structure_too_complex"
+    ):
+        outputs = {"structured_outputs": {"json": schema}}
+        for fields in (answer_schema(schema), outputs, tool(schema) | {"tool_choice": "required"}):
+            assert refusal(CHAT, **fields).code == "structure_too_complex"
+        space = {"type": "namespace", "name": "s", "tools": [{"type": "function", "name": "f", "parameters": schema}]}
+        assert refusal(RESPONSES, tools=[space], tool_choice="required").code == "structure_too_complex"
+        change = {"type": "tool_definition", "definition": {"name": "f", "strict": True, "input_schema": schema}}
+        added = [{"role": "system", "content": [{"type": "tool_addition", "tool": change}]}]
+        assert refusal(MESSAGES, messages=added).code == "structure_too_complex"

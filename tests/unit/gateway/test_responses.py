@@ -176,21 +176,18 @@ async def test_an_unknown_previous_response_is_openais_error_and_no_engine_hears
     assert not front.engines["e0"].requests and front.state.buffered_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("earlier", "code"),
-    [
+async def test_limits_hold_for_the_joined_input(start_box: Start) -> None:
+    box = await start_box(limits={"inference_body_bytes": 2000, "json_depth": 10}, engine=answer_response)
+    script = Controller()
+    await box.control(script)
+    for earlier, code in (
         ([{"role": "user", "content": "y" * 1950}], "request_too_large"),
         ([[[[[[[[[[["deep"]]]]]]]]]]], "invalid_json"),
         ([{"role": "user", "content": [IMAGE]}], "remote_media_refused"),
-    ],
-)
-async def test_limits_hold_for_the_joined_input(start_box: Start, earlier: Any, code: str) -> None:
-    box = await start_box(limits={"inference_body_bytes": 2000, "json_depth": 10}, engine=answer_response)
-    controller = Controller()
-    controller.earlier = earlier
-    await box.control(controller)
-    response = await box.ask("POST", URL, {"model": "m", "input": "x", "previous_response_id": "resp_known"})
-    assert response.error["code"] == code
+    ):
+        script.earlier = earlier
+        response = await box.ask("POST", URL, {"model": "m", "input": "x", "previous_response_id": "resp_known"})
+        assert response.error["code"] == code
     assert not box.engines["e0"].requests and box.state.buffered_bytes == 0
 
 
