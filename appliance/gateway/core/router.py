@@ -146,14 +146,14 @@ class Router:
             return load.sequences < slots and load.batch_sequences < max(1, slots // 2)
         return not work.sequences or load.sequences < (slots if model.slots is None else slots + slots // 4)
 
-    def canary_for(self, name: str, caller: str, conversation: int) -> str | None:
-        """The name of the model's canary if this conversation is in its share. Raises KeyError: unknown model.
+    def canary_for(self, model: Model, caller: str, conversation: int) -> tuple[str, ...]:
+        """The name of the model's canary if this conversation is in its share.
 
         It decides by caller and a hash of the conversation, so that one stays on one version on every gateway."""
-        canary = self.models[name].canary
+        canary = model.canary
         if canary is None or canary.name not in self.models:
-            return None
-        return canary.name if _score(f"{name} {caller}", conversation) < canary.share * 2**32 else None
+            return ()
+        return (canary.name,) if _score(f"{model.name} {caller}", conversation) < canary.share * 2**32 else ()
 
     def started(self, choice: Choice) -> None:
         """The first token came: its prompt stands before no other."""

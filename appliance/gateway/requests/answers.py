@@ -190,14 +190,6 @@ def token_count(body: bytes) -> bytes:
     return orjson.dumps({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
-def joined(data: dict[str, Any], earlier: bytes) -> dict[str, Any]:
-    """A checked body with the whole conversation as input. earlier: a JSON array of the items before it."""
-    own = data["input"]
-    if isinstance(own, str):
-        own = [{"type": "message", "role": "user", "content": own}]
-    return {**data, "input": orjson.loads(earlier) + own, "previous_response_id": None}
-
-
 # -- continued streams
 
 # Fields that a continuable request may have. The continuation repeats the first set; the second changes no token.

@@ -15,11 +15,11 @@ from typing import Any, Final
 from urllib.parse import quote
 
 import aiohttp
+import orjson
 from yarl import URL
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.requests.answers import joined
 from appliance.gateway.requests.request_check import Checked, check_depth, check_object
 from appliance.gateway.server.exchange import Exchange, Headers
 from appliance.gateway.server.state import State, read_up_to
@@ -161,7 +161,9 @@ class Controller:
         if nbytes > limit:
             raise errors.body_too_large(limit)
         state.take_body(exchange, len(earlier))
-        whole = joined(data, earlier)
+        own = data["input"]
+        own = [{"type": "message", "role": "user", "content": own}] if isinstance(own, str) else own
+        whole = {**data, "input": orjson.loads(earlier) + own, "previous_response_id": None}
         check_depth(whole, limits.json_depth)
         again = check_object(exchange.route, whole, nbytes, limits)
         again.transcript = transcript

@@ -138,7 +138,12 @@ class Inference:
         state, work, exchange, model = self.state, self.checked, self.exchange, self.state.router.models.get(self.model)
         if model is None:
             raise state.unknown_model(self.model, exchange.caller)  # it was removed while this waited
-        host, names, choice = model.host or self.model, self._names(), None
+        # The canary for its share; the model for requests that failed there, or for which the canary has no room.
+        host, names, choice = model.host or self.model, (self.model,), None
+        if self.continues:
+            names = (exchange.routed_model,)
+        elif not self.failures:
+            names = (*state.router.canary_for(model, exchange.caller.id, work.conversation), self.model)
         # Those who wait go first; otherwise a stream of new requests could starve them.
         is_first = state.holds.queues.keys().isdisjoint({(host, False), (host, work.batch)})
         if not work.sequences or is_first:
@@ -150,16 +155,6 @@ class Inference:
         exchange.routed_model, exchange.choice = choice.model, choice
         exchange.replica, exchange.model_version = choice.replica.id, choice.replica.version
         return choice
-
-    def _names(self) -> tuple[str, ...]:
-        """Return the models of the table that may take it, in order: the canary for its share; the model for requests
-        that failed there, or for which the canary has no room."""
-        if self.continues:
-            return (self.exchange.routed_model,)
-        if self.failures:
-            return (self.model,)
-        canary = self.state.router.canary_for(self.model, self.exchange.caller.id, self.checked.conversation)
-        return (self.model,) if canary is None else (canary, self.model)
 
     async def _wait(self, queue: tuple[str, bool], names: tuple[str, ...]) -> Choice:
         """Wait for a place. Raises HttpError 503 where it may not wait (any longer)."""
