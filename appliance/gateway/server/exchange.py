@@ -182,11 +182,10 @@ class Exchange:
         if data:
             await self._send(self._framed(data))
 
-    async def finish(self, data: bytes = b"") -> None:
-        """End the answer. data: the last of it."""
-        end = b"0\r\n\r\n" if self._chunked and not self.head_only else b""
-        if last := self._framed(data) + end:
-            await self._send(last)
+    async def finish(self) -> None:
+        """End the answer."""
+        if self._chunked and not self.head_only:
+            await self._send(b"0\r\n\r\n")
         self.response_complete = True
         if self.keep_alive:
             self.connection.on_response_complete()
@@ -209,7 +208,8 @@ class Exchange:
         self.broke_off = self.head_sent and error.status >= 500 and error.code != errors.GIVES_WAY
         if self.sse:
             self.keep_alive = False
-            await self.finish(error_event(error, self, self.stream_events))
+            await self.write(error_event(error, self, self.stream_events))
+            await self.finish()
         elif self.head_sent:
             self.connection.transport.abort()  # so that what was cut off cannot be taken for a whole answer
         else:
