@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from runtime.devices.kinds import HOST_MEMORY
 from train.model import attention
+from train.model.kernels import use_liger
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
 
@@ -79,6 +80,8 @@ def load_model(spec: TrainSpec, *, weights: bool = True, sent: bool = False) -> 
     if spec.base_adapter is not None and not empty:
         merge_into(model, spec.base_adapter)
     model.config.use_cache = False
+    if spec.kernels == "liger":
+        use_liger(model)
     if spec.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if spec.full:

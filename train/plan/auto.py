@@ -167,6 +167,9 @@ def resolve(
     if away and fields["zero_stage"] != 3:
         raise InvalidHyperparameter("zero_stage", fields["zero_stage"], "3, because offload is 'parameters'")
     fields["activation_checkpointing"] = given.flag("activation_checkpointing", auto=False)
+    fields["kernels"] = given.choice("kernels", ("torch", "liger"), auto="torch")
+    if fields["kernels"] == "liger" and kind_of(model.device_kind).on_host:
+        raise InvalidHyperparameter("kernels", "liger", "'torch': Liger's kernels are for GPUs")
 
     fields["packing"] = given.flag("packing", auto=True)
     fields["data_order"] = given.choice("data_order", ("shuffled", "given"), auto="shuffled")

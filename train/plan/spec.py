@@ -70,6 +70,7 @@ class TrainSpec:
     precision: Literal["bf16", "fp32"] = "bf16"
     activation_checkpointing: bool = False
     offload: Literal["none", "optimizer", "parameters"] = "none"
+    kernels: Literal["torch", "liger"] = "torch"  # of norms, rotary embedding and MLPs (train.model.kernels)
     device_kind: str = field(kw_only=True)  # of the devices that its ranks compute on
 
     # None: as often as it is cheap (train.state.cadence); 0: only to leave the devices.

@@ -98,6 +98,7 @@ def test_resolve_counts_ranks_of_a_row_together():
         ({"sequence_parallel": 3}, "sequence_parallel", DENSE),  # rows without packing
         ({"sequence_parallel": 2, "max_length": 63}, "sequence_parallel", DENSE),
         ({"sequence_parallel": 2}, "sequence_parallel", SMALL),  # heads are not known
+        ({"kernels": "liger"}, "kernels", SMALL),  # on a processor
     ],
 )
 def test_resolve_refuses_with_the_name_of_the_parameter(given, param, model):
