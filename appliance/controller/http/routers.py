@@ -25,9 +25,8 @@ from starlette.types import Receive, Scope
 
 from appliance.controller.context import context
 from appliance.controller.context.scheduler import SchedulerStatus
-from appliance.controller.http.error_handlers import RESPONSES
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, Forbidden
+from appliance.controller.interfaces.errors import RESPONSES, BadRequest, BodyTooLarge, Forbidden
 from appliance.controller.interfaces.principal import Principal, read_principal, sender_of
 from runtime.devices.kind import Reading
 from weights.format.foreign_json import is_deeper

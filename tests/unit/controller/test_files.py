@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.retention import keep_house
+from appliance.controller.app import keep_house
 from tests.unit.controller.conftest import Control, chat_lines
 
 BOUNDARY = "xxBOUNDARYxx"

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from appliance.controller.admin import logins
 from appliance.controller.app import create_app
 from appliance.controller.bus.bus import Bus
-from appliance.controller.http.peers import Listener
+from appliance.controller.interfaces.principal import Listener
 from appliance.store.database import Database
 from appliance.store.records import audit, keys, page_sessions
 from tests.simulator.control_plane import simulated_context
