@@ -1,7 +1,7 @@
 """/v1/files and /v1/uploads: upload, list, retrieve, content, delete
 (https://platform.openai.com/docs/api-reference/files); and a large file in parts (…/uploads).
 
-A file is complete or absent. Starlette spools a form's file to a nameless one on the box's disk; from there it is
+A file is complete or absent. FastAPI spools a form's file to a nameless one on the box's disk; from there it is
 copied to `files/.incoming-<id>`, synced, and only then renamed to `files/<id>`; the next start deletes what a crash
 leaves (`storage.sweep`).
 
@@ -17,7 +17,6 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -25,20 +24,17 @@ from urllib.parse import quote
 
 import orjson
 from anyio import to_thread
-from fastapi import APIRouter, Query, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import APIRouter, Form, Query, Request, UploadFile
 from fastapi.responses import FileResponse
-from pydantic import BaseModel, Field, StringConstraints, ValidationError
-from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
+from pydantic import Field, StringConstraints
 
 from appliance.controller.access.limits import disk_may_be_full
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES, INCOMING_PREFIX
-from appliance.controller.http.resource import IDEMPOTENCY_KEEP_S, Resource, is_retry, object_of, part
+from appliance.controller.http.resource import IDEMPOTENCY_KEEP_S, Resource, object_of, part
 from appliance.controller.http.routers import FORM_BYTES, StrictBody, takes, unaudited
-from appliance.controller.interfaces.errors import BadRequest, Conflict, shown
+from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store.ids import new_id
 from appliance.store.objects import batches, files
@@ -46,8 +42,6 @@ from appliance.store.rows import UPLOADS as uploads
 from appliance.store.rows import FileRow, UploadRow
 
 MAX_FILENAME_BYTES = 255
-_MAX_FIELDS = 16
-_FIELD_BYTES = 1024
 MAX_PARTS = 10_000
 _COPY_BYTES = 2**20
 UPLOADS = Resource(
@@ -60,13 +54,6 @@ UPLOADS = Resource(
 )
 
 
-class _Form(BaseModel):
-    """The text fields of a form with a file."""
-
-    purpose: storage.Purpose
-    expires_after: storage.ExpiresAfter | None = None
-
-
 def _filters(purpose: Annotated[str | None, Query(max_length=64)] = None) -> dict[str, Any]:
     return {"purpose": purpose}
 
@@ -76,8 +63,30 @@ def file_routes(context: ControllerContext) -> APIRouter:
 
     @router.post("")
     @takes(lambda config: config.upload_bytes + FORM_BYTES)
-    async def create(request: Request, caller: Caller) -> dict[str, Any]:
-        return storage.file_object(await _received(context, request, caller))
+    async def create(
+        request: Request,
+        caller: Caller,
+        file: UploadFile,
+        purpose: Annotated[storage.Purpose, Form()],
+        anchor: Annotated[storage.Anchor | None, Form(alias="expires_after[anchor]")] = None,
+        keep_s: Annotated[storage.KeepSeconds | None, Form(alias="expires_after[seconds]")] = None,
+    ) -> dict[str, Any]:
+        filename, file_id = checked_filename(file.filename or "", "file"), new_id("file-")
+        if (anchor is None) is not (keep_s is None):
+            raise InvalidValue("expires_after has an anchor and seconds, or neither.", "expires_after")
+        with storage.growing(context.files_dir, file_id) as (incoming,):
+            sha256, _ = await to_thread.run_sync(_copied, [file.file], incoming)
+            by = caller.owner, caller.key_id
+            arrived = storage.row_of(incoming, filename, purpose, sha256, *by, keep_s, file_id)
+            row = await storage.described(context, incoming, arrived)
+
+            def make() -> FileRow:
+                context.quotas.check(caller, row.bytes)
+                storage.keep(context, row, incoming)
+                return row
+
+            identity = orjson.dumps([sha256, filename, purpose, keep_s])
+            return storage.file_object(FILES.once(request, caller, identity, make))
 
     @router.get("/{file_id}/content")
     def content(file_id: str, caller: Caller) -> FileResponse:
@@ -106,80 +115,6 @@ def file_routes(context: ControllerContext) -> APIRouter:
         return {"id": row.id, "object": "file", "deleted": True}
 
     return router
-
-
-async def _received(context: ControllerContext, request: Request, caller: Principal) -> FileRow:
-    """The file of an upload, or the one that an earlier attempt made. Raises BadRequest, and what disk and quotas
-    refuse."""
-    file_id, announced = new_id("file-"), max(0, int(request.headers.get("content-length", 0)) - FORM_BYTES)
-    context.quotas.disk.check(announced)
-    if not (is_retry(request) or "idempotency-key" in request.headers):
-        context.quotas.check(caller, announced)  # before all of it has arrived
-    with storage.growing(context.files_dir, file_id) as (incoming,):
-        upload = await receive(request, incoming)
-        fields = _form_of(upload.fields)
-        keep_s, by = fields.expires_after.seconds if fields.expires_after else None, (caller.owner, caller.key_id)
-        arrived = storage.row_of(incoming, upload.filename, fields.purpose, upload.sha256, *by, keep_s, file_id)
-        row = await storage.described(context, incoming, arrived)
-
-        def make() -> FileRow:
-            context.quotas.check(caller, row.bytes)
-            storage.keep(context, row, incoming)
-            return row
-
-        identity = orjson.dumps([upload.sha256, upload.filename, upload.fields], option=orjson.OPT_SORT_KEYS)
-        return FILES.once(request, caller, identity, make)
-
-
-def _form_of(fields: dict[str, str]) -> _Form:
-    """Raises RequestValidationError."""
-    names = {name: f"expires_after[{name}]" for name in storage.ExpiresAfter.model_fields}
-    expiry = {name: fields[field] for name, field in names.items() if field in fields}
-    body: dict[str, Any] = {"purpose": fields["purpose"]} if "purpose" in fields else {}
-    body |= {"expires_after": expiry} if expiry else {}
-    try:
-        return _Form.model_validate_strings(body)
-    except ValidationError as error:
-        errors = [{**mistake, "loc": ("body", *mistake["loc"])} for mistake in error.errors()]
-        raise RequestValidationError(errors, body=body) from error
-
-
-# --- a form whose file goes to disk
-
-
-@dataclass
-class Upload:
-    """fields: the form's text fields by name. filename: as sent, checked. sha256 in hex."""
-
-    filename: str
-    sha256: str
-    fields: dict[str, str]
-
-
-async def receive(request: Request, target: Path, part: str = "file") -> Upload:
-    """Read a form whose one file is in the part named `part` into `target`, complete and synced on return.
-
-    The caller renames it, or deletes it on any error. Raises BadRequest, and ApiError 507 where the disk is full.
-    """
-    content_type = request.headers.get("content-type", "")
-    if not content_type.startswith("multipart/form-data"):
-        why = f"Files are uploaded as multipart/form-data; the content-type {shown(content_type)} was given."
-        raise BadRequest(why, code="invalid_content_type")
-    parser = MultiPartParser(
-        request.headers, request.stream(), max_files=1, max_fields=_MAX_FIELDS, max_part_size=_FIELD_BYTES
-    )
-    try:
-        with disk_may_be_full():
-            form = await parser.parse()
-    except MultiPartException as error:
-        raise BadRequest(f"The multipart body is malformed: {error.message}", code="invalid_multipart") from error
-    file = form.get(part)
-    if not isinstance(file, UploadFile):
-        raise BadRequest(f"Missing required parameter: '{part}'.", part, "missing_required_parameter")
-    filename = checked_filename(file.filename or "", part)
-    sha256, _ = await to_thread.run_sync(_copied, [file.file], target)
-    await form.close()
-    return Upload(filename, sha256, {name: text for name, text in form.multi_items() if isinstance(text, str)})
 
 
 def _copied(sources: Iterable[BinaryIO], target: Path) -> tuple[str, str]:
@@ -253,14 +188,13 @@ def upload_routes(context: ControllerContext) -> APIRouter:
     @router.post("/{upload_id}/parts")
     @takes(lambda config: config.upload_part_bytes + FORM_BYTES)
     @unaudited  # upload.create and upload.complete have it
-    async def add_part(upload_id: str, request: Request, caller: Caller) -> dict[str, Any]:
+    async def add_part(upload_id: str, data: UploadFile, caller: Caller) -> dict[str, Any]:
         row, part_id = _pending(context, upload_id, caller), new_id("part_")
-        context.quotas.disk.check(int(request.headers.get("content-length", 0)))
         folder = context.uploads_dir / row.id
         folder.mkdir(mode=0o700, exist_ok=True)
         incoming = folder / f"{INCOMING_PREFIX}{part_id}"
         try:
-            await receive(request, incoming, "data")
+            await to_thread.run_sync(_copied, [data.file], incoming)
             size = incoming.stat().st_size
             with db.transaction():
                 row = _pending(context, row.id, caller)  # it may have ended while its bytes arrived

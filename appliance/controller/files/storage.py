@@ -49,9 +49,13 @@ FILES = Resource(
 )
 
 
+Anchor = Literal["created_at"]
+KeepSeconds = Annotated[int, Field(ge=3600, le=2_592_000)]
+
+
 class ExpiresAfter(StrictBody):
-    anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
+    anchor: Anchor
+    seconds: KeepSeconds
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:

@@ -7,12 +7,12 @@ SwapFailed            the replicas could not take the wanted version (raised by 
 ApiError (an HTTPException)
 ├── BadRequest        400
 │   └── InvalidValue  of one parameter
-├── Unauthorized      401
+├── KeyRevoked        401
 ├── Forbidden         403
 ├── NotFound          404
 ├── Conflict          409, never to be retried
 ├── BodyTooLarge      413
-└── (others by their status: 429 and 413 of a bound, 507 of the disk, 503)
+└── (others by their status: 401 without an identity, 429 and 413 of a bound, 507 of the disk)
 
 The `openai` client retries 408, 409, 429 and 5xx unless the answer has `x-should-retry: false`.
 """
@@ -27,7 +27,6 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from appliance.store.errors import UnknownCursor
 from runtime.logs import REQUEST_ID
@@ -72,11 +71,6 @@ class ApiError(HTTPException):
         super().__init__(status, message, dict(headers) if headers else None)
         self.message, self.kind, self.param, self.code = message, kind, param, code
 
-    @property
-    def passes(self) -> bool:
-        """Whether a bound or a full disk is the reason: what is refused now may be taken later."""
-        return self.status_code in (429, 507)
-
     def body(self) -> dict[str, Any]:
         return error_object(self.message, self.kind, self.param, self.code)
 
@@ -113,29 +107,11 @@ class Forbidden(ApiError):
         super().__init__(403, message, code="insufficient_permissions")
 
 
-class Unauthorized(ApiError):
-    """No listener identified the sender: gateways name a key in every request, and no other client has to."""
-
-    def __init__(self) -> None:
-        message = (
-            "This request has no identity. Gateways send x-appliance-key-id and x-appliance-scopes, once each, with "
-            "their token; commands on the box itself use its controller.sock."
-        )
-        super().__init__(401, message, code="missing_identity")
-
-
 class KeyRevoked(ApiError):
     """The gateways say it in the same words (`gateway.core.errors.key_ended`). how: as of `keys.how_ended`."""
 
     def __init__(self, how: str):
         super().__init__(401, f"The API key of this request {how} while it ran.", code="invalid_api_key")
-
-
-class SessionEnded(ApiError):
-    """The gateways say it in the same words (`gateway.core.errors.session_ended`)."""
-
-    def __init__(self) -> None:
-        super().__init__(401, "This login of the page has ended. Log in again.", code="session_ended")
 
 
 class BodyTooLarge(ApiError):
@@ -166,13 +142,12 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def install(app: FastAPI) -> None:
-    for kind in (HTTPException, RequestValidationError, UnknownCursor, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, _answer)
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        shaped = _shaped(request, error)
+        return JSONResponse(shaped.body(), shaped.status_code, shaped.headers)
 
-
-async def _answer(request: Request, error: Exception) -> JSONResponse:
-    shaped = _shaped(request, error)
-    return JSONResponse(shaped.body(), shaped.status_code, shaped.headers)
+    for kind in (HTTPException, RequestValidationError, UnknownCursor, Exception):
+        app.add_exception_handler(kind, answer)
 
 
 def _shaped(request: Request, error: Exception) -> ApiError:
@@ -185,6 +160,8 @@ def _shaped(request: Request, error: Exception) -> ApiError:
             hint = "OpenAI's clients want a base URL that ends with /v1, Anthropic's one without it."
             return NotFound(f"Unknown request URL: {where}. {hint}", code="unknown_url")
         code, message = None, str(error.detail)
+        if error.status_code == 400:  # of a form that Starlette cannot read
+            code = "invalid_body"
         if error.status_code == 405:
             code = "method_not_supported"
             message = f"Not allowed: {where}; this URL takes {headers.get('allow') or headers.get('Allow', '')}."
@@ -200,9 +177,6 @@ def _shaped(request: Request, error: Exception) -> ApiError:
         return BadRequest(message, param, code)
     if isinstance(error, UnknownCursor):
         return BadRequest(f"{error}.", "after", "invalid_cursor")
-    if isinstance(error, ClientDisconnect):  # nobody receives the answer; 499 is nginx's status for it
-        log.info("%s: the client left before its body was complete", where)
-        return ApiError(499, "The client left before its request was complete.")
     # Starlette logs the traceback after this answer; the client learns only where to look.
     log.error("%s failed: %s", where, type(error).__name__)
     message = f"The server had an error while processing your request {REQUEST_ID.get()}; its log has the details."
@@ -217,7 +191,7 @@ def _place(first: Mapping[str, Any], value: Any) -> list[str]:
         return [str(part) for part in loc[:1]]
     place = list[str]()
     for part in loc:
-        inside = isinstance(value, dict) and part in value
+        inside = isinstance(value, Mapping) and part in value
         if inside or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
             value = value[part]
         elif first["type"] != "missing" or part is not loc[-1]:

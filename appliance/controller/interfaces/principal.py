@@ -20,7 +20,7 @@ from fastapi import Depends, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from appliance.controller.interfaces.errors import KeyRevoked, SessionEnded, Unauthorized
+from appliance.controller.interfaces.errors import ApiError, KeyRevoked
 from appliance.store.records import keys, page_sessions
 from runtime.logs import REQUEST_ID
 
@@ -64,24 +64,16 @@ class Principal:
         return replace(self, scopes=frozenset({ADMIN}))
 
 
-def sender_of(request: Request) -> Principal:
-    """The caller as the listener identified it, without an owner yet. Raises Unauthorized."""
-    caller = request.scope.get("state", {}).get("principal")
-    if not isinstance(caller, Principal):
-        raise Unauthorized
-    return caller
-
-
 async def read_principal(request: Request) -> Principal:
-    """The caller with its owner, which is stored with the key alone. Raises KeyRevoked for a key that ended before the
-    whole request had arrived, SessionEnded for a login that did: gateways learn that a moment later than the store, or
-    not at all while they cannot read a table."""
-    caller, db = sender_of(request), request.app.state.context.db
+    """The caller with its owner, which is stored with the key alone. Raises ApiError 401 for a key or a login that
+    ended before the whole request had arrived: gateways learn that a moment later than the store."""
+    caller, db = request.scope["state"]["principal"], request.app.state.context.db
     owner, ended = ("", "") if caller.key_id is None else keys.standing(db, caller.key_id)
     if ended:
         raise KeyRevoked(ended)
     if caller.session is not None and not page_sessions.is_live(db, caller.session, caller.key_id or "", time.time()):
-        raise SessionEnded
+        # In the words of `gateway.core.errors.session_ended`.
+        raise ApiError(401, "This login of the page has ended. Log in again.", code="session_ended")
     request.scope["state"]["principal"] = caller = replace(caller, owner=owner)
     return caller
 
@@ -93,6 +85,10 @@ Caller = Annotated[Principal, Depends(read_principal)]
 
 KEY_ID, SCOPES, TOKEN = b"x-appliance-key-id", b"x-appliance-scopes", b"x-appliance-gateway"
 SESSION = b"x-appliance-session"
+NO_IDENTITY = (
+    "This request has no identity. Gateways send x-appliance-key-id and x-appliance-scopes, once each, with their "
+    "token; commands on the box itself use its controller.sock."
+)
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
 
 
@@ -126,7 +122,7 @@ class Listener:
         elif self._token is not None and (len(tokens) != 1 or not compare_digest(tokens[0], self._token)):
             caller = None
         if caller is None:
-            error = Unauthorized()
+            error = ApiError(401, NO_IDENTITY, code="missing_identity")
             # Closed: after a head that no gateway wrote, the framing of this connection cannot be trusted.
             answer = JSONResponse(error.body(), error.status_code, {"connection": "close"})
             await answer(scope, receive, send_with_id)
