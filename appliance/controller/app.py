@@ -18,7 +18,7 @@ from appliance.controller.admin import models as admin_models
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import evals as eval_routes
 from appliance.controller.evals.evals import EvalRunner
-from appliance.controller.files import file_routes, storage
+from appliance.controller.files import storage
 from appliance.controller.grading import checks
 from appliance.controller.grading.judging import Grading
 from appliance.controller.http.resource import IDEMPOTENCY_KEEP_S
@@ -80,8 +80,8 @@ def create_app(context: ControllerContext) -> FastAPI:
     admin_models.routes(context, admin, canaries)
     for router in (
         logins.routes(context, admin),
-        file_routes.file_routes(context),
-        file_routes.upload_routes(context),
+        storage.file_routes(context),
+        storage.upload_routes(context),
         job_routes.check_routes(context),
         batches.routes(context),
         *responses.routes(context, stored),
@@ -104,7 +104,7 @@ async def _keep_house(context: ControllerContext, stored: StoredResponses) -> No
     now_s = time.time()
     for what, work in (
         ("files", partial(keep_house, context)),
-        ("uploads", partial(file_routes.end_uploads, context)),
+        ("uploads", partial(storage.end_uploads, context)),
         ("responses", stored.keep_house),
     ):
         with context.background.guard(f"housekeeping of {what}"):
