@@ -28,7 +28,7 @@ from appliance.controller.devices.mode import (
     window_of,
     write_mode,
 )
-from appliance.controller.http.resource import RECENT, list_object, part
+from appliance.controller.http.resource import RECENT, list_object, listed, part
 from appliance.controller.http.routers import Readings, Status, StrictBody, answer, audited, needs, unaudited
 from appliance.controller.interfaces.errors import (
     NEVER_RETRY,
@@ -99,9 +99,9 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         collector = ControllerCollector(context, now, await read_engines(context.routing.open_engines()))
         return await answer(lambda: PlainTextResponse(generate_latest(collector), media_type=CONTENT_TYPE_LATEST))
 
-    @router.get("/tiers", response_model=dict[str, Any])
-    async def tiers(caller: Caller) -> Response:
-        return await answer(lambda: {"object": "list", "data": context.tiers.status()})
+    @router.get("/tiers")
+    def tiers() -> dict[str, Any]:
+        return {"object": "list", "data": context.tiers.status()}
 
     @router.get("/doctor")
     async def doctor(caller: Caller) -> dict[str, Any]:
@@ -143,8 +143,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     def list_logs() -> dict[str, Any]:
         """The logs that may be read, those written last first."""
         newest = _readable(logs)[:500]
-        data = [{"name": log.name, "bytes": log.size, "changed_at": log.changed_s} for log in newest]
-        return {"object": "list", "data": data}
+        rows = [{"name": log.name, "bytes": log.size, "changed_at": log.changed_s} for log in newest]
+        return {"object": "list", "data": rows}
 
     @router.get("/logs/{name:path}")
     @needs(ADMIN)
@@ -236,7 +236,7 @@ def _device_routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/devices")
     def devices(now: Status, readings: Readings) -> dict[str, Any]:
-        return {"object": "list", "data": cordons.metered(cordons.in_view(db, now["devices"]), readings)}
+        return listed(cordons.metered(cordons.in_view(db, now["devices"]), readings))
 
     @router.post("/devices/{device_id:path}/drain")
     @audited("device.drain", "holder")
@@ -285,7 +285,7 @@ def _device_routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/nodes")
     async def nodes() -> dict[str, Any]:
         """Each node: one that does not answer within a second has `answered_s` null."""
-        return {"object": "list", "data": context.nodes.status()}
+        return listed(context.nodes.status())
 
     @router.delete("/nodes/{name}")
     @audited("node.forget", "devices")
@@ -359,10 +359,8 @@ def _mode_routes(context: ControllerContext, router: APIRouter) -> None:
             async with asyncio.timeout(limit_s):
                 handover_id = await context.scheduler.set_mode(wanted, wait=wait)
         except TimeoutError as error:
-            message = (
-                f"The mode is set, but the hand-over to it did not end within {limit_s:.0f} s; it continues. "
-                "`appliance mode history` shows how far it is."
-            )
+            text = f"The mode is set; the hand-over to it goes on, and did not end within {limit_s:.0f} s."
+            message = f"{text} `appliance mode history` shows how far it is."
             raise ApiError(504, message, code="wait_timeout", kind="server_error", headers=NEVER_RETRY) from error
         return mode_view() | {"handover": handover_by_id(db, handover_id)}
 
@@ -370,14 +368,13 @@ def _mode_routes(context: ControllerContext, router: APIRouter) -> None:
     @unaudited  # a preview
     async def plan(body: ModeSet | None = None) -> dict[str, Any]:
         """What this mode would do now (without a body: the current mode), and why. Changes nothing."""
-        if body is None:
-            return context.scheduler.explain(None)
-        _check(context, body)
-        return context.scheduler.explain(policy_of(Mode(**body.model_dump()), floor()))
+        if body is not None:
+            _check(context, body)
+        return context.scheduler.explain(body and policy_of(Mode(**body.model_dump()), floor()))
 
     @router.get("/mode/schedule")
     async def list_windows() -> dict[str, Any]:
-        return {"object": "list", "data": [row_view(row) for row in windows.list_all(db)]}
+        return listed([row_view(row) for row in windows.list_all(db)])
 
     @router.post("/mode/schedule")
     @audited("mode.schedule.add")

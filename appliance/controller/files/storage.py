@@ -40,7 +40,7 @@ from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import batches, files
 from appliance.store.rows import UPLOADS as uploads
-from appliance.store.rows import FileRow, UploadRow
+from appliance.store.rows import FileRow, UploadRow, columns
 from runtime.replace_file import replace_file
 from train.data.check import DataReport
 from train.data_checks.process import check_apart
@@ -95,9 +95,8 @@ def remove(context: ControllerContext, row: FileRow) -> None:
 def sweep(context: ControllerContext) -> None:
     """Call at start, before anything is written: delete what a crash left half written, and what is left of uploads
     and batches that have ended. Other bytes that no row names stay: the database that knows them may come back."""
-    for half in context.uploads_dir.glob(f"*/{INCOMING_PREFIX}*"):
-        half.unlink()
-    for half in context.files_dir.glob(f"{INCOMING_PREFIX}*"):
+    of_parts = context.uploads_dir.glob(f"*/{INCOMING_PREFIX}*")
+    for half in (*of_parts, *context.files_dir.glob(f"{INCOMING_PREFIX}*")):
         half.unlink()
     for folder in list(context.uploads_dir.iterdir()):
         upload = uploads.find_visible(context.db, folder.name, viewer=None)
@@ -142,19 +141,9 @@ def row_of(
     file_id: str = "",
 ) -> FileRow:
     """A new file with the complete bytes at `path`. keep_s: seconds until it is deleted; None: never."""
-    now_s = time.time()
-    return FileRow(
-        id=file_id or new_id("file-"),
-        filename=filename,
-        purpose=purpose,
-        bytes=path.stat().st_size,
-        sha256=sha256,
-        status="processed",
-        created_s=now_s,
-        key_id=key_id,
-        owner=owner,
-        expires_s=None if keep_s is None else now_s + keep_s,
-    )
+    now_s, size = time.time(), path.stat().st_size
+    more: Any = {"owner": owner, "key_id": key_id, "expires_s": None if keep_s is None else now_s + keep_s}
+    return FileRow(file_id or new_id("file-"), filename, purpose, size, sha256, "processed", now_s, **more)
 
 
 def make_result(db: Database, files_dir: Path, content: bytes, filename: str, owner: str) -> str:
@@ -360,17 +349,13 @@ def upload_routes(context: ControllerContext) -> APIRouter:
             row = UploadRow(
                 id=new_id("upload_"),
                 filename=checked_filename(body.filename, "filename"),
-                purpose=body.purpose,
-                mime_type=body.mime_type,
-                bytes=body.bytes,
+                **columns(body, "purpose mime_type bytes"),
                 created_s=now_s,
                 expires_s=now_s + config.upload_open_s,
-                key_id=caller.key_id,
-                owner=caller.owner,
+                **columns(caller, "key_id owner"),
                 file_keep_s=body.expires_after.seconds if body.expires_after else None,
             )
-            uploads.insert(db, row)
-            return row
+            return uploads.insert(db, row)
 
         return _view(context, UPLOADS.once(request, caller, await request.body(), make))
 
@@ -379,9 +364,8 @@ def upload_routes(context: ControllerContext) -> APIRouter:
     @unaudited  # upload.create and upload.complete have it
     async def add_part(upload_id: str, data: UploadFile, caller: Caller) -> dict[str, Any]:
         row, part_id = _pending(context, upload_id, caller), new_id("part_")
-        folder = context.uploads_dir / row.id
-        folder.mkdir(mode=0o700, exist_ok=True)
-        incoming = folder / f"{INCOMING_PREFIX}{part_id}"
+        incoming = context.uploads_dir / row.id / f"{INCOMING_PREFIX}{part_id}"
+        incoming.parent.mkdir(mode=0o700, exist_ok=True)
         try:
             await to_thread.run_sync(_copied, [data.file], incoming)
             size = incoming.stat().st_size

@@ -345,9 +345,8 @@ async def _counted(
     tokenizer = settings.tokenizer_of(context, base)
     report = await storage.checked(context, context.files_dir / row.id, method=method, tokenizer=tokenizer)
     if not report.ok:
-        raise BadRequest(
-            f"The file {row.id} has {storage.summary(report)}", param="training_file", code="invalid_training_file"
-        )
+        why = f"The file {row.id} has {storage.summary(report)}"
+        raise BadRequest(why, "training_file", "invalid_training_file")
     return settings.dataset_of(report)
 
 
