@@ -198,13 +198,6 @@ async def test_oidc_finish_of_another_browser_is_refused(way: Way, changes: dict
     assert answer.status_code == 403 and keys.list_all(way.db) == []
 
 
-async def test_oidc_finish_twice_is_refused(way: Way) -> None:
-    begun = (await way.http.post(f"{OIDC}/begin")).json()
-    body = {**way.provider.visited(begun["url"]), "binder": begun["binder"]}
-    assert (await way.http.post(f"{OIDC}/finish", json=body)).status_code == 201
-    assert (await way.http.post(f"{OIDC}/finish", json=body)).status_code == 403
-
-
 async def test_groups_of_userinfo_need_the_same_subject(way: Way) -> None:
     del way.provider.claims["groups"]
     way.provider.userinfo = {"sub": "7", "groups": ["ops"]}
