@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,10 +92,7 @@ def _sequences(dataset: DatasetStats, fields: Mapping[str, Any]) -> float:
         return min(float(dataset.n_examples), dataset.n_tokens / fields["max_length"])
     most = fields["max_length"]
     lengths = [min(length, most) for length in dataset.lengths]
-    if fields["data_order"] == "given":
-        packs = in_order(lengths, most)
-    else:
-        packs = best_fit(enumerate(sorted(lengths, reverse=True)), most)
+    packs = best_fit(enumerate(sorted(lengths, reverse=True)), most)
     return len(packs) * (dataset.n_examples / len(lengths))
 
 
@@ -123,20 +120,6 @@ def best_fit(decreasing: Iterable[tuple[int, int]], capacity: int) -> list[list[
         if not with_space[space - length]:
             insort(spaces, space - length)
         with_space[space - length].append(pack)
-    return packs
-
-
-def in_order(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """As `best_fit`, of neighbours: each group has what follows the one before it, as much as fits. Where the order of
-    the data means something, best fit would put a short example of the beginning beside a long one of the end."""
-    packs: list[list[int]] = []
-    left = 0
-    for index, length in enumerate(lengths):
-        if length > left or not packs:
-            packs.append([])
-            left = capacity
-        packs[-1].append(index)
-        left -= length
     return packs
 
 
@@ -169,7 +152,6 @@ def resolve(
     fields["activation_checkpointing"] = given.flag("activation_checkpointing", auto=False)
 
     fields["packing"] = given.flag("packing", auto=True)
-    fields["data_order"] = given.choice("data_order", ("shuffled", "given"), auto="shuffled")
     fields["n_epochs"] = given.integer("n_epochs", 1, 50, auto=recipe.epochs(dataset.n_examples, full=fields["full"]))
     devices = max_devices // ranks_of_row(fields)
     length, batch = _rows(given, dataset, model, fields, devices)

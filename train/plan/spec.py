@@ -49,7 +49,6 @@ class TrainSpec:
     micro_batch: int = 1
     max_length: int = 1024  # tokens per packed sequence
     packing: bool = True
-    data_order: Literal["shuffled", "given"] = "shuffled"  # anew in each epoch, or in each as the file has it
 
     learning_rate: float = 1e-5
     lr_scheduler: Schedule = "cosine"

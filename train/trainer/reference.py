@@ -105,5 +105,4 @@ def _key(spec: TrainSpec, tokens: TokenSet) -> str:
     # Not the path of a base with a version: it is in shared memory at one time and on disk at another.
     base = [spec.base_model, spec.base_version] if spec.base_version else [spec.base_path, spec.base_adapter]
     facts = [*base, tokens.digest, tokens.capacity, spec.packing, spec.method, spec.options, spec.precision]
-    facts += ["given"] if spec.data_order == "given" else []  # what is done is counted in its packs
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]

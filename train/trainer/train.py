@@ -96,8 +96,7 @@ class Run:
             for name, tokens in sets.items()
             if tokens is not None
         }
-        shuffled = spec.data_order == "shuffled"
-        self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed, shuffled)
+        self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed)
         self.feed: DataFeed | Rollouts = DataFeed(self.method, self.plan, train, self.grid, spec.sequence_parallel)
         self.rollouts = None
         if self.method.rolls_out:

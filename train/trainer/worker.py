@@ -100,7 +100,6 @@ def prepare(
             method,
             max_length=method.data_length(spec.max_length, spec.options),
             packing=spec.packing,
-            as_given=spec.data_order == "given",
             rank=rank,
             alive=partial(progress.enter, "tokenising"),
         )

@@ -137,11 +137,9 @@ def test_a_plan_has_the_steps_of_the_run(sequences):
     lengths = [280, 280, 150, 300, 90, 270, 260, 290, 40, 310] * 6
     data = DatasetStats(60, sequences * sum(lengths), 310, tuple(sequences * length for length in lengths))
     rows = Dpo().rows(data) if sequences == 2 else data
-    in_order = {"data_order": "given", "max_length": 512}
-    for given in ({"max_length": 512, "n_epochs": 3, "batch_size": 4}, {}, in_order, {"packing": False}):
+    for given in ({"max_length": 512, "n_epochs": 3, "batch_size": 4}, {}, {"packing": False}):
         fields = resolve(given, rows, REAL, 8)
-        as_given = fields["data_order"] == "given"
-        packs = plan_packs(np.array(lengths), fields["max_length"], packing=fields["packing"], as_given=as_given)
+        packs = plan_packs(np.array(lengths), fields["max_length"], packing=fields["packing"])
         run = StepPlan(len(packs), fields["batch_size"], 1, fields["n_epochs"], 0)
         assert steps(rows, fields) == run.total_steps
     half = dataclasses.replace(rows, lengths=rows.lengths[:30])

@@ -62,18 +62,6 @@ def test_packs_hold_every_example_once_and_are_nearly_full():
     assert [p.tolist() for p in plan_packs(lengths[:3], 512, packing=False)] == [[0], [1], [2]]
 
 
-def test_data_whose_order_means_something_is_learnt_in_it_in_every_epoch():
-    lengths = np.sort(np.random.default_rng(0).integers(20, 400, 300))
-    packs = plan_packs(lengths, 512, as_given=True)
-    assert [i for pack in packs for i in pack] == list(range(300))
-    filled = [lengths[pack].sum() for pack in packs]
-    assert max(filled) <= 512
-    assert all(size + lengths[following[0]] > 512 for size, following in zip(filled, packs[1:], strict=False))
-    plan = StepPlan(len(packs), 4, 1, 2, seed=1, shuffled=False)
-    seen = np.concatenate([plan.packs_of_step(step) for step in range(plan.total_steps)])[: 2 * len(packs)]
-    assert seen.tolist() == [*range(len(packs))] * 2
-
-
 @pytest.mark.parametrize("n_packs, batch, epochs", [(10, 4, 3), (3, 8, 2), (7, 7, 1), (1, 4, 5)])
 def test_steps_do_not_depend_on_the_world_size(n_packs, batch, epochs):
     plan = StepPlan(n_packs, batch, 1, epochs, seed=3)
