@@ -18,7 +18,7 @@ import torch
 from deepspeed import comm, zero
 from peft.tuners.lora import LoraLayer
 
-from train.control.progress import Events, Progress
+from train.control.rank import Rank
 from train.model.model import ADAPTER, CONFIG_FILE, DTYPES, STEM, checkpoint_name, config_json, is_factor, stored_name
 from train.plan.spec import TrainSpec
 from train.state import fragments
@@ -30,54 +30,47 @@ from weights.format.layout import Layout, TensorSpec
 from weights.format.manifest import AUX_SUFFIXES
 from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE, version_name
 from weights.format.torch_views import Strided, dtype_code
-from weights.memory.store import WeightStore
 
 FINGERPRINT_PROMPT = (3, 7, 11, 13)
 
 
-class Publisher:
-    """One rank's part in the run's versions."""
-
-    def __init__(self, spec: TrainSpec, store: WeightStore, engine: Any, emit: Events, progress: Progress):
-        self._spec, self._store, self._engine, self._emit, self._progress = spec, store, engine, emit, progress
-
-    def publish(self, step: int, epoch: float) -> None:
-        """Collective: a version of the model as it is after this step. Raises StoreFull, on every rank."""
-        spec = self._spec
-        self._progress.enter("publishing")
-        version = f"{spec.version_prefix}{version_name(step)}"
-        meta = {"job": spec.job_id, "base": spec.base_model, "base_version": spec.base_version, "step": step}
-        meta |= {"epoch": epoch, "method": spec.method}
-        adapter_of = None
-        if spec.published_kind == "adapter":
-            adapter_of = {"base": spec.base_model, "base_version": spec.base_version, "rank": spec.lora_rank}
-        else:
-            meta["fingerprint"] = fingerprint(self._engine)
-        written = publish(self._engine, spec, self._store, version=version, meta=meta)
-        self._emit("published", version=version, adapter=adapter_of, step=step, epoch=epoch, **asdict(written))
-
-    def publish_if_room(self, step: int, epoch: float) -> bool:
-        """As `publish`, and whether it did; where memory is full, training goes on without: the last step has a version
-        of its own."""
-        try:
-            self.publish(step, epoch)
-        except (StoreFull, OSError) as error:
-            if not is_full(error):
-                raise
-            text = f"the version of step {step}, epoch {epoch:.3g}, is not published: {error}"
-            self._emit("message", level="warn", text=text)
-            return False
-        return True
+def publish_step(rank: Rank, step: int, epoch: float) -> None:
+    """Collective: a version of the model as it is after this step. Raises StoreFull, on every rank."""
+    spec, adapter_of = rank.spec, None
+    rank.progress.enter("publishing")
+    version = f"{spec.version_prefix}{version_name(step)}"
+    if spec.published_kind == "adapter":
+        adapter_of = {"base": spec.base_model, "base_version": spec.base_version, "rank": spec.lora_rank}
+    written = publish(rank, version, {"step": step, "epoch": epoch, "method": spec.method})
+    rank.emit("published", version=version, adapter=adapter_of, step=step, epoch=epoch, **asdict(written))
 
 
-def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, meta: dict[str, Any]) -> Written:
+def publish_if_room(rank: Rank, step: int, epoch: float) -> bool:
+    """As `publish_step`, and whether it did; where memory is full, training goes on without: the last step has a
+    version of its own."""
+    try:
+        publish_step(rank, step, epoch)
+    except (StoreFull, OSError) as error:
+        if not is_full(error):
+            raise
+        text = f"the version of step {step}, epoch {epoch:.3g}, is not published: {error}"
+        rank.emit("message", level="warn", text=text)
+        return False
+    return True
+
+
+def publish(rank: Rank, version: str, meta: dict[str, Any]) -> Written:
     """Collective: write and commit `version` of `spec.output_model`: a complete Hugging Face directory, or for kind
     "adapter" (`spec.published_kind`) a peft one. Raises as `write_together`."""
+    engine, spec, store = rank.engine, rank.spec, rank.store
     kind = spec.published_kind
     existing = store.find(kind, spec.output_model, version)
     if existing is not None:
         # An earlier world of this job committed it at the same step and died before it reported its end.
         return Written(str(existing.path), existing.nbytes, 0.0)
+    meta = {"job": spec.job_id, "base": spec.base_model, "base_version": spec.base_version, **meta}
+    if kind == "version":
+        meta["fingerprint"] = fingerprint(engine)
     layout = Layout.plan(published_tensors(engine, spec), stem=STEM if kind == "adapter" else "model")
 
     def reserve() -> Any:

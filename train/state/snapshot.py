@@ -22,10 +22,8 @@ from typing import Any
 
 import torch
 
-from train.control.progress import Events, Progress
-from train.control.rank_messages import broadcast_json
+from train.control.rank import Rank, broadcast_json
 from train.plan.errors import SnapshotMismatch
-from train.plan.spec import TrainSpec
 from train.state import copies, fragments
 from train.state.cadence import every_s
 from train.state.copies import Piece, Written, is_full, write_together
@@ -78,19 +76,9 @@ class Snapshots:
     snapshot takes along, to be set before the first of them.
     """
 
-    def __init__(
-        self,
-        spec: TrainSpec,
-        store: WeightStore,
-        engine: Any,
-        tokens: str,
-        validations: Validations,
-        emit: Events,
-        progress: Progress,
-    ):
-        self._spec, self._store, self._engine, self._tokens = spec, store, engine, tokens
-        self._validations, self._emit, self._progress = validations, emit, progress
-        self._grid = fragments.grid(engine)
+    def __init__(self, rank: Rank, tokens: str, validations: Validations):
+        self._spec, self._store, self._engine, self._grid = rank.spec, rank.store, rank.engine, rank.grid
+        self._emit, self._progress, self._tokens, self._validations = rank.emit, rank.progress, tokens, validations
         self.kept: Mapping[str, torch.Tensor] = {}
         self._newest: tuple[int, Written] | None = None
         self._refused = False  # the last try found shared memory full, which the job has reported
@@ -200,7 +188,7 @@ class Snapshots:
             else:  # at a fraction of what an all-gather through gloo costs
                 copies.read(lease, ((f"master.{p.name}", p.held, p.tensor.data.view(-1)) for p in trained))
         engine.global_steps, engine.global_samples = step, step * spec.batch_size
-        scores, self._validations.published = meta["validations"]
+        scores, self._validations.published = meta.get("validations", ([], []))  # which old ones lack
         self._validations.scores = dict(scores)
         return step
 

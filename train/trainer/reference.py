@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,11 @@ import numpy as np
 import torch
 from deepspeed import comm
 
-from train.control.progress import Events, Progress
+from train.control.rank import Rank
 from train.data.token_set import TokenSet
 from train.methods.packed_objective import to_batch
 from train.plan.errors import TrainingDiverged
 from train.plan.spec import TrainSpec
-from train.state import fragments
 
 _SAVE_EVERY_S = 10.0
 
@@ -37,16 +37,14 @@ class Reference:
     """values: (examples, sequences) float32 of a token set, of which those of its first packs are known.
     `tokens.reference` is None until all are."""
 
-    def __init__(self, spec: TrainSpec, engine: Any, tokens: TokenSet, emit: Events, progress: Progress):
-        self._engine, self._tokens, self._emit, self._progress = engine, tokens, emit, progress
-        self._grid = fragments.grid(engine)
-        self._path = Path(spec.run_dir) / "reference" / f"{_key(spec, tokens)}.npz"
+    def __init__(self, rank: Rank, tokens: TokenSet):
+        self._rank, self._tokens = rank, tokens
+        self._path = Path(rank.spec.run_dir) / "reference" / f"{_key(rank.spec, tokens)}.npz"
         if self._path.exists():
             with np.load(self._path) as kept:
                 self._set(kept["values"], int(kept["done"]))
         else:
             self._set(np.zeros((tokens.n_examples, tokens.sequences), np.float32), 0)
-        self._began_s = self._saved_s = time.monotonic()
 
     def _set(self, values: np.ndarray, done: int) -> None:
         self.values, self._done = values, done
@@ -57,20 +55,38 @@ class Reference:
     def complete(self) -> bool:
         return self._done == len(self._tokens.packs)
 
-    def compute_some(self) -> None:
-        """Collective: compute one row on each rank. The engine's weights must be the starting ones."""
-        tokens, grid, device = self._tokens, self._grid, self._engine.device
-        self._progress.enter("reference")
+    def compute(self, agree: Callable[[], Any]) -> None:
+        """Collective: compute the values that are not known yet. The engine's weights must be the starting ones. agree:
+        called before each row; raises DevicesWanted, and a later run goes on from the values known by then."""
+        if self.complete:
+            return
+        began_s = saved_s = time.monotonic()
+        try:
+            while not self.complete:
+                agree()
+                self._compute_some()
+                if time.monotonic() - saved_s > _SAVE_EVERY_S:
+                    self._save()
+                    saved_s = time.monotonic()
+        finally:
+            self._save()
+        text = f"the starting model read {self._tokens.n_examples} examples for reference: "
+        self._rank.emit("message", level="info", text=f"{text}{time.monotonic() - began_s:.1f} s")
+
+    def _compute_some(self) -> None:
+        """Collective: compute one row on each rank."""
+        tokens, grid, engine = self._tokens, self._rank.grid, self._rank.engine
+        self._rank.progress.enter("reference")
         own_pack = self._done + grid.data_rank
         packs = range(self._done, min(self._done + grid.data_size, len(tokens.packs)))
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
         row = tokens.row(np.array([min(own_pack, packs[-1])]))
-        self._engine.eval()
+        engine.eval()
         with torch.no_grad():
-            log_probs = self._engine(to_batch(row, 1.0, device) | {"as_reference": True})
-        self._engine.train()
+            log_probs = engine(to_batch(row, 1.0, engine.device) | {"as_reference": True})
+        engine.train()
         members = [tokens.packs[pack] for pack in packs]
-        totals = torch.zeros(sum(map(len, members)), tokens.sequences, dtype=torch.float32, device=device)
+        totals = torch.zeros(sum(map(len, members)), tokens.sequences, dtype=torch.float32, device=engine.device)
         if own_pack in packs and grid.tensor_rank == 0:
             start = sum(map(len, members[: grid.data_rank]))
             totals[start : start + len(members[grid.data_rank])] = log_probs.view(-1, tokens.sequences)
@@ -79,21 +95,14 @@ class Reference:
             raise TrainingDiverged(0, totals.sum().item(), 0.0)
         self.values[np.concatenate(members)] = totals.cpu().numpy()
         self._set(self.values, self._done + len(packs))
-        if self.complete or time.monotonic() - self._saved_s > _SAVE_EVERY_S:
-            self.save()
-        if self.complete:
-            text = f"the starting model read {tokens.n_examples} examples for reference: "
-            self._emit("message", level="info", text=f"{text}{time.monotonic() - self._began_s:.1f} s")
 
     def take(self, values: torch.Tensor) -> None:
         """Take all values from a snapshot."""
         self._set(values.numpy(), len(self._tokens.packs))
-        self.save()
+        self._save()
 
-    def save(self) -> None:
-        """Write the values known so far, so that a run that is interrupted before its first step goes on from them."""
-        self._saved_s = time.monotonic()
-        if self._grid.rank == 0:
+    def _save(self) -> None:
+        if self._rank.grid.rank == 0:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             partial = self._path.with_suffix(".partial")
             with open(partial, "wb") as file:

@@ -17,7 +17,7 @@ from train.methods.packed_objective import PackedObjective, to_batch
 from train.model.model import load_model
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, NothingGraded
-from train.rollouts.rollouts import Taught
+from train.rollouts.rollouts import taught
 
 DISTILLATION = method_of("distillation")
 DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512, device_kind="cpu")
@@ -57,7 +57,7 @@ def test_over_all_answers_the_gradient_is_that_of_the_reverse_divergence(tmp_pat
 
     share, sampled = ours.detach().exp().numpy(), ours.detach().numpy()
     verdict = {"log_probs": [[one] for one in theirs.tolist()], "errors": [""] * 384}
-    advantages = Taught(verdict, [sampled[i : i + 1] for i in range(384)], 1).advantages
+    advantages = taught(verdict, [sampled[i : i + 1] for i in range(384)], 1).advantages
     answers = [(prompt, np.array([token])) for token in range(384)]
     row = learnt_row(answers, np.concatenate([one * share[token] for token, one in enumerate(advantages)]), sampled)
     objective = PackedObjective(plain_model(tmp_path), DISTILLATION, {})
@@ -74,7 +74,7 @@ def test_over_all_answers_the_gradient_is_that_of_the_reverse_divergence(tmp_pat
 def test_teacher_metrics_are_of_the_tokens_that_were_sampled():
     sampled = [np.float32([-1, -2]), np.float32([-3])]
     verdict = {"log_probs": [[-2.0, -2.0], [-6.0]], "errors": [""] * 2}
-    assert Taught(verdict, sampled, 2).step_metrics() == {
+    assert taught(verdict, sampled, 2).of_step == {
         "reverse_kl": pytest.approx(4 / 3),
         "answer_reverse_kl": pytest.approx(2),
         "entropy": pytest.approx(2),

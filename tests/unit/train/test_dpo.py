@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir, write_pair_file
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
-from train.control.progress import ControlSignals, Progress
+from train.control.rank import Progress
 from train.data.chat import ChatEncoder
 from train.data.formats import convert
 from train.data.records import BadRecord
@@ -97,7 +97,7 @@ def test_it_computes_what_trl_computes(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "learning_rate", lambda *_, **__: 1e-3)
     monkeypatch.setattr("train.trainer.engine.ADAM_BETAS", (0.9, 0.999))
     told = []
-    run = prepare(spec, lambda event, **data: told.append({"event": event, **data}), ControlSignals(), Progress())
+    run = prepare(spec, lambda event, **data: told.append({"event": event, **data}), Progress())
     assert run.run()["outcome"] == "succeeded"
     run.close()
     steps = [event for event in told if event["event"] == "metrics"]
@@ -138,13 +138,13 @@ def silent(event, **data):
 
 
 def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path):
-    spec, signals = tiny_spec(tmp_path), ControlSignals()
+    spec, progress = tiny_spec(tmp_path), Progress()
 
     def emit(event, **data):
         if event == "metrics" and data["step"] == 2:
-            signals.ask_suspend()
+            progress.ask_suspend()
 
-    run = prepare(spec, emit, signals, Progress())
+    run = prepare(spec, emit, progress)
     left = run.run()
     run.close()
     assert left["outcome"] == "suspended" and left["step"] >= 2
@@ -160,7 +160,7 @@ def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path):
 
     # On a machine without the folder's files they come from the snapshot; a snapshot without them is refused.
     file.unlink()
-    again = prepare(spec, silent, ControlSignals(), Progress(), left["snapshot_path"])
+    again = prepare(spec, silent, Progress(), left["snapshot_path"])
     assert np.array_equal(again.train.reference, reference)
     again.close()
     with pytest.raises(SnapshotMismatch):

@@ -11,7 +11,7 @@ import torch
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir, write_chat_file
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
-from train.control.progress import Progress
+from train.control.rank import Progress, Rank
 from train.methods.methods import DEFAULT as SUPERVISED
 from train.methods.packed_objective import PackedObjective
 from train.model.model import load_model
@@ -49,9 +49,10 @@ def test_what_is_held_and_written_is_what_was_estimated(tmp_path, family, stage,
     assert held == pytest.approx(memory.optimizer_bytes, rel=0.01)  # ZeRO pads its partitions
 
     store = WeightStore(spec.shm_root, budget_bytes=None)
-    snapshot = Snapshots(spec, store, engine, "", Validations(), lambda *_, **__: None, Progress()).suspend(1)
+    rank = Rank(spec, store, engine, fragments.grid(engine), lambda *_, **__: None, Progress())
+    snapshot = Snapshots(rank, "", Validations()).suspend(1)
     assert 0 <= snapshot.bytes - estimate.snapshot_bytes(shape, asdict(spec)) < HEADERS_BYTES
-    version = publish(engine, spec, store, version="v1", meta={})
+    version = publish(rank, "v1", {})
     assert 0 <= version.bytes - estimate.version_bytes(shape, asdict(spec)) < HEADERS_BYTES
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from tests.train_support.specs import host_spec
 from tests.unit.train.test_deepspeed_contract import engine_of, steps, world_of_one  # noqa: F401
-from train.control.progress import Progress
+from train.control.rank import Progress, Rank
 from train.plan.errors import SnapshotMismatch
+from train.state import fragments
 from train.state.snapshot import Snapshots, Validations
 from weights.memory import store as store_module
 from weights.memory.store import WeightStore
@@ -26,7 +27,8 @@ def run(world_of_one, tmp_path):  # noqa: F811
     def emit(event, **data):
         told.append((event, data))
 
-    return Snapshots(spec, store, engine, "digest", Validations({1: 0.5}, [1]), emit, Progress()), store, told
+    rank = Rank(spec, store, engine, fragments.grid(engine), emit, Progress())
+    return Snapshots(rank, "digest", Validations({1: 0.5}, [1])), store, told
 
 
 def fail(code):

@@ -15,7 +15,7 @@ from tests.train_support.specs import host_spec
 from tests.train_support.tiny import VOCABULARY, make_model_dir, write_prompt_file
 from tests.train_support.world import SAMPLES
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
-from train.control.progress import ControlSignals, Progress
+from train.control.rank import Progress
 from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
 from train.data.formats import BadRecord
@@ -27,7 +27,7 @@ from train.methods.packed_objective import PackedObjective, to_batch
 from train.model.model import load_model, load_tokenizer
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, InvalidSpec, NothingGraded
-from train.rollouts.rollouts import Form, Graded, advantages
+from train.rollouts.rollouts import Form, advantages, graded
 from train.rollouts.samples import SamplesFile
 from train.trainer.worker import prepare
 from weights.format.names import policy_name
@@ -147,9 +147,8 @@ def test_calls_of_tools_in_an_answer_are_what_a_grader_reads(text, said, called)
 
 def test_graded_error_of_the_mean_reward_is_over_prompts():
     def error(rewards, group):
-        return (
-            Graded({"rewards": rewards, "errors": [""] * len(rewards)}, [], group).validated().get("mean_reward_error")
-        )
+        lesson = graded({"rewards": rewards, "errors": [""] * len(rewards)}, [], group)
+        return lesson.of_validation.get("mean_reward_error")
 
     means = [1.0, 0.0, 0.5, 0.5]
     for each in (1, 4):
@@ -301,7 +300,7 @@ class Box:
 
     def __init__(self, sampler=None):
         self.told, self.sampler = [], sampler or Sampler()
-        self.signals, self.spec = ControlSignals(), None
+        self.progress, self.spec = Progress(), None
 
     def __call__(self, event, **data):
         self.told.append({"event": event, **data})
@@ -313,7 +312,7 @@ class Box:
 
     def run(self, spec, snapshot=None):
         self.spec = spec
-        run = prepare(spec, self, self.signals, Progress(), snapshot)
+        run = prepare(spec, self, self.progress, snapshot)
         outcome = run.run()
         run.close()
         return outcome
@@ -345,7 +344,7 @@ def test_a_run_learns_what_is_rewarded(tmp_path, fields):
     assert [event["version"] for event in box.of("published")] == ["step-24"]
 
 
-def graded(*verdicts):
+def box_of(*verdicts):
     """A grader that says these (reward, error) of answers in turn."""
     turn = cycle(verdicts)
 
@@ -357,14 +356,14 @@ def graded(*verdicts):
 
 
 def test_equal_rewards_change_nothing_and_a_silent_grader_ends_the_job(tmp_path):
-    box, spec = graded((0.5, "")), run_spec(tmp_path)
+    box, spec = box_of((0.5, "")), run_spec(tmp_path)
     assert box.run(spec)["outcome"] == "succeeded"
     for step in box.of("metrics"):
         assert (step["loss"], step["grad_norm"], step["equal_rewards"]) == (0, 0, 1)
     with pytest.raises(NothingGraded, match="any of 32 answers: grade.. raised NameError"):
-        graded((0.0, "grade() raised NameError: x")).run(replace(spec, run_dir=str(tmp_path / "broken")))
+        box_of((0.0, "grade() raised NameError: x")).run(replace(spec, run_dir=str(tmp_path / "broken")))
     # A judge that was not there is no verdict.
-    half = graded((None, "the model did not answer"), (0.5, ""))
+    half = box_of((None, "the model did not answer"), (0.5, ""))
     assert half.run(replace(spec, run_dir=str(tmp_path / "half"), job_id="h"))["outcome"] == "succeeded"
     assert all(step["mean_unresponsive_rewards"] == 0.5 for step in half.of("metrics"))
 
@@ -372,14 +371,14 @@ def test_equal_rewards_change_nothing_and_a_silent_grader_ends_the_job(tmp_path)
 class Impatient(Sampler):
     """Wants the devices when the samples of the third step are missing."""
 
-    def __init__(self, box_of):
+    def __init__(self, of):
         super().__init__(silent=(SamplesFile("train", 2),))
-        self.box_of = box_of
+        self.of = of
 
     def policy(self, spec, step):
         super().policy(spec, step)
         if step == 2:
-            self.box_of().signals.ask_suspend()
+            self.of().progress.ask_suspend()
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
