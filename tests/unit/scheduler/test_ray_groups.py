@@ -63,13 +63,13 @@ class RankHost:
         self.spec = spec
         return {"pid": 7}
 
-    async def do_next_event(self, after: int) -> dict[str, Any] | None:
+    async def do_next_event(self, after: int) -> dict[str, Any]:
         if after < len(self.events):
             return {"number": after + 1, **self.events[after]}
         await self.died.wait()
         if self.dead is not None:
             raise self.dead
-        return None
+        return {"number": after + 1, "event": "ended", "starved": False}
 
     async def do_call(self, method: str, **_: Any) -> Any:
         return {"phase": "step", "in_phase_s": 0.0, "step": 1}
@@ -109,7 +109,7 @@ class Box:
             on_stopped=lambda job: None,
         )
         monkeypatch.setattr("train.control.group.asdict", vars)
-        monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0.0)
+        monkeypatch.setattr("train.control.group._GRACE_S", 0.0)
         monkeypatch.setattr(groups, "FRESH_EVERY_S", 0.0)
         monkeypatch.setattr(groups, "actor_names", self.names)
         self.groups = Groups(nodes, jobs, lambda: self.told.append("changed"))

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from runtime.errors import ChildDied, SupervisorDied
+from runtime.errors import SupervisorDied
 from train.control.group import Group, PingLimits
 from train.control.rank_host import RankHost
 from train.plan.errors import RankFailed
@@ -18,7 +18,7 @@ class Child:
     """A forked rank, driven by the test."""
 
     def __init__(self, name):
-        self.name, self.pid, self.alive, self.says = name, 1, True, asyncio.Queue()
+        self.name, self.pid, self.alive, self.says, self.starved = name, 1, True, asyncio.Queue(), False
 
     async def next_event(self):
         return await self.says.get()
@@ -68,7 +68,7 @@ async def test_events_are_kept_until_acknowledged_and_states_for_good(monkeypatc
     assert (await waiting)["event"] == "done"
     child.alive = False
     child.says.put_nowait(None)
-    assert await one.next_event(5) is None
+    assert (await one.next_event(5))["event"] == "ended"
     status = await one.status()
     assert (status["alive"], status["done"], status["job_id"]) == (False, True, "j")
     await one.kill()
@@ -81,33 +81,28 @@ async def started(monkeypatch, tmp_path):
     return one, made
 
 
-async def test_what_a_dead_rank_said_last_is_heard_before_another_is_blamed(monkeypatch, tmp_path):
-    monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0)
-    hosts, children = [], []
-    for folder in ("r0", "r1"):
-        one, (child,) = await started(monkeypatch, tmp_path / folder)
-        hosts.append(one)
-        children.append(child)
-    asked = asyncio.Event()
+@pytest.mark.parametrize(
+    "last, rank, code, blame",
+    [
+        ({"type": "StoreFull", "message": "no room"}, 1, "StoreFull", "own"),
+        ({"type": "RuntimeError", "message": "connection closed"}, 0, "rank_failed", "outside"),
+    ],
+    ids=["own error", "symptom"],
+)
+async def test_group_blames_the_rank_with_its_own_error(monkeypatch, tmp_path, last, rank, code, blame):
+    (one, (first,)), (other, (second,)) = [await started(monkeypatch, tmp_path / name) for name in ("r0", "r1")]
 
-    async def ping(*_, **__):
-        asked.set()
-        raise ChildDied("rank", 1, "log")
-
-    async def late(after, next_event=hosts[1].next_event):
-        await asked.wait()
+    async def late(after, next_event=other.next_event):
+        await asyncio.sleep(0.05)
         return await next_event(after)
 
-    for child in children:
-        child.call = ping
-    monkeypatch.setattr(hosts[1], "next_event", late)
+    monkeypatch.setattr(other, "next_event", late)
     group = Group(limits=PingLimits(ping_every_s=60))
-    await group.adopt("j", hosts)
-    children[1].say("fatal", type="StoreFull", message="no room")
-    for child in children:
-        child.says.put_nowait(None)
+    await group.adopt("j", [one, other])
+    first.says.put_nowait(None)
+    second.say("fatal", **last)
     error = (await group.wait()).error
-    assert (error["rank"], error["code"]) == (1, "StoreFull")
+    assert (error["rank"], error["code"], error["blame"]) == (rank, code, blame)
 
 
 async def test_group_ends_when_its_rank_is_done(monkeypatch, tmp_path):
@@ -149,26 +144,17 @@ async def test_a_host_that_cannot_be_asked_to_kill_does_not_keep_the_end_from_be
     assert (ended.outcome, ended.error["code"], ended.error["blame"]) == ("failed", "killed", "outside")
 
 
-@pytest.mark.parametrize(
-    "death, blame",
-    [
-        (SupervisorDied("rank:n0/1", "its process was killed"), "outside"),
-        (ChildDied("rank", 1, "log"), "outside"),
-        (ChildDied("rank", 1, "log", "", True), "memory"),
-    ],
-)
-async def test_a_rank_that_was_killed_is_not_the_jobs_fault(monkeypatch, tmp_path, death, blame):
-    monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0)
+@pytest.mark.parametrize("starved, blame", [(None, "outside"), (False, "outside"), (True, "memory")])
+async def test_a_rank_that_was_killed_is_not_the_jobs_fault(monkeypatch, tmp_path, starved, blame):
     one, (child,) = await started(monkeypatch, tmp_path)
 
-    async def ping(*_, **__):
-        raise death
+    async def lost(after):
+        raise SupervisorDied("rank:n0/1", "its process was killed")
 
-    async def ends(after):
-        raise death
-
-    child.call = ping
-    monkeypatch.setattr(one, "next_event", ends)
+    if starved is None:
+        monkeypatch.setattr(one, "next_event", lost)
+    child.starved = bool(starved)
+    child.says.put_nowait(None)
     group = Group(limits=PingLimits(ping_every_s=60))
     async with asyncio.timeout(60):
         await group.adopt("j", [one])
@@ -178,7 +164,6 @@ async def test_a_rank_that_was_killed_is_not_the_jobs_fault(monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("whole", [True, False], ids=["dead", "incomplete"])
 async def test_adopt_of_a_world_that_ended_unwatched_takes_its_steps_once(monkeypatch, tmp_path, whole):
-    monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0)
     one, (child,) = await started(monkeypatch, tmp_path)
     child.say("ready", step=0)
     for step in range(1, 6):
@@ -195,7 +180,6 @@ async def test_adopt_of_a_world_that_ended_unwatched_takes_its_steps_once(monkey
 
 
 async def test_events_of_a_rank_are_taken_when_another_one_failed(monkeypatch, tmp_path):
-    monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0)
     (one, (first,)), (other, (second,)) = [await started(monkeypatch, tmp_path / name) for name in ("r0", "r1")]
     failed, steps = asyncio.Event(), []
 
