@@ -132,38 +132,34 @@ def resolve(
     given = Given(hyperparameters)
     fields: dict[str, Any] = {}
 
-    fields["tensor_parallel"] = _tensor_parallel(given, model, max_devices)
-    fields["full"] = _full(given, model, fields)
-    fields["lora_rank"] = _lora_rank(given, model)
+    # Never chosen on its own: it talks in every layer, ZeRO once per step, so it pays only between devices with fast
+    # links and for models that one device cannot hold.
+    fields["tensor_parallel"] = given.integer("tensor_parallel", 1, max(1, max_devices), auto=1)
+    fields["sequence_parallel"] = given.integer("sequence_parallel", 1, max(1, max_devices), auto=1)
+    # LoRA above a size where the optimizer's 12 bytes per parameter hurt, and where something is asked for that
+    # adapters alone have.
+    small = model.n_parameters < LORA_FROM_PARAMETERS and not model.quantised
+    fields["full"] = given.flag("full", auto=small and not any(map(given.is_set, OF_LORA)))
+    widest = min(1024, model.hidden or 1024)  # a rank beyond the model's width trains more than all weights would
+    fields["lora_rank"] = given.integer("lora_rank", 1, widest, auto=min(16, widest))
     fields["lora_alpha"] = given.number("lora_alpha", 0.001, 1e6, auto=2.0 * fields["lora_rank"])
     fields["lora_dropout"] = given.number("lora_dropout", 0, 0.9, auto=0.0)
-    fields["sequence_parallel"] = given.integer("sequence_parallel", 1, max(1, max_devices), auto=1)
-    if fields["lora_dropout"] and ranks_of_row(fields) > 1:  # ranks of a group would drop other inputs than one
-        expected = "0 with tensor_parallel or sequence_parallel above 1"
-        raise InvalidHyperparameter("lora_dropout", fields["lora_dropout"], expected)
     fields["lora_targets"] = tuple(given.names("lora_targets"))
-    fields["lora_publish"] = _lora_publish(given, model, fields)
+    # An adapter wherever the base's engines take it: hundreds of them share one engine, and it has 1 % of the bytes.
+    merged = why_no_adapter(model, fields) and not model.quantised
+    fields["lora_publish"] = given.choice("lora_publish", ("adapter", "merged"), auto="merged" if merged else "adapter")
     fields["precision"] = given.choice("precision", ("bf16", "fp32"), auto="bf16" if model.computes_bf16 else "fp32")
     fields["offload"] = given.choice("offload", ("none", "optimizer", "parameters"), auto="none")
-    away = fields["offload"] == "parameters"
-    fields["zero_stage"] = given.integer("zero_stage", 0, 3, auto=3 if away else 1)
-    if away and fields["zero_stage"] != 3:
-        raise InvalidHyperparameter("zero_stage", fields["zero_stage"], "3, because offload is 'parameters'")
+    fields["zero_stage"] = given.integer("zero_stage", 0, 3, auto=3 if fields["offload"] == "parameters" else 1)
     fields["activation_checkpointing"] = given.flag("activation_checkpointing", auto=False)
 
     fields["packing"] = given.flag("packing", auto=True)
     fields["n_epochs"] = given.integer("n_epochs", 1, 50, auto=recipe.epochs(dataset.n_examples, full=fields["full"]))
-    devices = max_devices // ranks_of_row(fields)
-    length, batch = _rows(given, dataset, model, fields, devices)
+    length, rows = _rows(given, dataset, model, fields, max_devices // ranks_of_row(fields))
     fields["max_length"] = given.integer("max_length", 32, model.max_position_embeddings, auto=length)
-    if not shares_rows(model, fields):
-        raise InvalidHyperparameter(
-            "sequence_parallel",
-            fields["sequence_parallel"],
-            f"1, or a power of two to {ROW_MULTIPLE} that divides max_length {fields['max_length']} and the model's "
-            f"{model.heads[0]} attention heads, with tensor_parallel 1",
-        )
-    fields |= _batch(given, batch)
+    fields["micro_batch"] = given.integer("micro_batch", 1, 1024, auto=1)
+    fields["batch_size"] = given.integer("batch_size", 1, 4096, auto=rows * fields["micro_batch"])
+    _check_together(given, model, fields)
 
     fields["learning_rate"] = _learning_rate(given, dataset, model, fields)
     fields["lr_scheduler"] = given.choice("lr_scheduler", SCHEDULES, auto="cosine")
@@ -185,27 +181,63 @@ def resolve(
     return fields
 
 
-def _tensor_parallel(given: Given, model: ModelStats, max_devices: int) -> int:
-    # Never chosen on its own: it talks in every layer, ZeRO once per step, so it pays only between devices with fast
-    # links and for models that one device cannot hold.
-    size = given.integer("tensor_parallel", 1, max(1, max_devices), auto=1)
-    if size > 1 and model.quantised:
-        expected = "1: quantised weights are not cut; zero_stage 3 shares them out"
-        raise InvalidHyperparameter("tensor_parallel", size, expected)
-    if size > 1 and model.tensor_slices == 1:
-        raise InvalidHyperparameter(
+def _check_together(given: Given, model: ModelStats, fields: dict[str, Any]) -> None:
+    """Raises InvalidHyperparameter for the first value that does not go with others or with the model."""
+    full, tensor, batch, publish = (fields[n] for n in ("full", "tensor_parallel", "batch_size", "lora_publish"))
+    slices, most, why = model.tensor_slices, model.adapter_max_rank, why_no_adapter(model, fields)
+    # The last is judged by its value.
+    of_lora = " and ".join(name for name in OF_LORA[:-1] if given.is_set(name))
+    rules = (
+        (
             "tensor_parallel",
-            size,
-            "1: experts of a mixture are not cut; zero_stage 3 shares out a model that is too large for one device",
-        )
-    if model.tensor_slices % size:
-        raise InvalidHyperparameter(
+            tensor > 1 and (model.quantised or slices == 1),
+            "1: quantised weights and experts of a mixture are not cut; zero_stage 3 shares them out",
+        ),
+        (
             "tensor_parallel",
-            size,
-            f"a divisor of {model.tensor_slices}, into which its "
-            "attention heads, key-value heads and MLP columns can be cut evenly",
-        )
-    return size
+            slices % tensor,
+            f"a divisor of {slices}, into which its attention heads, key-value heads and MLP columns can be cut evenly",
+        ),
+        (
+            "full",
+            full and model.quantised,
+            "false: the model's weights are quantised, and adapters alone are trained on them",
+        ),
+        ("full", full and of_lora, f"false with {of_lora}, which adapters alone have, or none of these"),
+        (
+            # It would be published merged, a hundred times as large: only where that is asked for in words.
+            "lora_rank",
+            most and fields["lora_rank"] > most and given.value("lora_publish", "auto") != "merged",
+            f"a whole number from 1 to {most}, which engines serve as an adapter ([serve] adapter_max_rank), or more "
+            "with lora_publish 'merged', which makes a whole model of it",
+        ),
+        (  # ranks of a group would drop other inputs than one
+            "lora_dropout",
+            fields["lora_dropout"] and ranks_of_row(fields) > 1,
+            "0 with tensor_parallel or sequence_parallel above 1",
+        ),
+        (
+            "lora_publish",
+            model.quantised and (why or publish == "merged"),
+            f"'adapter', which quantised weights stay beside{why and f', but {why}'}",
+        ),
+        ("lora_publish", publish == "adapter" and why, f"'merged': {why}"),
+        (
+            "zero_stage",
+            fields["offload"] == "parameters" and fields["zero_stage"] != 3,
+            "3, because offload is 'parameters'",
+        ),
+        (
+            "sequence_parallel",
+            not shares_rows(model, fields),
+            f"1, or a power of two to {ROW_MULTIPLE} that divides max_length {fields['max_length']} and the model's "
+            f"{model.heads[0]} attention heads, with tensor_parallel 1",
+        ),
+        ("micro_batch", batch % fields["micro_batch"], f"a divisor of batch_size {batch}"),
+    )
+    for name, wrong, expected in rules:
+        if wrong:
+            raise InvalidHyperparameter(name, fields[name], expected)
 
 
 def ranks_of_row(fields: Mapping[str, Any]) -> int:
@@ -232,37 +264,6 @@ def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, toget
     return [together * groups for groups in range(1, max_devices // together + 1) if micro_batches % groups == 0]
 
 
-def _full(given: Given, model: ModelStats, fields: dict) -> bool:
-    # LoRA above a size where the optimizer's 12 bytes per parameter hurt; asking for anything that adapters alone have
-    # asks for LoRA.
-    of_lora = [name for name in OF_LORA if given.is_set(name)]
-    small = model.n_parameters < LORA_FROM_PARAMETERS
-    full = given.flag("full", auto=not of_lora and small and not model.quantised)
-    if full and model.quantised:
-        expected = "false: the model's weights are quantised, and adapters alone are trained on them"
-        raise InvalidHyperparameter("full", full, expected)
-    alone = [name for name in of_lora if name != "lora_publish"]  # which _lora_publish judges, by its value
-    if full and alone:
-        named = " and ".join(alone)
-        raise InvalidHyperparameter("full", full, f"false with {named}, which adapters alone have, or none of these")
-    return full
-
-
-def _lora_rank(given: Given, model: ModelStats) -> int:
-    # A rank beyond the model's width trains more than all weights would. One beyond what engines take would be
-    # published merged, a hundred times as large and no adapter any more: only where that is asked for in words.
-    widest = min(1024, model.hidden or 1024)
-    rank = given.integer("lora_rank", 1, widest, auto=min(16, widest))
-    most = model.adapter_max_rank
-    if most and rank > most and given.value("lora_publish", "auto") != "merged":
-        expected = (
-            f"a whole number from 1 to {most}, which engines serve as an adapter ([serve] adapter_max_rank), or more "
-            "with lora_publish 'merged', which makes a whole model of it"
-        )
-        raise InvalidHyperparameter("lora_rank", rank, expected)
-    return rank
-
-
 def why_no_adapter(model: ModelStats, fields: Mapping[str, Any]) -> str:
     """Why engines of the base do not serve what a run with these fields of a TrainSpec trains beside it; "" if they
     do."""
@@ -277,24 +278,15 @@ def why_no_adapter(model: ModelStats, fields: Mapping[str, Any]) -> str:
     return ""
 
 
-def _lora_publish(given: Given, model: ModelStats, fields: dict) -> str:
-    # An adapter wherever the base's engines take it: hundreds of them share one engine, and it has 1 % of the bytes.
-    why = why_no_adapter(model, fields)
-    auto = "merged" if why and not model.quantised else "adapter"
-    publish = given.choice("lora_publish", ("adapter", "merged"), auto=auto)
-    if model.quantised and (why or publish == "merged"):
-        expected = f"'adapter', which quantised weights stay beside{why and f', but {why}'}"
-        raise InvalidHyperparameter("lora_publish", publish, expected)
-    if publish == "adapter" and why:
-        raise InvalidHyperparameter("lora_publish", publish, f"'merged': {why}")
-    return publish
-
-
 def _rows(given: Given, dataset: DatasetStats, model: ModelStats, fields: dict, devices: int) -> tuple[int, int]:
     """(tokens of a row of packed examples, rows of a step). Rows are long where there is much to learn, since a device
     likes that, and cut as often as a small job needs to take some steps at all and to use the devices that there are.
     Cutting for devices changes neither the tokens of a step nor the number of steps."""
-    length, shortest = _row_bounds(dataset, model)
+    # Long enough for every example (estimates are off by a third at times), no longer than the device likes.
+    preferred = 512 if kind_of(model.device_kind).on_host else 4096
+    longest = 2 ** math.ceil(math.log2(max(32, 1.3 * dataset.longest_example_tokens)))
+    length = max(32, min(model.max_position_embeddings, max(preferred, min(longest, 4 * preferred))))
+    shortest = min(length, max(longest, SHORTEST_ROW))
     if given.is_set("max_length"):
         length = shortest = given.integer("max_length", 32, model.max_position_embeddings, auto=length)
     if not fields["packing"]:
@@ -310,23 +302,6 @@ def _rows(given: Given, dataset: DatasetStats, model: ModelStats, fields: dict, 
     while length // 2 >= shortest and 2 * batch <= devices and not given.is_set("batch_size"):
         length, batch = length // 2, 2 * batch
     return length, batch
-
-
-def _row_bounds(dataset: DatasetStats, model: ModelStats) -> tuple[int, int]:
-    # Long enough for every example (estimates are off by a third at times), no longer than the device likes.
-    preferred = 512 if kind_of(model.device_kind).on_host else 4096
-    longest = 2 ** math.ceil(math.log2(max(32, 1.3 * dataset.longest_example_tokens)))
-    usual = max(32, min(model.max_position_embeddings, max(preferred, min(longest, 4 * preferred))))
-    return usual, min(usual, max(longest, SHORTEST_ROW))
-
-
-def _batch(given: Given, rows: int) -> dict[str, int]:
-    """rows: of a step, if nothing was asked for."""
-    micro = given.integer("micro_batch", 1, 1024, auto=1)
-    batch = given.integer("batch_size", 1, 4096, auto=rows * micro)
-    if batch % micro:
-        raise InvalidHyperparameter("micro_batch", micro, f"a divisor of batch_size {batch}")
-    return {"batch_size": batch, "micro_batch": micro}
 
 
 def _batch_size(rows: float, max_devices: int) -> int:
