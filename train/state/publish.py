@@ -24,7 +24,7 @@ from train.plan.spec import TrainSpec
 from train.state import fragments
 from train.state.copies import Piece, Written, is_full, write_together
 from train.state.fragments import Fragment
-from train.state.stored_names import StoredNames, stored_names
+from train.state.stored_names import StoredNames, cut, stored_names
 from weights.format.errors import StoreFull
 from weights.format.layout import Layout, TensorSpec
 from weights.format.manifest import AUX_SUFFIXES
@@ -106,17 +106,16 @@ def published_tensors(engine: Any, spec: TrainSpec) -> list[TensorSpec]:
     code = dtype_code(DTYPES[spec.serve_dtype])
     if spec.published_kind == "adapter":
         return [TensorSpec(stored_name(p.name), code, p.shape) for p in fragments.parameters(engine) if p.trained]
-    names, adapters = base_names(engine, spec.base_path), _adapter_names(engine)
-    dtypes = {p.name: code for p in fragments.parameters(engine) if p.name not in adapters}
+    names = base_names(engine, spec.base_path)
+    dtypes = {p.name: code for p in fragments.parameters(engine) if not is_factor(p.name)}
     dtypes |= {name: dtype_code(buffer.dtype) for name, buffer in _buffers(engine)}
-    return [TensorSpec(t.name, dtype, t.shape) for name, dtype in dtypes.items() for t in names.of(name)]
+    return [TensorSpec(t.name, dtype, t.shape) for name, dtype in dtypes.items() for t in names.get(name, ())]
 
 
 @lru_cache(maxsize=1)  # a rank has one engine
 def base_names(engine: Any, base_path: str) -> StoredNames:
     """Raises UnsupportedModel if the result could not be written under the base's own names."""
-    adapters = _adapter_names(engine)
-    shapes = {p.name: p.shape for p in fragments.parameters(engine) if p.name not in adapters}
+    shapes = {p.name: p.shape for p in fragments.parameters(engine) if not is_factor(p.name)}
     shapes |= {name: tuple(buffer.shape) for name, buffer in _buffers(engine)}
     return stored_names(engine.module.model, shapes, base_path)
 
@@ -140,27 +139,22 @@ def _pieces(engine: Any, spec: TrainSpec) -> Iterator[Piece]:
 def _stored(names: StoredNames, parameter: str, runs: Strided, weights: torch.Tensor) -> Iterator[Piece]:
     if runs.count > 1:
         # Columns of a matrix, and train.model.tensor_parallel cuts only what is stored as it is.
-        (stored,) = names.of(parameter)
+        (stored,) = names[parameter]
         yield stored.name, runs, weights
         return
-    for name, at, ours in names.cut(parameter, runs.start, runs.run):
+    for name, at, ours in cut(names[parameter], runs.start, runs.run):
         piece = weights[ours]
         yield name, Strided(at, piece.numel(), piece.numel(), 1), piece
 
 
 def served_fragments(engine: Any) -> Iterator[Fragment]:
     """This rank's fragments of what is served, LoRA merged; collective under ZeRO-3 with LoRA."""
-    adapters = _adapter_names(engine)
-    if not adapters:
-        yield from fragments.trained_fragments(engine)
-        yield from fragments.frozen_fragments(engine)
-        return
     layers = {
         checkpoint_name(f"{name}.base_layer.weight").removeprefix("model."): layer
         for name, layer in engine.module.named_modules()
         if isinstance(layer, LoraLayer)
     }
-    owned = {fragment.name: fragment for fragment in fragments.frozen_fragments(engine)}
+    owned = {one.name: one for of in (fragments.trained_fragments, fragments.frozen_fragments) for one in of(engine)}
     for parameter in fragments.parameters(engine):
         fragment = owned.get(parameter.name)
         if parameter.name in layers:  # on every rank in the same order: gathering is collective
@@ -170,7 +164,7 @@ def served_fragments(engine: Any) -> Iterator[Fragment]:
             with gathered:
                 if fragment is not None:
                     fragment = _merged(fragment, down, up, layer.scaling[ADAPTER])
-        if fragment is not None and parameter.name not in adapters:
+        if fragment is not None and not is_factor(parameter.name):
             yield fragment
 
 
@@ -203,15 +197,11 @@ def aux_files(engine: Any, spec: TrainSpec) -> dict[str, bytes]:
     return files
 
 
-def _adapter_names(engine: Any) -> set[str]:
-    return {p.name for p in fragments.parameters(engine) if is_factor(p.name)}
-
-
 def _buffers(engine: Any) -> list[tuple[str, torch.Tensor]]:
     """Persistent buffers (those in the checkpoint), the same on every rank."""
-    buffers = []
-    for prefix, module in engine.module.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                buffers.append((f"{prefix}.{name}".removeprefix("model."), buffer))
-    return buffers
+    return [
+        (f"{prefix}.{name}".removeprefix("model."), buffer)
+        for prefix, module in engine.module.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    ]

@@ -49,24 +49,16 @@ class StoredTensor:
         return prod(self.shape)
 
 
-class StoredNames:
-    """The map both ways. Every element of every parameter belongs to exactly one stored tensor."""
+StoredNames = dict[str, list[StoredTensor]]
+"""Of each parameter the stored tensors that make it up, by where they start."""
 
-    def __init__(self, tensors: Iterable[StoredTensor]):
-        self._of: dict[str, list[StoredTensor]] = {}
-        for tensor in sorted(tensors, key=lambda t: t.start):
-            self._of.setdefault(tensor.parameter, []).append(tensor)
 
-    def of(self, parameter: str) -> list[StoredTensor]:
-        """The stored tensors that make up `parameter`, by where they start; none if the checkpoint has none."""
-        return self._of.get(parameter, [])
-
-    def cut(self, parameter: str, start: int, numel: int) -> Iterator[tuple[str, int, slice]]:
-        """Where elements [start, start + numel) of `parameter` go: stored name, first element there, slice of ours."""
-        for tensor in self._of[parameter]:
-            first, last = max(start, tensor.start), min(start + numel, tensor.start + tensor.numel)
-            if first < last:
-                yield tensor.name, first - tensor.start, slice(first - start, last - start)
+def cut(tensors: Iterable[StoredTensor], start: int, numel: int) -> Iterator[tuple[str, int, slice]]:
+    """Where elements [start, start + numel) of a parameter go: stored name, first element there, slice of ours."""
+    for tensor in tensors:
+        first, last = max(start, tensor.start), min(start + numel, tensor.start + tensor.numel)
+        if first < last:
+            yield tensor.name, first - tensor.start, slice(first - start, last - start)
 
 
 def stored_names(model: PreTrainedModel, shapes: Mapping[str, Shape], path: str | Path) -> StoredNames:
@@ -89,24 +81,27 @@ def match(conversions: list[Any], prefix: str, shapes: Mapping[str, Shape], stor
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     known = dict.fromkeys(shapes, True)  # `rename_source_key` asks for values that are not None
     fused: dict[str, dict[str, list[str]]] = {}
-    found: list[StoredTensor] = []
+    names: StoredNames = {}
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, known)
         if target not in shapes and name in shapes:
-            target, pattern = rename_source_key(name, [], [], prefix, known)
-        if target not in shapes:
-            continue
-        if pattern is None:
-            found.append(StoredTensor(name, stored[name], target, 0))
-        else:
+            target, pattern = name, None
+        if target in shapes and pattern is None:
+            names.setdefault(target, []).append(StoredTensor(name, stored[name], target, 0))
+        elif target in shapes:
             fused.setdefault(target, {}).setdefault(pattern, []).append(name)
     for target, parts in fused.items():
         converter = by_pattern[next(iter(parts))]
         lists = [parts[pattern] for pattern in converter.source_patterns if pattern in parts]
-        found += _ranges(target, lists, converter.operations, stored)
-    names = StoredNames(found)
+        names[target] = list(_ranges(target, lists, converter.operations, stored))
     for parameter, shape in shapes.items():
-        _check_covered(names, parameter, shape)
+        tensors = names.get(parameter, [])
+        if [t.start for t in tensors] + [prod(shape)] != [*accumulate((t.numel for t in tensors), initial=0)]:
+            held = ", ".join(f"{t.name} {t.shape}" for t in tensors[:3]) or "nothing"
+            raise UnsupportedModel(
+                f"{parameter} {shape} is not filled by what the base checkpoint stores for it: {held}; so the result "
+                "could not be written under names that an engine loads"
+            )
     return names
 
 
@@ -123,28 +118,10 @@ def _ranges(
             f"{target} is made of {lists[0][0]} and others by {' and '.join(map(repr, operations))}; results can be "
             "written back only where stored tensors are stacked along dimension 0 and joined along the next"
         )
-    if len({len(names) for names in lists}) > 1 and merged:
-        counts = ", ".join(str(len(names)) for names in lists)
-        raise UnsupportedModel(f"{target} is made of stacks of different heights ({counts}); the checkpoint is damaged")
-    # Along the stack, then along the join: the order in which the elements lie in memory.
-    rows = zip(*lists, strict=True) if merged else [[name for names in lists for name in names]]
+    # Along the stack, then along the join: the order in which the elements lie in memory. Stacks of different heights
+    # are cut, and then do not fill the parameter.
+    rows = zip(*lists, strict=False) if merged else lists
     ordered = [name for row in rows for name in row]
     starts = accumulate((prod(stored[name]) for name in ordered), initial=0)
     for name, start in zip(ordered, starts, strict=False):
         yield StoredTensor(name, stored[name], target, start)
-
-
-def _check_covered(names: StoredNames, parameter: str, shape: Shape) -> None:
-    tensors, end = names.of(parameter), 0
-    if not tensors:
-        raise UnsupportedModel(
-            f"{parameter} {shape} is in no tensor of the base checkpoint (transformers made it up on loading), so the "
-            "result could not be written under names that an engine loads"
-        )
-    for tensor in tensors:
-        if tensor.start != end:
-            break
-        end += tensor.numel
-    if end != prod(shape):
-        held = ", ".join(f"{t.name} {t.shape}" for t in tensors[:3])
-        raise UnsupportedModel(f"{parameter} {shape} is not filled by what the base checkpoint stores for it: {held}")

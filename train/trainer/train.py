@@ -92,7 +92,7 @@ class Run:
         self.step = self.first_step = self.snapshots.read(path)
         for name, reference in self.references.items():
             if not reference.complete:
-                reference.take(self.snapshots.read_kept(path, name, reference.values.shape))
+                reference.take(self.snapshots.read_kept(path, name, reference.values.shape).numpy())
         self._resumed_from = path
 
     def run(self) -> dict[str, Any]:

@@ -41,4 +41,4 @@ def test_it_is_written_back_under_the_names_of_the_checkpoint(tmp_path, family):
     shapes = {name: tuple(parameter.shape) for name, parameter in loaded.named_parameters()}
     expected, found = (stored_names(model, shapes, base) for model in (loaded, empty))
     for name in shapes:
-        assert found.of(name) == expected.of(name)
+        assert found[name] == expected[name]
