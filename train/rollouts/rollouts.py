@@ -13,7 +13,6 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,14 @@ class Rollouts:
         spec, self._engine, self._grid = rank.spec, rank.engine, rank.grid
         self._rank, self._spec, self._plan, self._train = rank, spec, plan, train
         self._lesson = taught if method.judged_by == "teacher" else graded
-        facts = Facts(str(self._train.directory), str(valid.directory) if valid else None, self._ends)
+        tokenizer, model = load_tokenizer(spec.base_path), rank.engine.module.model
+        end = getattr(model.generation_config, "eos_token_id", None)
+        ends = {*(end if isinstance(end, list) else [end]), tokenizer.eos_token_id} - {None}
+        self._ends = tuple(sorted(map(int, ends)))  # tokens that end an answer
+        self._form: Form | None = None
+        if form := spec.options.get("response_format"):
+            self._form = Form(form, tokenizer, model.config.get_text_config().vocab_size, self._ends)
+        facts = Facts(str(train.directory), str(valid.directory) if valid else None, self._ends)
         if self._grid.rank == 0:
             facts.write(spec.run_dir)
         self._files = SamplesPlan(spec, facts)
@@ -146,24 +152,6 @@ class Rollouts:
         if samples.failed:
             raise NothingGraded(samples.failed)
         return samples
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        return load_tokenizer(self._spec.base_path)
-
-    @cached_property
-    def _ends(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
-        end = getattr(self._engine.module.model.generation_config, "eos_token_id", None)
-        ends = [*(end if isinstance(end, list) else [end]), self._tokenizer.eos_token_id]
-        return tuple(sorted({int(token) for token in ends if token is not None}))
-
-    @cached_property
-    def _form(self) -> Form | None:
-        form = self._spec.options.get("response_format")
-        if form is None:
-            return None
-        return Form(form, self._tokenizer, self._engine.module.model.config.get_text_config().vocab_size, self._ends)
 
 
 class Form:
