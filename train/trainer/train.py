@@ -71,7 +71,7 @@ class Run:
         self.train, self.valid = train, valid
         self.method = method_of(spec.method)
         self.step = self.first_step = 0
-        self.boundary_s = 0.0  # time.monotonic() when the ranks last agreed between two steps
+        self.ended_s = 0.0  # time.monotonic() after the last step
         self._resumed_from: str | None = None
         self.validations = Validations()
         self.snapshots = Snapshots(rank, train.digest, self.validations)
@@ -100,9 +100,10 @@ class Run:
         try:
             self._train()
         except DevicesWanted:
+            self.ended_s = time.monotonic()
             return self._suspended()
         self._publish_result()
-        self.boundary_s = time.monotonic()
+        self.ended_s = time.monotonic()
         return {"outcome": "succeeded", "step": self.step}
 
     def close(self) -> None:
@@ -114,11 +115,10 @@ class Run:
         for reference in self.references.values():
             reference.compute(self._agree)
         self.snapshots.kept = {name: torch.from_numpy(kept.values) for name, kept in self.references.items()}
+        if self.step == 0 or (self.rollouts is not None and self._validates()):  # its answers may be there by now
+            self._validate()
         if self.step == 0:
-            self._validate()
             self._warn_of_fewer_validations()
-        elif self.rollouts is not None and self._validates():  # its answers may be there by now
-            self._validate()
         self._publish()  # an earlier world may have been about to finish or to publish
         while not self._is_over():
             if self._agree(self.step > self.first_step and self.snapshots.due()):
@@ -197,7 +197,6 @@ class Run:
 
     def _agree(self, due: bool = False) -> bool:
         """Collective: whether something is due on the first rank. Raises DevicesWanted."""
-        self.boundary_s = time.monotonic()
         wanted, due = any_rank(self.progress.suspend, due and self.grid.rank == 0)
         if wanted:
             raise DevicesWanted

@@ -63,7 +63,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     outcome = run.run()
     progress.enter("done", run.step)
     run.close()
-    seconds = {**outcome.pop("seconds", {}), "leave": time.monotonic() - run.boundary_s}
+    seconds = {**outcome.pop("seconds", {}), "leave": time.monotonic() - run.ended_s}
     lifeline.emit("done", seconds=seconds, **outcome)
     return 0
 
