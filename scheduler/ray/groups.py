@@ -28,8 +28,7 @@ from scheduler.ray.node import NodeConfig, stored_bytes
 from scheduler.ray.nodes import Nodes
 from train.control.group import Group
 from train.control.rank_host import RankHost
-from train.plan.spec import TrainSpec
-from train.state.cadence import every_s
+from train.plan.spec import TrainSpec, every_s
 from weights.format.names import Name, decode_name
 
 log = logging.getLogger(__name__)

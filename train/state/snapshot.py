@@ -6,7 +6,7 @@ float32 and in the parameter's shape, the tensors that the run keeps from its be
 needs: the step, and how the validations went. Data position, order, learning rate and random streams are functions of
 the step and the spec, so there is nothing else to keep.
 
-It is written between two steps, which wait for it, so only as often as that is cheap (train.state.cadence).
+It is written between two steps, which wait for it, so only as often as that is cheap (train.plan.spec.every_s).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 
 from train.control.rank import Rank, broadcast_json
 from train.plan.errors import SnapshotMismatch
+from train.plan.spec import every_s
 from train.state import copies, fragments
-from train.state.cadence import every_s
 from train.state.copies import Piece, Written, is_full, write_together
 from train.state.fragments import Fragment
 from weights.format.errors import IntegrityError, StoreError, StoreFull

@@ -6,7 +6,7 @@ import torch
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir
 from train.model.model import load_model
-from train.state.stored_names import stored_names
+from train.state.publish import stored_names
 
 
 @pytest.mark.parametrize("family, tied", [("llama", False), ("qwen2", True)])

@@ -11,7 +11,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Transp
 
 from tests.train_support.tiny import FAMILIES, make_model_dir
 from train.plan.errors import UnsupportedModel
-from train.state.stored_names import cut, match, stored_names
+from train.state.publish import cut, match, stored_names
 
 
 def load(path):
