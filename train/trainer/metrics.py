@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed import comm
+from deepspeed.utils.timer import SynchronizedWallClockTimer
 from torch.utils.tensorboard import SummaryWriter
 
 from runtime.devices.kinds import kind_of
@@ -29,44 +29,23 @@ class Metrics:
     def __init__(self, rank: Rank, method: Method):
         self._method, self._engine, self._grid, self._emit = method, rank.engine, rank.grid, rank.emit
         self._on_host = kind_of(rank.spec.device_kind).on_host
-        self._began_s, self._forward_s = 0.0, 0.0
-        self._passes: list[tuple[torch.Event, torch.Event]] = []  # begin and end of each
+        self._began_s = 0.0
+        # Around each forward pass: what a rank computes by itself, before it waits for others in collectives. All ranks
+        # end a step together, so the step's time says nothing of one of them.
+        self.forward_timer = SynchronizedWallClockTimer.Timer("forward")
         self._curves_folder = str(Path(rank.spec.run_dir) / "tb")
         self._curves: SummaryWriter | None = None
 
     def begin_step(self) -> None:
         self._began_s = time.perf_counter()
         self._engine.module.take_metrics()  # of a validation
-        self._take_forward_s()
-
-    @contextmanager
-    def forward_pass(self) -> Iterator[None]:
-        """Around the forward pass of each micro-batch: what a rank computes by itself, before it waits for others in
-        collectives. All ranks end a step together, so the step's time says nothing of one of them."""
-        if self._on_host:
-            began_s = time.perf_counter()
-            yield
-            self._forward_s += time.perf_counter() - began_s
-            return
-        begin, end = (torch.Event(self._engine.device, enable_timing=True) for _ in range(2))
-        begin.record()
-        yield
-        end.record()
-        self._passes.append((begin, end))
-
-    def _take_forward_s(self) -> float:
-        """Seconds of the forward passes since the last call. On a device it waits for the end of the last one."""
-        if self._passes:
-            self._passes[-1][1].synchronize()
-        seconds = self._forward_s + sum(begin.elapsed_time(end) for begin, end in self._passes) / 1000
-        self._passes, self._forward_s = [], 0.0
-        return seconds
+        self.forward_timer.reset()
 
     def end_step(self, step: int, loss: torch.Tensor, data: StepData, **fields: Any) -> None:
         """Collective: report that `step` steps are done. loss: this rank's part. fields: more for the event. Raises
         TrainingDiverged, on every rank."""
         seconds = torch.zeros(self._grid.world_size, dtype=torch.float32, device=loss.device)
-        seconds[self._grid.rank] = self._take_forward_s()
+        seconds[self._grid.rank] = self.forward_timer.elapsed() / 1000
         message = torch.cat([self._sums(loss), seconds])
         comm.all_reduce(message)
         total, *rest = message.tolist()

@@ -150,8 +150,9 @@ class Run:
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
             batch = to_batch(row, scale * row.weight, engine.device) | shared
-            with self.metrics.forward_pass():
-                part = engine(batch)
+            self.metrics.forward_timer.start()
+            part = engine(batch)
+            self.metrics.forward_timer.stop()
             # Use a separate tensor: on the engine's own output DeepSpeed 0.19.8 divides by the accumulation steps even
             # if told not to (its hook there runs before it detects its own backward).
             engine.backward(part * 1, scale_wrt_gas=False)
