@@ -53,20 +53,16 @@ def test_its_hyperparameters_are_openais():
     assert json.loads(json.dumps(fields["options"])) == fields["options"]
 
 
-@pytest.mark.parametrize(
-    "given, rank_limit, expected",
-    [
+def test_model_in_training_is_an_adapter_where_engines_take_it():
+    for given, rank_limit, expected in (
         ({"lora_rank": 8}, 32, "adapter"),
         ({"lora_rank": 8, "lora_publish": "merged"}, 32, "adapter"),
         ({"lora_rank": 8}, 0, "version"),
         ({"lora_rank": 64, "lora_publish": "merged"}, 32, "version"),
         ({}, 32, "version"),
-    ],
-)
-def test_model_in_training_is_an_adapter_where_engines_take_it(given, rank_limit, expected):
-    model = replace(MODEL, adapter_max_rank=rank_limit)
-    options = REINFORCEMENT.resolve(given, DATASET, model, 1)["options"]
-    assert (options["policy"], options["staleness"]) == (expected, 0)
+    ):
+        options = REINFORCEMENT.resolve(given, DATASET, replace(MODEL, adapter_max_rank=rank_limit), 1)["options"]
+        assert (options["policy"], options["staleness"]) == (expected, 0)
 
 
 @pytest.mark.parametrize(
@@ -296,16 +292,17 @@ def run_spec(tmp_path, **fields):
 
 
 class Box:
-    """Whoever runs the job: hears its events and writes its samples."""
+    """Whoever runs the job: hears its events, writes its samples, and after the step `leaves_at` wants the devices."""
 
-    def __init__(self, sampler=None):
-        self.told, self.sampler = [], sampler or Sampler()
+    def __init__(self, sampler=None, leaves_at=None):
+        self.told, self.sampler, self.leaves_at = [], sampler or Sampler(), leaves_at
         self.progress, self.spec = Progress(), None
 
     def __call__(self, event, **data):
         self.told.append({"event": event, **data})
         if event == "policy":
             self.sampler.policy(self.spec, data["step"])
+            self.progress.suspend = data["step"] == self.leaves_at
 
     def of(self, kind):
         return [event for event in self.told if event["event"] == kind]
@@ -368,19 +365,6 @@ def test_equal_rewards_change_nothing_and_a_silent_grader_ends_the_job(tmp_path)
     assert all(step["mean_unresponsive_rewards"] == 0.5 for step in half.of("metrics"))
 
 
-class Impatient(Sampler):
-    """Wants the devices when the samples of the third step are missing."""
-
-    def __init__(self, of):
-        super().__init__(silent=(SamplesFile("train", 2),))
-        self.of = of
-
-    def policy(self, spec, step):
-        super().policy(spec, step)
-        if step == 2:
-            self.of().progress.ask_suspend()
-
-
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_run_that_is_suspended_loses_no_sample_and_counts_none_twice(tmp_path, staleness):
     spec = run_spec(tmp_path, options={**SAMPLES, "staleness": staleness})
@@ -388,7 +372,7 @@ def test_run_that_is_suspended_loses_no_sample_and_counts_none_twice(tmp_path, s
     whole.run(spec)
     assert [step["staleness"] for step in whole.of("metrics")] == [min(step, staleness) for step in range(6)]
     spec = replace(spec, run_dir=str(tmp_path / "other"), job_id="k")
-    first, second = Box(Impatient(lambda: first)), Box()
+    first, second = Box(Sampler(silent=(SamplesFile("train", 2),)), leaves_at=2), Box()
     outcome = first.run(spec)
     assert outcome["outcome"] == "suspended" and outcome["step"] == 2
     assert second.run(spec, outcome["snapshot_path"])["outcome"] == "succeeded"
