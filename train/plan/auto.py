@@ -10,14 +10,15 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from runtime.devices.kinds import kind_of
 from train.plan import recipe
 from train.plan.errors import InvalidHyperparameter
-from train.plan.recipe import SCHEDULES
+from train.plan.spec import TrainSpec
 from train.plan.speed import Load
 
+_FIELDS = get_type_hints(TrainSpec)
 Own = Callable[["Given", dict[str, Any]], None]
 LORA_FROM_PARAMETERS = 1_000_000_000
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_publish")
@@ -131,6 +132,14 @@ def resolve(
     (appliance.controller.models.capacity.layouts)."""
     given = Given(hyperparameters)
     fields: dict[str, Any] = {}
+    # Not fp8 as serve_dtype: it needs the largest element of a tensor before its first byte is written, and no rank
+    # sees a whole one.
+    for name in ("packing", "offload", "activation_checkpointing", "lr_scheduler", "serve_dtype"):
+        fields[name] = given.choice(name, auto=getattr(TrainSpec, name))
+    for name, high in (("lora_dropout", 0.9), ("warmup_ratio", 0.9), ("weight_decay", 1), ("max_grad_norm", 1e6)):
+        fields[name] = given.number(name, 0, high, auto=getattr(TrainSpec, name))
+    for name in ("eval_interval", "early_stopping_patience"):
+        fields[name] = given.integer(name, 0, 1_000_000, auto=0)
 
     # Never chosen on its own: it talks in every layer, ZeRO once per step, so it pays only between devices with fast
     # links and for models that one device cannot hold.
@@ -139,21 +148,17 @@ def resolve(
     # LoRA above a size where the optimizer's 12 bytes per parameter hurt, and where something is asked for that
     # adapters alone have.
     small = model.n_parameters < LORA_FROM_PARAMETERS and not model.quantised
-    fields["full"] = given.flag("full", auto=small and not any(map(given.is_set, OF_LORA)))
+    fields["full"] = given.choice("full", auto=small and not any(map(given.is_set, OF_LORA)))
     widest = min(1024, model.hidden or 1024)  # a rank beyond the model's width trains more than all weights would
     fields["lora_rank"] = given.integer("lora_rank", 1, widest, auto=min(16, widest))
     fields["lora_alpha"] = given.number("lora_alpha", 0.001, 1e6, auto=2.0 * fields["lora_rank"])
-    fields["lora_dropout"] = given.number("lora_dropout", 0, 0.9, auto=0.0)
     fields["lora_targets"] = tuple(given.names("lora_targets"))
     # An adapter wherever the base's engines take it: hundreds of them share one engine, and it has 1 % of the bytes.
     merged = why_no_adapter(model, fields) and not model.quantised
-    fields["lora_publish"] = given.choice("lora_publish", ("adapter", "merged"), auto="merged" if merged else "adapter")
-    fields["precision"] = given.choice("precision", ("bf16", "fp32"), auto="bf16" if model.computes_bf16 else "fp32")
-    fields["offload"] = given.choice("offload", ("none", "optimizer", "parameters"), auto="none")
+    fields["lora_publish"] = given.choice("lora_publish", auto="merged" if merged else "adapter")
+    fields["precision"] = given.choice("precision", auto="bf16" if model.computes_bf16 else "fp32")
     fields["zero_stage"] = given.integer("zero_stage", 0, 3, auto=3 if fields["offload"] == "parameters" else 1)
-    fields["activation_checkpointing"] = given.flag("activation_checkpointing", auto=False)
 
-    fields["packing"] = given.flag("packing", auto=True)
     fields["n_epochs"] = given.integer("n_epochs", 1, 50, auto=recipe.epochs(dataset.n_examples, full=fields["full"]))
     length, rows = _rows(given, dataset, model, fields, max_devices // ranks_of_row(fields))
     fields["max_length"] = given.integer("max_length", 32, model.max_position_embeddings, auto=length)
@@ -162,15 +167,7 @@ def resolve(
     _check_together(given, model, fields)
 
     fields["learning_rate"] = _learning_rate(given, dataset, model, fields)
-    fields["lr_scheduler"] = given.choice("lr_scheduler", SCHEDULES, auto="cosine")
-    fields["warmup_ratio"] = given.number("warmup_ratio", 0, 0.9, auto=0.03)
-    fields["weight_decay"] = given.number("weight_decay", 0, 1, auto=0.0)
-    fields["max_grad_norm"] = given.number("max_grad_norm", 0, 1e6, auto=1.0)
-    fields["publish"] = given.choice("publish", ("checkpoints", "end", "epoch", "best"), auto="checkpoints")
-    fields["eval_interval"] = given.integer("eval_interval", 0, 1_000_000, auto=0)
-    fields["early_stopping_patience"] = given.integer("early_stopping_patience", 0, 1_000_000, auto=0)
-    # Not fp8, which needs the largest element of a tensor before its first byte is written: no rank sees a whole one.
-    fields["serve_dtype"] = given.choice("serve_dtype", ("bf16", "fp32"), auto="bf16")
+    fields["publish"] = given.choice("publish", auto="checkpoints")
     every = given.value("snapshot_every_s", None)
     fields["snapshot_every_s"] = every if every is None else given.number("snapshot_every_s", 0, 86400, auto=0)
     if own is not None:
@@ -336,13 +333,9 @@ class Given:
 
     def integer(self, name: str, low: int, high: int, *, auto: int) -> int:
         value = self.value(name, auto)
-        if value is auto:
-            return auto
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high or value % 1:
             raise InvalidHyperparameter(name, value, f"'auto' or a whole number from {low} to {high}")
-        return value
+        return int(value)
 
     def number(self, name: str, low: float, high: float, *, auto: float) -> float:
         value = self.value(name, auto)
@@ -350,16 +343,11 @@ class Given:
             raise InvalidHyperparameter(name, value, f"'auto' or a number from {low} to {high}")
         return float(value)
 
-    def flag(self, name: str, *, auto: bool) -> bool:
-        value = self.value(name, auto)
-        if not isinstance(value, bool):
-            raise InvalidHyperparameter(name, value, "true or false")
-        return value
-
-    def choice(self, name: str, options: tuple[str, ...], *, auto: str) -> str:
-        value = self.value(name, auto)
-        if value not in options:
-            raise InvalidHyperparameter(name, value, f"one of {', '.join(options)}")
+    def choice(self, name: str, options: tuple[Any, ...] = (), *, auto: Any) -> Any:
+        """One of `options`, or without them of what TrainSpec declares: some words, or true and false."""
+        value, options = self.value(name, auto), options or get_args(_FIELDS[name]) or (True, False)
+        if value not in options or type(value) is not type(options[0]):
+            raise InvalidHyperparameter(name, value, f"one of {', '.join(map(str, options)).lower()}")
         return value
 
     def names(self, name: str) -> list[str]:

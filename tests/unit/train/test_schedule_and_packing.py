@@ -1,13 +1,14 @@
 """Learning rate and the order of data as pure functions of the step."""
 
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from tests.train_support.specs import host_spec
 from train.data.packing import Row, StepPlan, build_row, part_of, plan_packs
-from train.plan.recipe import FLOOR_RATIO, SCHEDULES, learning_rate
+from train.plan.recipe import FLOOR_RATIO, Schedule, learning_rate
 from train.plan.spec import MOST_VERSIONS
 from train.trainer.train import DataFeed
 
@@ -30,7 +31,7 @@ def test_other_schedules_end_where_they_say():
     falls = np.diff(rates("linear")[10:])
     assert falls == pytest.approx(falls[0])
     assert rates("wsd")[9:80] == [2.0] * 71 and rates("wsd")[80] < 2.0 and rates("wsd")[99] == pytest.approx(0.2)
-    for schedule in SCHEDULES:
+    for schedule in get_args(Schedule):
         assert rates(schedule)[:10] == rates("cosine")[:10], "the warm-up is the same"
         assert learning_rate(0, 1, peak=1.0, warmup_ratio=0, schedule=schedule) == 1.0
 
