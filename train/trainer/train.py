@@ -89,10 +89,11 @@ class Run:
     def resume_from(self, path: str) -> None:
         """Collective: take the state of a snapshot. Raises SnapshotMismatch."""
         self.progress.enter("resuming")
-        self.step = self.first_step = self.snapshots.read(path)
-        for name, reference in self.references.items():
-            if not reference.complete:
-                reference.take(self.snapshots.read_kept(path, name, reference.values.shape).numpy())
+        wanted = {name: kept.values.shape for name, kept in self.references.items() if not kept.complete}
+        self.step, found = self.snapshots.read(path, wanted)
+        self.first_step = self.step
+        for name, values in found.items():
+            self.references[name].take(values.numpy())
         self._resumed_from = path
 
     def run(self) -> dict[str, Any]:

@@ -60,10 +60,10 @@ def test_read_snapshot_of_other_tokens_is_refused(run):
     snapshots.save(2)
     (stored,) = store.list("snapshot", "j")
     snapshots._validations = Validations()
-    assert snapshots.read(str(stored.path)) == 2 and snapshots._validations == Validations({1: 0.5}, [1])
+    assert snapshots.read(str(stored.path), {}) == (2, {}) and snapshots._validations == Validations({1: 0.5}, [1])
     snapshots._tokens = "other"
     with pytest.raises(SnapshotMismatch):
-        snapshots.read(str(stored.path))
+        snapshots.read(str(stored.path), {})
 
 
 @pytest.mark.parametrize(
