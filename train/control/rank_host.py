@@ -82,11 +82,9 @@ class RankHost:
         return life()
 
     async def status(self) -> dict[str, Any]:
-        """`{"alive", "done", "job_id", "rank", "world_size", "pid"}` of the rank started last; `done`: it came to its
-        end. The job is "" before the first rank, and again once `kill` has cleared the device."""
-        alive = self._child is not None and self._child.alive
-        pid = self._child.pid if alive else None
-        return {**self._place, "alive": alive, "done": self._events.done, "pid": pid}
+        """`{"job_id", "rank", "world_size"}` of the rank started last, dead or alive. The job is "" before the first
+        rank, and again once `kill` has cleared the device."""
+        return self._place
 
     async def call(self, method: str, timeout_s: float | None = None, **args: Any) -> Any:
         """Call the rank; raises ChildDied, ChildError, ChildTimeout."""
@@ -131,11 +129,6 @@ class _Events:
         self._kept: list[dict[str, Any]] = []
         self._news = asyncio.Condition()
         self._reader = asyncio.create_task(self._read(child), name=f"events of {child.name}") if child else None
-
-    @property
-    def done(self) -> bool:
-        """Whether the rank came to its end."""
-        return any(event["event"] == "done" for event in self._kept)
 
     async def next(self, after: int) -> dict[str, Any]:
         async with self._news:
