@@ -108,7 +108,7 @@ def _without_weights(spec: TrainSpec, sent: bool) -> PreTrainedModel | None:
     if sent and (model._keep_in_fp32_modules_strict or model.get_expanded_tied_weights_keys(all_submodels=True)):
         return None
     model.tie_weights()
-    # What loading leaves for whoever writes the model back (train.state.stored_names), for experts are stored one by
+    # What loading leaves for whoever writes the model back (train.state.publish), for experts are stored one by
     # one, and for whoever has it answer.
     model._weight_conversions = get_model_conversion_mapping(model)
     with suppress(OSError):  # the directory has none
