@@ -26,7 +26,7 @@ from appliance.controller.app import create_app
 from appliance.controller.bus.bus import Bus
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.model_files import LibraryOps
-from appliance.controller.http.peers import Listener
+from appliance.controller.interfaces.principal import Listener
 from appliance.controller.main import _listen
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary

@@ -209,7 +209,7 @@ class Controller:
 
 
 def identity(request_id: bytes, token: bytes, exchange: Exchange | None = None) -> list[tuple[str, str]]:
-    """Headers with the key of a request, and the proof that a gateway wrote them (appliance.controller.http.peers).
+    """Headers with the key of a request, and the proof that a gateway wrote them (controller.interfaces.principal).
     exchange: None for requests of the gateway itself."""
     who = [("x-appliance-key-id", "gateway"), ("x-appliance-scopes", "gateway")]
     if exchange is not None and exchange.route.kind != "login":  # all others name a key

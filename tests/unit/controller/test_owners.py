@@ -33,7 +33,6 @@ class Named:
 
     path: dict[str, str]
     body: Any = None
-    params: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,8 @@ def requests(method: str, path: str, judged: Named | InBody, people: People, obj
     if isinstance(judged, Named):
         for parameter, kind in judged.path.items():
             path = path.replace("{" + parameter + ":path}", objects[kind]).replace("{" + parameter + "}", objects[kind])
-        yield path, {} if judged.body is None else {"json": filled(judged.body)}
+        sent = {"files": {"data": b"x"}} if path.endswith("/parts") else {"json": filled(judged.body)}
+        yield path, {} if sent == {"json": None} else sent
         return
     for named, kind in judged.names.items():
         if judged.query:
