@@ -18,7 +18,6 @@ from runtime.logs import minute
 MAX_RETRY_AFTER_S = 120
 ERROR_EVENT: Final = b'data: {"error"'
 GIVES_WAY: Final = "batch_gives_way"
-OVERLOADED: Final = "overloaded"  # too many bytes of bodies
 ENGINE_FAILED: Final = "engine_failed"
 ENGINES_DIED: Final = "engines_died"  # of one request, which is sent to no other
 

@@ -14,13 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import aiohttp
 from aiohttp.connector import Connection
 from aiohttp.http import HttpProcessingError, RawResponseMessage
-from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from uvicorn.server import ServerState
 from yarl import URL
@@ -100,7 +98,7 @@ class State:
         most = self.limits.buffered_body_bytes // (2 if exchange.use.batch else 1)
         if self.buffered_bytes + nbytes > most:
             text = "The server is busy with other large requests. Please retry."
-            raise errors.unavailable(text, errors.OVERLOADED, 2)
+            raise errors.unavailable(text, "overloaded", 2)
         owner = exchange.use.owner
         if owner.body_bytes + nbytes > self.limits.owner_body_bytes:
             raise self.spending.too_many_at_once("bytes of request bodies", self.limits.owner_body_bytes)
@@ -258,13 +256,6 @@ async def read_up_to(content: aiohttp.StreamReader, most: int) -> bytes:
     while len(body) < most and not content.at_eof():
         body += await content.read(most - len(body))
     return body
-
-
-async def metrics_text(state: State, controller_up: bool) -> bytes:
-    """Series of this gateway."""
-    current = [*state.metrics.registry.collect(), *gauges(state, controller_up)]
-    collected: Any = SimpleNamespace(collect=lambda: current)
-    return await asyncio.to_thread(generate_latest, collected)  # it may take 0.3 s
 
 
 def gauges(state: State, controller_up: bool) -> Iterator[Metric]:
