@@ -40,10 +40,7 @@ class _Part(Struct):
     type: str
 
 
-_PARTS: Final = _array(_Part, _MESSAGES)
-
-
-_CONTENT: Final = str | _PARTS
+_CONTENT: Final = str | _array(_Part, _MESSAGES)
 _CHAT_CONTENT: Final = str | _array(_Part | list[_Part], _MESSAGES)
 # By role: type and default of a message's content.
 _CONTENTS: Final[dict[str, tuple[Any, ...]]] = {

@@ -177,15 +177,11 @@ class App:
             name = name.partition("@")[0]  # the table has one row for all its versions, which the engine tells apart
         model = state.callable_model(name, caller, private)
         exchange.model = (model.trained_from if in_training else name).partition("@")[0]
-        message = ""  # before an engine is started
-        if model.task != route.task:
-            message = f"The model `{name}` does not support {route.name}."
-        elif route.converses and not model.chats:
-            message = (
-                f"The model `{name}` has no chat template. Call /v1/completions, or deploy it with --chat-template."
-            )
-        if message:
-            raise HttpError(400, message, param="model", code="model_not_supported")
+        unfit = "" if model.task == route.task else f"does not support {route.name}"
+        if route.converses and not model.chats:
+            unfit = unfit or "has no chat template. Call /v1/completions, or deploy it with --chat-template"
+        if unfit:  # before an engine is started
+            raise HttpError(400, f"The model `{name}` {unfit}.", param="model", code="model_not_supported")
         checked = check_object(route, data, len(body), state.limits)
         transcript = checked.transcript
         background = transcript is not None and transcript.background

@@ -38,7 +38,6 @@ from weights.format.names import policy_of
 
 log = logging.getLogger("appliance.gateway")
 
-_ERROR_BYTES: Final = 64 * 1024
 # Largest answer of an engine to a request that counts tokens.
 _TOKEN_IDS_BYTES: Final = 64 << 20
 _HEAD: Final = (
@@ -248,7 +247,7 @@ class Inference:
         if engine_version is not None and not self._may_be_adapter():
             exchange.model_version = engine_version
         if status >= 400:  # nothing of it is relayed
-            body = await read_up_to(content, _ERROR_BYTES)
+            body = await read_up_to(content)
             error = errors.from_upstream(status, body, exchange.route.prompt)
             if status == 404:
                 raise self._moved(error.message)

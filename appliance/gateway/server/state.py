@@ -250,8 +250,8 @@ class Engines:
             await connector.close()
 
 
-async def read_up_to(content: aiohttp.StreamReader, most: int) -> bytes:
-    """A body, or its first `most` bytes: a single `read` returns what has come."""
+async def read_up_to(content: aiohttp.StreamReader, most: int = 64 * 1024) -> bytes:
+    """A body, or its first `most` bytes (enough for an error): a single `read` returns what has come."""
     body = b""
     while len(body) < most and not content.at_eof():
         body += await content.read(most - len(body))
