@@ -79,10 +79,9 @@ class ReplicaLoad:
 @dataclass(slots=True, eq=False)
 class Choice:
     """A request placed on a replica; pass it to `Router.end` exactly once. model: the name it was placed by, the
-    canary's if the canary took it. priority: its place in the engine's own queue, where the smallest is next: a request
-    stands there as if it had come a millisecond later for each token that its owner already has on the replica, so that
-    one owner's many do not keep others from an engine whose memory is full. pending: its prompt tokens until its first
-    token."""
+    canary's if the canary took it. priority: its place in the engine's own queue, where the smallest is next: as if it
+    had come a millisecond later for each token that its owner has on the replica, so that one owner's many do not keep
+    others from an engine whose memory is full. pending: its prompt tokens until its first token."""
 
     model: str
     replica: Replica

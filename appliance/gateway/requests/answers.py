@@ -126,8 +126,7 @@ class CompletionTranscript(Transcript):
         self._answer: dict[str, Any] = {"choices": []}
 
     def whole(self, body: bytes) -> bytes:
-        self.stores = object_in(body, "chat.completion") is not None
-        self.final = body
+        self.stores, self.final = object_in(body, "chat.completion") is not None, body
         return body
 
     def event(self, event: bytes) -> bytes:

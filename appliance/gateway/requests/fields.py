@@ -45,8 +45,7 @@ _CHAT_CONTENT: Final = str | _array(_Part | list[_Part], _MESSAGES)
 # By role: type and default of a message's content.
 _CONTENTS: Final[dict[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("system", "developer", "user"), (_CHAT_CONTENT,)),
-    "assistant": (_CHAT_CONTENT | None, None),
-    **dict.fromkeys(("tool", "function"), (Any, None)),
+    **{"assistant": (_CHAT_CONTENT | None, None), "tool": (Any, None), "function": (Any, None)},
 }
 _OTHERS: Final = [("name", str | None, None), ("tool_calls", list[dict[str, Any]] | None, None)]
 _MESSAGE: Final = Union[  # noqa: UP007 - of a tuple

@@ -3,11 +3,10 @@
 The connection is uvicorn's, and what that leaves open: the size and the time of a head, headers that two parsers could
 read differently, and refusals in the API's own shape.
 
-An error is OpenAI's object on every route except Anthropic's, `/v1/messages` and below, whose shape and types are after
-https://docs.anthropic.com/en/api/errors; what is 503 elsewhere is 529 `overloaded_error` there. In a stream: `data:
-{"error": …}` for chat and completions, as vLLM and OpenAI's older routes do; for /v1/responses OpenAI's event `error`
-(https://platform.openai.com/docs/api-reference/responses-streaming/error) with the object inside it as well, by which
-its SDK raises; Anthropic's event `error`."""
+An error is OpenAI's object, and on `/v1/messages` and below Anthropic's (https://docs.anthropic.com/en/api/errors);
+503 is 529 `overloaded_error` there. In a stream: `data: {"error": …}` for chat and completions; for /v1/responses the
+event `error` (https://platform.openai.com/docs/api-reference/responses-streaming/error) with the object inside it as
+well, by which its SDK raises; Anthropic's event `error`."""
 
 from __future__ import annotations
 

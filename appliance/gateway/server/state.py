@@ -72,9 +72,9 @@ class State:
         self.tracing: Tracing | None = None
         if config.otlp_endpoint is not None:
             # Imported here: the SDK adds 0.5 s to a start, and most boxes export no traces.
-            from appliance.gateway.server.tracing import Tracing
+            from appliance.gateway.server import tracing
 
-            self.tracing = Tracing(config.otlp_endpoint)
+            self.tracing = tracing.Tracing(config.otlp_endpoint)
         self.token = b"" if config.token_path is None else Path(config.token_path).read_bytes().strip()
         self.keys: dict[str, Caller] = {}
         self.sessions: dict[str, tuple[Login, Caller]] = {}
