@@ -187,10 +187,8 @@ def token_count(body: bytes) -> bytes:
 # Fields that a continuable request may have. The continuation repeats the first set; the second changes no token.
 _SAMPLING = frozenset({"model", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "stop_token_ids"})
 _NEUTRAL = frozenset(
-    (
-        "messages prompt stream stream_options max_tokens max_completion_tokens n user metadata store service_tier "
-        "safety_identifier prompt_cache_key chat_template_kwargs cache_salt"
-    ).split()
+    "messages prompt stream stream_options max_tokens max_completion_tokens n user metadata store service_tier "
+    "safety_identifier prompt_cache_key chat_template_kwargs cache_salt".split()
 )
 # An engine's own fields, as above, which never come first in their object: the comma before one goes with it.
 _TOKEN_IDS = re.compile(rb',"(?:prompt_token_ids|token_ids)":\[[0-9, ]*\]')

@@ -164,11 +164,9 @@ FIELDS: Final[dict[str, dict[str, Any]]] = {
 # Field -> why it is refused on every route, unless it is false or 0, which ask for nothing.
 REFUSED: Final = {
     **dict.fromkeys(
-        (
-            "kv_transfer_params ec_transfer_params vllm_xargs request_id session_id mm_payload return_mm_kwargs "
-            "media_io_kwargs mm_processor_kwargs return_token_offsets return_prompt_text routed_experts_prompt_start "
-            "repetition_detection watermarking container enable_response_messages use_beam_search stream_interval"
-        ).split(),
+        "kv_transfer_params ec_transfer_params vllm_xargs request_id session_id mm_payload return_mm_kwargs "
+        "media_io_kwargs mm_processor_kwargs return_token_offsets return_prompt_text routed_experts_prompt_start "
+        "repetition_detection watermarking container enable_response_messages use_beam_search stream_interval".split(),
         "it is not offered",
     ),
     "chat_template": "the model's own template is used",
