@@ -138,11 +138,10 @@ class Inference:
         if model is None:
             raise state.unknown_model(self.model, exchange.caller)  # it was removed while this waited
         # The canary for its share; the model for requests that failed there, or for which the canary has no room.
-        host, names, choice = model.host or self.model, (self.model,), None
-        if self.continues:
-            names = (exchange.routed_model,)
-        elif not self.failures:
-            names = (*state.router.canary_for(model, exchange.caller.id, work.conversation), self.model)
+        again, caller = self.continues or self.failures, exchange.caller.id
+        canary = () if again else state.router.canary_for(model, caller, work.conversation)
+        names = (*canary, exchange.routed_model if self.continues else self.model)
+        host, choice = model.host or self.model, None
         # Those who wait go first; otherwise a stream of new requests could starve them.
         is_first = state.holds.queues.keys().isdisjoint({(host, False), (host, work.batch)})
         if not work.sequences or is_first:
