@@ -17,7 +17,7 @@ from appliance.controller.http.routers import StrictBody, unaudited
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs import settings
-from train.data_checks.process import BadOption, CheckFailed, report_apart
+from train.data_checks.process import CheckFailed, report_apart
 from train.methods.methods import METHODS
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
@@ -43,10 +43,10 @@ def routes(context: ControllerContext) -> APIRouter:
         try:
             async with context.file_threads:
                 report = await report_apart(context.files_dir / row.id, row.id, **options)
-        except (BadOption, CheckFailed) as error:
-            code = "invalid_value" if isinstance(error, BadOption) else "invalid_training_file"
+        except CheckFailed as error:
             # Without the box's own paths.
-            raise BadRequest(f"{error}.".replace(f"{context.files_dir}/", ""), code=code) from error
+            message = f"{error}.".replace(f"{context.files_dir}/", "")
+            raise BadRequest(message, code="invalid_training_file") from error
         return report
 
     return router

@@ -55,16 +55,14 @@ def main() -> None:
 
     out, sys.stdout = sys.stdout, sys.stderr  # where libraries that print may print to
     asked = json.loads(sys.stdin.readline())
-    print(json.dumps(_said(**asked)), file=out)
-
-
-def _said(path: str, arch: str) -> dict[str, Any]:
+    path = Path(asked["path"])
     Bounds(CPU_S, MEMORY_BYTES).hold()
     try:
-        tensors = compared(Path(path), arch)
-        return {"tensors": tensors, "tokenizer": read(Path(path), tensors["rows"])}
+        tensors = compared(path, asked["arch"])
+        answer = {"tensors": tensors, "tokenizer": read(path, tensors["rows"])}
     except Unfit as error:
-        return {"unfit": str(error)[:400]}
+        answer = {"unfit": str(error)[:400]}
+    print(json.dumps(answer), file=out)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------

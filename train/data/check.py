@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,10 @@ def read_examples(
     `refuses` says which; a record of another shape is unusable, and so is a file of which it takes none. Raises
     OSError."""
     with open(path, "rb") as file:
-        shape = _usual_shape(islice(examples(file, max_example_bytes), _SHAPE_EXAMPLES), refuses)
-        for line, raw in examples(file, max_example_bytes):
+        lines = examples(file, max_example_bytes)
+        first = list(islice(lines, _SHAPE_EXAMPLES))
+        shape = _usual_shape(first, refuses)
+        for line, raw in chain(first, lines):
             read = Read(line)
             try:
                 if isinstance(raw, BadRecord):

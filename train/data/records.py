@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
@@ -48,8 +49,7 @@ _TURNS = ("messages", "conversations", "conversation")
 _STRING_OR_NAN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|\bNaN\b', re.DOTALL)
 _ESCAPED_COLON = re.compile(rb"\\u003a", re.IGNORECASE)
 _PYTHON = re.compile(r"'|None\b|True\b|False\b")
-_CURLY = ("\u201c", "\u201d", "\u2018", "\u2019")
-PYTHON_TO_JSON = (
+_PYTHON_TO_JSON = (
     'python3 -c "import ast, json, sys; [print(json.dumps(ast.literal_eval(l))) for l in sys.stdin]"'
     " < FILE > train.jsonl"
 )
@@ -214,23 +214,15 @@ def loads(raw: bytes) -> Any:
     # orjson keeps the last of two equal keys. Each key has one colon outside strings, so what is written again without
     # a key has fewer of them; a colon that is escaped in a string may hide that.
     if raw.count(b":") != orjson.dumps(value).count(b":") or _ESCAPED_COLON.search(raw):
-        _refuse_twice(raw)
+        json.loads(raw, object_pairs_hook=_object)
     return value
 
 
-def _refuse_twice(raw: bytes) -> None:
+def _object(pairs: list[tuple[str, Any]]) -> None:
     """Raises BadRecord for an object that has a key twice."""
-
-    def check(pairs: list[tuple[str, Any]]) -> None:
-        seen = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise BadRecord(
-                    f"has the key {key[:60]!r} twice in one object; only one of the two values can be meant"
-                )
-            seen.add(key)
-
-    json.loads(raw, object_pairs_hook=check)
+    if len(dict(pairs)) < len(pairs):
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise BadRecord(f"has the key {key[:60]!r} twice in one object; only one of the two values can be meant")
 
 
 def _why_not_json(raw: bytes, error: orjson.JSONDecodeError) -> str:
@@ -243,9 +235,7 @@ def _why_not_json(raw: bytes, error: orjson.JSONDecodeError) -> str:
         )
     rest = text[error.pos :].strip()
     if _PYTHON.match(rest):
-        return f"is written as Python prints it, expected JSON: {PYTHON_TO_JSON}"
-    if rest[:1] in _CURLY:
-        return "is not valid JSON: its keys have curly quotes, expected straight ones"
+        return f"is written as Python prints it, expected JSON: {_PYTHON_TO_JSON}"
     if text.lstrip()[:1] not in ("{", "[", '"'):
         return "is not valid JSON: expected one example in braces on each line, not a table (CSV) or plain text"
     if rest == ",":

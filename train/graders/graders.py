@@ -121,21 +121,8 @@ class TextSimilarity(_Compared):
     """How alike input and reference are, from 0 to 1; similarity.py says by which measures."""
 
     type: Literal["text_similarity"]
-    evaluation_metric: str
-
-    def check(self, param: str) -> None:
-        super().check(param)
-        if self.evaluation_metric == "cosine":
-            raise InvalidGrader(
-                f"{param}evaluation_metric",
-                "'cosine' compares embeddings of a hosted model, which this box does not have; take one of "
-                + ", ".join(similarity.METRICS),
-            )
-        if self.evaluation_metric not in similarity.METRICS:
-            raise InvalidGrader(
-                f"{param}evaluation_metric",
-                f"{self.evaluation_metric!r} is not known; expected one of {', '.join(similarity.METRICS)}",
-            )
+    evaluation_metric: Literal[tuple(similarity.METRICS)]  # type: ignore[valid-type]
+    """OpenAI's `cosine` compares embeddings of a hosted model, which a box does not have."""
 
     def compare(self, text: str, reference: str) -> Reward:
         reward, cut = similarity.similarity(self.evaluation_metric, text, reference)
@@ -433,16 +420,12 @@ def judges(grader: Grader) -> dict[str, ScoreModel | LabelModel]:
     return {name: leaf for name, leaf in leaves(grader).items() if isinstance(leaf, ScoreModel | LabelModel)}
 
 
-def _named(grader: Any, name: Any) -> Any:
-    return {**grader, "name": name} if isinstance(grader, Mapping) and "name" not in grader else grader
-
-
 def _by_name(graders: Any) -> Any:
     alone = isinstance(graders, Mapping) and isinstance(graders.get("type"), str)
     if alone:
         graders = [graders]
     if isinstance(graders, Mapping):
-        return {name: _named(one, name) for name, one in graders.items()}
+        return {name: {"name": name, **one} if isinstance(one, Mapping) else one for name, one in graders.items()}
     if not isinstance(graders, list):
         return graders
     for place, one in enumerate(graders):

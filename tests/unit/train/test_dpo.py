@@ -19,7 +19,7 @@ from train.data.records import BadRecord
 from train.data.token_set import open_token_set
 from train.methods import packed_objective
 from train.methods.methods import method_of
-from train.methods.packed_objective import LogProbHead, PackedObjective, SummedLogProbHead
+from train.methods.packed_objective import LogProbHead, PackedObjective
 from train.model.model import load_model, load_tokenizer
 from train.plan.errors import InvalidTrainingData, SnapshotMismatch
 from train.trainer import train as training
@@ -167,16 +167,17 @@ def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path):
         again.snapshots.read_kept(left["snapshot_path"], "reference.valid", (12, 2))
 
 
-@pytest.mark.parametrize("kind", [LogProbHead, SummedLogProbHead])
+@pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize("rows, held", [(1000, 1000), (3, 1000), (3, 6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probabilities_and_their_gradients_are_exact(monkeypatch, rows, held, dtype, kind):
+def test_log_probabilities_and_their_gradients_are_exact(monkeypatch, rows, held, dtype, alike):
     monkeypatch.setattr(packed_objective, "HOST_LOGITS_BYTES", 4 * 50 * rows)
     monkeypatch.setattr(packed_objective, "held_rows", lambda n, *_: min(n, held))
     torch.manual_seed(0)
-    head = kind(16, 50, bias=False, dtype=dtype)
+    head = LogProbHead(16, 50, bias=False, dtype=dtype)
+    head.alike = alike
     hidden, labels = torch.randn(11, 16, dtype=dtype, requires_grad=True), torch.randint(0, 50, (11,))
-    weights = torch.full((11,), 0.3) if kind is SummedLogProbHead else torch.randn(11)
+    weights = torch.full((11,), 0.3) if alike else torch.randn(11)
     got = head(hidden, labels)
     (got * weights).sum().backward()
     ours = hidden.grad.clone(), head.weight.grad.clone()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from train.graders.similarity import MAX_METEOR_WORDS, METRICS, similarity
+from train.graders.similarity import METRICS, similarity
 
 
 def test_rouge_of_the_example_in_the_rouge_score_package() -> None:
@@ -28,6 +28,6 @@ def test_scripts_without_spaces_are_compared_by_sign(metric: str) -> None:
 
 
 def test_long_texts_are_cut_and_it_is_said() -> None:
-    reward, cut = similarity("meteor", "a " * (MAX_METEOR_WORDS + 1), "a")
+    reward, cut = similarity("meteor", "a " * (METRICS["meteor"] + 1), "a")
     assert cut and reward > 0
-    assert not similarity("rouge_1", "a " * MAX_METEOR_WORDS, "a")[1]
+    assert not similarity("rouge_1", "a " * METRICS["meteor"], "a")[1]
