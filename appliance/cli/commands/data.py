@@ -177,7 +177,9 @@ def _checked_here(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     try:
         with output.progress(f"reading {path}"):
             return report_on(path, str(path), **(options | names))
-    except (ValueError, InvalidSpec) as error:
+    except InvalidSpec as error:
+        raise BadUsage(str(error)) from error
+    except ValueError as error:
         raise CommandFailed(str(error)) from error
 
 
