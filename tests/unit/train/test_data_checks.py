@@ -1,16 +1,38 @@
 """Checks name the lines of a file, and count them."""
 
 import json
+from unittest.mock import patch
 
 import pytest
 
 from tests.train_support.tiny import gsm8k
-from tests.unit.train.data_checks.made import chat, checked, write
-from train.data_checks.check import personal_data
-from train.data_checks.process import CheckFailed, report_apart
+from train.data_checks.check import Check, personal_data
+from train.data_checks.process import CHECKS, CheckFailed, report_apart, report_on
 from train.plan.errors import InvalidSpec
 
 LONG = "The quick brown fox jumps over the lazy dog while the old man reads his newspaper under a tree in the park."
+
+
+def chat(question, answer):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def write(path, *records):
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    return path
+
+
+def repeats(path):
+    """By the index of each (near) duplicate that of the example before it."""
+    check = Check(CHECKS)
+    with patch("train.data_checks.check._MOST_SHOWN", 10**6):
+        check.report(path, "")
+    found = [one for name in ("duplicates", "near_duplicates") for one in check.found[name].first]
+    return {one["line"] - 1: one["of"] - 1 for one in found}
+
+
+def checked(path, **options):
+    return report_on(path, str(path), **options)
 
 
 def lines(report, name):
