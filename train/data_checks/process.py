@@ -14,7 +14,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from runtime.processes.ended import run_command
 from runtime.processes.kernel import Bounds
@@ -36,10 +36,6 @@ BOUNDS = Bounds(cpu_s=4 * 3600, memory_bytes=6 << 30)
 NICE_AFTER_S, _NICENESS = 5.0, 10
 TOKENS = "tokens"
 """Folder beside a job's data that has them as tokens."""
-
-CheckName = Literal["bad_lines", "empty", "duplicates", "near_duplicates", "too_long", "contaminated", "personal_data"]
-CHECKS: tuple[CheckName, ...] = get_args(CheckName)
-"""In the order of a report."""
 
 
 class CheckFailed(Exception):
@@ -160,7 +156,7 @@ def report_on(
         max_tokens = max_tokens or size(config, "max_position_embeddings", "n_positions") or None
         count = _counter(how, encoder)
     against = Path(against) if against else None
-    return Check(CHECKS, how.refuses if method else None, count, max_tokens, against).report(Path(path), name)
+    return Check(how.refuses if method else None, count, max_tokens, against).report(Path(path), name)
 
 
 def encoder_of(tokenizer: Path) -> ChatEncoder | None:

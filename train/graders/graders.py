@@ -69,6 +69,9 @@ class _Grader(_Strict):
         """Raises InvalidGrader for what its types cannot tell."""
         for path, text in self.texts(param):
             templates.check(text, path)
+        if self.pass_threshold is not None and self.bounds and self.pass_threshold > self.bounds[1]:
+            why = f"is {self.pass_threshold:g}, and the grader gives {self.bounds[1]:g} at most"
+            raise InvalidGrader(f"{param}pass_threshold", why)
 
     @property
     def bounds(self) -> tuple[float, float] | None:
@@ -388,14 +391,6 @@ def parse(given: Any) -> Grader:
     grader.check("")
     grader._given = dict(given)
     return grader
-
-
-def check_threshold(grader: Grader) -> None:
-    """Of a new grader; jobs and evaluations that have one from before go on with it. Raises InvalidGrader for one that
-    no reward reaches: every item would fail, whatever is answered."""
-    threshold, bounds = grader.pass_threshold, grader.bounds
-    if threshold is not None and bounds is not None and threshold > bounds[1]:
-        raise InvalidGrader("pass_threshold", f"is {threshold:g}, and the grader gives {bounds[1]:g} at most")
 
 
 def leaves(grader: Grader) -> dict[str, Leaf]:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.train_support.tiny import gsm8k
 from train.data_checks.check import Check, personal_data
-from train.data_checks.process import CHECKS, CheckFailed, report_apart, report_on
+from train.data_checks.process import CheckFailed, report_apart, report_on
 from train.plan.errors import InvalidSpec
 
 LONG = "The quick brown fox jumps over the lazy dog while the old man reads his newspaper under a tree in the park."
@@ -24,7 +24,7 @@ def write(path, *records):
 
 def repeats(path):
     """By the index of each (near) duplicate that of the example before it."""
-    check = Check(CHECKS)
+    check = Check()
     with patch("train.data_checks.check._MOST_SHOWN", 10**6):
         check.report(path, "")
     found = [one for name in ("duplicates", "near_duplicates") for one in check.found[name].first]

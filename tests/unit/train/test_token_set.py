@@ -17,7 +17,7 @@ from train.data.packing import plan_packs
 from train.data.same_tokens import differ
 from train.data.token_set import _pieces, open_token_set
 from train.data_checks.check import Check
-from train.data_checks.process import CHECKS, TOKENS, checked
+from train.data_checks.process import TOKENS, checked
 from train.methods.methods import method_of
 from train.model.model import load_tokenizer
 from train.plan.auto import DatasetStats, steps
@@ -178,7 +178,7 @@ def test_check_of_documents_counts_and_converts_them(tmp_path):
     assert (report.ok, report.shape, report.n_examples) == (True, TEXT, 20)
     assert report.left_out == {"source": 20} and not any("to chat" in note for note in report.notes)
     assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0]) == {"text": "word "}
-    check = Check(CHECKS, max_tokens=8)
+    check = Check(max_tokens=8)
     check.report(data, "")
     assert not check.found["too_long"].count, "none is cut"
 

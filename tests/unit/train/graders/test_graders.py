@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from train.graders import formula
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
-from train.graders.graders import ModelAnswer, ScoreModel, check_threshold, leaves, parse
+from train.graders.graders import ModelAnswer, ScoreModel, leaves, parse
 from train.graders.grading import Graded, grade, requests
 from train.graders.similarity import METRICS, similarity
 from train.graders.templates import MAX_TEXT, Sample, fill
@@ -167,6 +167,7 @@ REFUSED = {
         {**SCORE, "input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input.0.content",
     ),
+    "a threshold out of reach": ({**SCORE, "pass_threshold": 11}, "pass_threshold"),
     "a strange label": ({**LABEL, "passing_labels": ["fine"]}, "passing_labels"),
     "a long source": ({"type": "python", "name": "x", "source": "def grade" + "x" * (2 << 20)}, ""),
 }
@@ -310,14 +311,10 @@ def test_a_threshold_decides_what_passes() -> None:
     assert not graded({**similar, "pass_threshold": 0.6}, "").passed
 
 
-def test_a_threshold_that_no_reward_reaches_is_refused() -> None:
+def test_a_threshold_is_within_reach_of_the_reward() -> None:
     code = {"type": "python", "name": "p", "source": "def grade(sample, item):\n    return 5"}
     for taken in ({**EQUAL, "pass_threshold": 1}, {**SCORE, "pass_threshold": 10}, {**code, "pass_threshold": 5}):
-        check_threshold(parse(taken))
-    for refused in ({**EQUAL, "pass_threshold": 1.5}, {**SCORE, "pass_threshold": 11}):
-        with pytest.raises(InvalidGrader) as refusal:
-            check_threshold(parse(refused))  # `parse` alone takes what a job has been trained by since before
-        assert refusal.value.param == "pass_threshold"
+        parse(taken)
 
 
 def test_as_given_of_a_model_grader_has_roles_that_sdks_know():
