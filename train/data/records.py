@@ -95,37 +95,37 @@ def _is_conversation(value: Any) -> bool:
     )
 
 
-def examples(file: BinaryIO, limit: int = MAX_EXAMPLE_BYTES) -> Iterator[Line]:
+def examples(file: BinaryIO) -> Iterator[Line]:
     """Those of JSONL or of a JSON array; a BadRecord in place of what is too big, a BadFile in place of a file that is
     none of them."""
     try:
         file.seek(0)
         if foreign := foreign_file(file):
             raise BadFile(f"the file is {foreign[0]}; expected one JSON object on each line: {foreign[1]}")
-        array = _array(file, limit)
+        array = _array(file)
     except BadRecord as bad:
         yield Line(1, BadFile(str(bad)))
         return
     for number, element in enumerate(array or (), 1):
         raw = orjson.dumps(element)
-        yield Line(number, raw if len(raw) <= limit else _too_long(len(raw), limit))
+        yield Line(number, raw if len(raw) <= MAX_EXAMPLE_BYTES else _too_long(len(raw)))
     if array is None:
         file.seek(0)
-        yield from _lines(file, limit)
+        yield from _lines(file)
 
 
-def _array(file: BinaryIO, limit: int) -> list[Any] | None:
+def _array(file: BinaryIO) -> list[Any] | None:
     """The elements of a file that is one JSON array; None of lines. Raises BadRecord for an array that cannot be read
     and for values over several lines."""
     first = b""
-    while not first and (line := file.readline(limit + 1)):
+    while not first and (line := file.readline(MAX_EXAMPLE_BYTES + 1)):
         first = _bare(line)
     try:
         value = parse(first)
     except BadRecord:
         size = file.seek(0, 2)
         file.seek(0)
-        if first.startswith(b"{") and _goes_on(_bare(file.read(limit))):
+        if first.startswith(b"{") and _goes_on(_bare(file.read(MAX_EXAMPLE_BYTES))):
             raise BadFile(
                 "the file has objects over several lines; expected one example on each: jq -c . FILE > train.jsonl"
             ) from None
@@ -158,21 +158,21 @@ def _bare(raw: bytes) -> bytes:
     return raw
 
 
-def _too_long(size: int, limit: int) -> BadRecord:
-    return BadRecord(f"is {size} bytes long; the limit for one example is {limit}")
+def _too_long(size: int) -> BadRecord:
+    return BadRecord(f"is {size} bytes long; the limit for one example is {MAX_EXAMPLE_BYTES}")
 
 
-def _lines(file: BinaryIO, limit: int) -> Iterator[Line]:
+def _lines(file: BinaryIO) -> Iterator[Line]:
     number = 0
-    while raw := file.readline(limit + 1):
+    while raw := file.readline(MAX_EXAMPLE_BYTES + 1):
         number += 1
-        if len(raw) > limit and not raw.endswith(b"\n"):
+        if len(raw) > MAX_EXAMPLE_BYTES and not raw.endswith(b"\n"):
             size = len(raw)
             while rest := file.readline(1 << 20):
                 size += len(rest)
                 if rest.endswith(b"\n"):
                     break
-            yield Line(number, _too_long(size, limit))
+            yield Line(number, _too_long(size))
             continue
         if raw := _bare(raw):
             yield Line(number, raw)

@@ -122,9 +122,11 @@ def test_check_of_parallel_calls_heeds_what_the_row_allows(tmp_path, parallel, r
         (b'{"data": [{"prompt": "a", "completion": "b"}]}', "jq -c '.data[]'"),
     ],
 )
-def test_hostile_files_are_refused_with_a_reason(tmp_path, content, reason):
+def test_hostile_files_are_refused_with_a_reason(tmp_path, monkeypatch, content, reason):
+    if b"aaa" in content:
+        monkeypatch.setattr("train.data.records.MAX_EXAMPLE_BYTES", 1000)
     (tmp_path / "f").write_bytes(content)
-    report = check_training_file(tmp_path / "f", max_example_bytes=1000 if b"aaa" in content else 1_000_000)
+    report = check_training_file(tmp_path / "f")
     assert not report.ok and any(reason in why for _, why in report.errors), report.errors
 
 
