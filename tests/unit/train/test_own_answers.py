@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import cycle
+from itertools import count, cycle
 
 import numpy as np
 import pytest
@@ -28,7 +28,6 @@ from train.model.model import load_model, load_tokenizer
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, InvalidSpec, NothingGraded
 from train.rollouts.rollouts import Form, Graded, Taught, advantages
-from train.rollouts.samples import SamplesFile
 from train.trainer.worker import prepare
 from weights.format.names import policy_name
 from weights.memory.store import WeightStore
@@ -343,38 +342,6 @@ def test_equal_rewards_change_nothing_and_a_silent_grader_ends_the_job(tmp_path)
     assert all(step["mean_unresponsive_rewards"] == 0.5 for step in half.of("metrics"))
 
 
-class Impatient(Sampler):
-    """Wants the devices when the samples of the third step are missing."""
-
-    def __init__(self, box_of):
-        super().__init__(silent=(SamplesFile("train", 2),))
-        self.box_of = box_of
-
-    def policy(self, spec, step):
-        super().policy(spec, step)
-        if step == 2:
-            self.box_of().signals.ask_suspend()
-
-
-@pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_run_that_is_suspended_loses_no_sample_and_counts_none_twice(tmp_path, staleness):
-    spec = run_spec(tmp_path, options={**SAMPLES, "staleness": staleness})
-    whole = Box()
-    whole.run(spec)
-    assert [step["staleness"] for step in whole.of("metrics")] == [min(step, staleness) for step in range(6)]
-    spec = replace(spec, run_dir=str(tmp_path / "other"), job_id="k")
-    first, second = Box(Impatient(lambda: first)), Box()
-    outcome = first.run(spec)
-    assert outcome["outcome"] == "suspended" and outcome["step"] == 2
-    assert second.run(spec, outcome["snapshot_path"])["outcome"] == "succeeded"
-    assert [step["step"] for box in (first, second) for step in box.of("metrics")] == list(range(1, 7))
-    drawn = sorted(file.step for box in (first, second) for file, _, _ in box.sampler.drawn)
-    assert drawn == list(range(6)), "each file is drawn once"
-    if not staleness:
-        losses = [step["loss"] for box in (first, second) for step in box.of("metrics")]
-        assert losses == [step["loss"] for step in whole.of("metrics")]
-
-
 def test_weights_that_no_step_samples_from_are_removed(tmp_path):
     box, spec = Box(), run_spec(tmp_path, options={**SAMPLES, "staleness": 1})
     there, store = [], WeightStore(spec.shm_root, budget_bytes=None)
@@ -450,62 +417,29 @@ def test_teacher_metrics_are_of_the_tokens_that_were_sampled():
     }
 
 
-class Teaching(Box):
-    """Its teacher is a model of another seed. `fails`: from the number of an answer to why it says nothing of it."""
+def teaching(fails):
+    """A teacher that finds all tokens alike. fails: why it says nothing of an answer, by the answer's number."""
+    numbers = count()
 
-    def __init__(self, folder, fails=lambda number: ""):
-        super().__init__(Sampler(Model(), self.teach))
-        self.teacher, self.fails, self.answered = load_model(host_spec(folder)), fails, 0
-        self.teacher.set_attn_implementation("eager")
-
-    def teach(self, prompt, answers):
-        log_probs, errors = [], []
-        for ids, _ in answers:
-            errors.append(self.fails(self.answered))
-            log_probs.append(None if errors[-1] else self.of_answer([*prompt.tokens, *ids], len(ids)))
-            self.answered += 1
+    def teach(prompt, answers):
+        errors = [fails(next(numbers)) for _ in answers]
+        log_probs = [None if why else [-6.0] * len(ids) for why, (ids, _) in zip(errors, answers, strict=True)]
         return {"log_probs": log_probs, "errors": errors}
 
-    @torch.no_grad()
-    def of_answer(self, tokens, answer):
-        ids = torch.tensor(tokens)
-        found = self.teacher(input_ids=ids[None]).logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        return found[-answer:].tolist()
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return make_model_dir(tmp_path / "teacher", dtype=torch.float32, seed=7)
+    return Box(Sampler(judge=teach))
 
 
 TAUGHT = METHODS["distillation"][1]
-SHORT = {**TAUGHT, "max_completion_tokens": 4}
 
 
 def taught_spec(tmp_path, **fields):
-    return run_spec(tmp_path, **{"method": "distillation", "options": TAUGHT} | fields)
+    return run_spec(tmp_path, **{"method": "distillation", "options": {**TAUGHT, "max_completion_tokens": 4}} | fields)
 
 
-def test_a_run_comes_nearer_to_its_teacher(tmp_path, folder):
-    box = Teaching(folder)
-    valid = str(write_prompt_file(tmp_path / "valid.jsonl", 6, seed=1))
-    options = {**TAUGHT, "max_completion_tokens": 8, "eval_samples": 4}
-    assert box.run(taught_spec(tmp_path, valid_path=valid, n_epochs=3, options=options))["outcome"] == "succeeded"
-    steps, held_out = box.of("metrics"), box.of("validation")
-    assert [step["step"] for step in steps] == list(range(1, 19))
-    divergences = [step["reverse_kl"] for step in steps]
-    assert np.mean(divergences[-4:]) < 0.8 * np.mean(divergences[:4]), divergences
-    assert held_out[-1]["reverse_kl"] < 0.8 * held_out[0]["reverse_kl"]
-    assert all(one["loss"] == one["reverse_kl"] and one["entropy"] > 0 for one in held_out)
-    # Synchronous: the loss is the divergence at the tokens that were sampled, but for rounding of the weights.
-    assert all(step["loss"] == pytest.approx(step["reverse_kl"], abs=0.05) for step in steps)
-    assert all(step["teacher_errors"] == 0 and step["clipped"] == 0 for step in steps)
-
-
-def test_what_a_teacher_says_nothing_of_is_left_out_and_nothing_at_all_ends_the_job(tmp_path, folder):
-    half = Teaching(folder, lambda number: "the teacher gave nan" if number % 2 else "")
-    assert half.run(taught_spec(tmp_path, options=SHORT))["outcome"] == "succeeded"
+def test_what_a_teacher_says_nothing_of_is_left_out_and_nothing_at_all_ends_the_job(tmp_path):
+    half = teaching(lambda number: "the teacher gave nan" if number % 2 else "")
+    assert half.run(taught_spec(tmp_path))["outcome"] == "succeeded"
     assert all(step["teacher_errors"] == 0.5 and np.isfinite(step["loss"]) for step in half.of("metrics"))
-    silent = Teaching(folder, lambda number: "no answer within 3600 s: no engine of the model is awake")
+    silent = teaching(lambda number: "no answer within 3600 s: no engine of the model is awake")
     with pytest.raises(NothingGraded, match="no log-probabilities of any of 32 answers: no answer within 3600 s"):
         silent.run(taught_spec(tmp_path, run_dir=str(tmp_path / "silent")))
