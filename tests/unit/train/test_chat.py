@@ -165,11 +165,8 @@ def test_encode_of_ids_that_the_template_refuses_shortens_them():
     assert trained(ChatEncoder(tokenizer(checks + CHATML)), CALLED)[-1] == "it is 2<|im_end|>"
 
 
-@pytest.mark.parametrize("role", ["system", "user"])
-def test_encode_of_a_message_that_the_template_leaves_out_is_refused(role):
-    drops = BEGIN + "{% if m['role'] != '" + role + "' %}{{ m['content'] }}{% endif %}" + END
-    with pytest.raises(BadRecord, match=f"from '{role}'"):
-        ChatEncoder(tokenizer(drops)).encode(TALK)
+def leaves_out(role):
+    return BEGIN + "{% if m['role'] != '" + role + "' %}{{ m['content'] }}{% endif %}" + END
 
 
 @pytest.mark.parametrize(
@@ -177,6 +174,8 @@ def test_encode_of_a_message_that_the_template_leaves_out_is_refused(role):
     [
         ("{# knows no tool_calls #}" + BEGIN + "{{ m['content'] }}" + END, SAYS_IT_CALLS, "a call of 'add'"),
         ("{{ raise_exception('no tools here') }}", TALK, "no tools here"),
+        (leaves_out("system"), TALK, "from 'system'"),
+        (leaves_out("user"), TALK, "from 'user'"),
         ("{{ messages[0]['content'] }}", TALK, r"messages\[2\]"),
         ("{# knows no tool_calls #}" + BEGIN + "{{ m['content'] or '' }}" + END, CALLED, "a call of 'add'"),
         (
