@@ -9,7 +9,7 @@ from pathlib import Path
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths
 from runtime.devices.kinds import fork_environment, kind_of
-from runtime.processes.warm_parents import WARM_ENV, WarmSpec
+from runtime.processes.warm_parent import WARM_ENV, WarmSpec
 from scheduler.core.workload import Device
 from scheduler.devices.discovery import HOME_NODE
 from scheduler.ray.node import NodeConfig

@@ -110,7 +110,7 @@ class Replica:
         if late:
             how = f"was not healthy after {self._config.start_timeout_s} s"
             raise EngineStartFailed(_with_log(f"engine {spec.replica_id} {how}", child))
-        raise _start_failed(spec, child, event, await child.how_it_ended())
+        raise _start_failed(spec, child, event, child.how_it_ended())
 
     async def life(self) -> dict[str, Any]:
         """Return this supervisor's runtime.processes.kernel.life; callers also use it as a liveness check."""
@@ -209,7 +209,7 @@ class Replica:
         elif self._child.fatal:
             reason = _cause(self._child.fatal)
         else:
-            reason = f"its process {await self._child.how_it_ended()}"
+            reason = f"its process {self._child.how_it_ended()}"
         return {
             "exit": reason,
             "log": self._child.log_end(),
