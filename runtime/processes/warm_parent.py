@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.background_tasks import BackgroundTasks
-from runtime.devices.kinds import KINDS
+from runtime.devices import kind, kinds
 from runtime.errors import ChannelClosed, WarmParentError
 from runtime.logs import adopt_libraries, configure_logging, tail
 from runtime.network import private_socket
@@ -80,8 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     configure_logging("warm parent")
     gc.disable()  # it would repeatedly walk everything imported so far and find nothing to free
     importlib.import_module(options.preload)
-    for kind in KINDS.values():
-        kind.before_fork()
+    kinds.before_fork()
     for crash in CRASHES:
         signal.signal(crash, signal.SIG_DFL)
     adopt_libraries()
@@ -157,8 +156,7 @@ def _run_child(channel: Connection, message: dict[str, Any]) -> int:
     channel.send_bytes(encode({"pid": os.getpid()}))
     code, lifeline = 1, Lifeline(channel)
     try:
-        for kind in KINDS.values():  # a process that computes on a GPU computes on the host too
-            kind.before_computing()
+        kind.ask_for_instructions()  # a process that computes on a GPU computes on the host too
         module, _, function = message["entry"].partition(":")
         code = int(getattr(importlib.import_module(module), function)(lifeline, message["args"]) or 0)
     except BaseException as error:  # noqa: BLE001 - the outermost frame of a process: report, log, exit

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runtime.devices.kinds import is_of_a_device, not_ready
+from runtime.devices import kinds
 from runtime.errors import ChildDied, ChildError, ChildTimeout
 from runtime.processes.child import Child
 from runtime.processes.kernel import DiesAs, group_dies_as, life
@@ -252,8 +252,8 @@ def _start_failed(spec: ReplicaSpec, child: Child, fatal: dict[str, Any] | None,
     words = in_our_words(message, spec.model)
     refused = fatal and not (
         not _OF_THE_MACHINE.isdisjoint(fatal["kinds"])
-        or is_of_a_device(fatal["type"], fatal["message"])
-        or not_ready(fatal["message"])
+        or kinds.at_fault(fatal["type"], fatal["message"])
+        or kinds.not_ready(fatal["message"])
     )
     failed = EngineRefused if refused else EngineStartFailed
     cause = _cause(fatal) if fatal else f"its process {ended}"
