@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import openai
 
-from runtime.processes.warm_parents import WARM_ENV
+from runtime.processes.warm_parent import WARM_ENV
 from serve.core.spec import ReplicaSpec, segment_prefix_of
 from tests.claims import claim
 

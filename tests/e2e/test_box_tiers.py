@@ -11,7 +11,7 @@ from moto.server import ThreadedMotoServer
 from tests.e2e.box_support import wait_for, whole_box
 from tests.e2e.engine_support import save_model
 from weights.format.config import Location
-from weights.tiers.objects_s3 import S3Objects
+from weights.tiers.objects import S3Objects
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 

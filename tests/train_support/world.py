@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from runtime.processes.child import Child
-from runtime.processes.warm_parents import WARM_ENV
+from runtime.processes.warm_parent import WARM_ENV
 from tests.claims import claim
 from tests.train_support.sampled import Sampler, counts_a, teaches
 from tests.train_support.tiny import (
