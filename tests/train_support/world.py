@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from runtime.processes.child import Child
+from runtime.processes.kernel import group_pids
 from runtime.processes.warm_parents import WARM_ENV
 from tests.claims import claim
 from tests.train_support.sampled import Sampler, counts_a, teaches
@@ -64,6 +66,15 @@ JUDGED = {"reinforcement": "train_mean_reward", "distillation": "reverse_kl"}
 
 # Two cores carry up to four ranks and whatever else runs: patience, where only a real hang would use it up.
 PATIENT = PingLimits(ping_every_s=0.5, ping_timeout_s=20.0, phase_limit_s=120.0)
+
+
+def losses_of(worlds: list[Launched]) -> dict[int, float]:
+    return {step: loss for world in worlds for step, loss in world.losses().items()}
+
+
+def worst(losses: dict[int, float], reference: dict[int, float]) -> float:
+    """The largest difference of a step's loss, relative."""
+    return max(abs(loss - reference[step]) / reference[step] for step, loss in losses.items())
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -155,6 +166,29 @@ class Workshop:
         assert outcome.outcome == "succeeded", (outcome, launched.logs())
         return launched
 
+    async def moved(self, spec: TrainSpec, *sizes: int) -> list[Launched]:
+        """The worlds of a run that is suspended two steps into each of these sizes but the last. No step may be done
+        twice, and a suspended world must leave no process."""
+        worlds: list[Launched] = []
+        snapshot, done = None, set[int]()
+        for number, size in enumerate(sizes, 1):
+            world = await self.launch(spec, size, snapshot=snapshot).start()
+            worlds.append(world)
+            pids, report = world.pids(), None
+            if number < len(sizes):
+                await world.reached(max(done, default=0) + 2)
+                report = await world.group.suspend()
+            outcome = await world.group.wait()
+            assert outcome.outcome == ("suspended" if report else "succeeded"), world.logs()
+            assert not any(group_pids(pid) for pid in pids), "the devices must be free"
+            assert not done & world.losses().keys(), "no step is done twice"
+            done |= world.losses().keys()
+            if report is None:
+                break
+            assert report.step >= max(done) and report.bytes > 0
+            snapshot = report.snapshot_path
+        return worlds
+
     async def compare_publish(self, spec: TrainSpec, size: int) -> list[dict[str, Any]]:
         """What `entries.compare_publish` tells, by rank."""
         meeting = self.folder / uuid.uuid4().hex
@@ -216,6 +250,21 @@ class Launched:
         while not any(e["event"] == "finished" or e.get("step", -1) >= step for e in self.events):
             self._news.clear()
             await self._news.wait()
+
+    async def killed(self, *ranks: int) -> dict[str, Any]:
+        """Kills these ranks after two steps and a snapshot; the newest snapshot, once the world has failed."""
+        await self.reached(2)
+        while not self.of("snapshot"):
+            await asyncio.sleep(0.01)
+        pids = self.pids()
+        for rank in ranks:
+            os.kill(pids[rank], signal.SIGKILL)
+        outcome = await self.group.wait()
+        assert outcome.outcome == "failed" and outcome.error["retryable"], outcome
+        # By its end, long before it would have been missed at a ping.
+        assert " died" in outcome.error["message"], outcome
+        assert not any(group_pids(pid) for pid in pids)
+        return self.of("snapshot")[-1]
 
     def pids(self) -> list[int]:
         return [host._child.pid for host in self.hosts]

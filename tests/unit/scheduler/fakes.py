@@ -11,6 +11,7 @@ import contextlib
 import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.simulator import virtual_time
@@ -274,6 +275,19 @@ class FakeEffects:
         self.world.devices = tuple(sorted((*self.world.devices, *self.gone), key=lambda d: d.id))
         self.gone = ()
         self.hint.set()
+
+
+class Handle:
+    """The handle of an actor: `handle.METHOD.remote(...)` calls the method of `body`, a coroutine function."""
+
+    def __init__(self, body: Any):
+        self._body = body
+
+    def __getattr__(self, method: str) -> Any:
+        async def remote(*arguments: Any, **named: Any) -> Any:
+            return await getattr(self._body, method)(*arguments, **named)
+
+        return SimpleNamespace(remote=remote)
 
 
 class FakeStore:

@@ -9,10 +9,8 @@ import pytest
 from serve.core import errors
 from serve.core.config import EngineConfig
 from serve.core.errors import EngineRefused, EngineStartFailed
-from serve.core.spec import ReplicaSpec
 from serve.engine import replica
-
-SPEC = ReplicaSpec("r", "m", "v1", "/v", "/s", (3,), "cpu", "/shm", 1 << 30)
+from tests.unit.serve.specs import spec
 
 
 class Process:
@@ -59,7 +57,7 @@ def supervisor(process, tmp_path):
 
 
 async def test_an_engine_that_starts_is_seen_at_once_and_asked_nothing(process, supervisor):
-    starting = asyncio.create_task(supervisor.start(SPEC))
+    starting = asyncio.create_task(supervisor.start(spec()))
     await asyncio.sleep(0)
     async with asyncio.timeout(60):
         status = await supervisor.status()
@@ -75,7 +73,7 @@ async def refusal(process, supervisor, kinds=(), message=""):
     event = {"event": "fatal", "type": kinds[0], "kinds": list(kinds), "message": message} if kinds else None
     process.said.set_result(event)
     with pytest.raises(EngineStartFailed) as failed:
-        await supervisor.start(SPEC)
+        await supervisor.start(spec())
     return failed.value
 
 

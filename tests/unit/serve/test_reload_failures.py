@@ -10,8 +10,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from serve.core.config import EngineConfig
 from serve.core.errors import EngineFailed, ReloadFailed, VersionBroken
-from serve.core.spec import ReplicaSpec
 from serve.engine.control import EngineControl
+from tests.unit.serve.specs import spec
 
 GOOD, NAN = -0.5, float("nan")
 RAISED = RuntimeError("ModelWeightParameter has no attribute output_dim")
@@ -68,20 +68,9 @@ def control(tmp_path):
         (tmp_path / version / "model.safetensors").write_bytes(version.encode())
 
     def make(engine, state="ready"):
-        spec = ReplicaSpec(
-            replica_id="r1",
-            model="m",
-            version="v1",
-            version_path=str(tmp_path / "v1"),
-            socket_path="/tmp/r1.sock",
-            devices=(0,),
-            kind="cuda",
-            shm_root=str(tmp_path),
-            node="n0",
-            kv_cache_bytes=1,
-        )
+        order = spec(version_path=str(tmp_path / "v1"), kind="cuda", shm_root=str(tmp_path), node="n0")
         app_state = SimpleNamespace(openai_serving_models=SimpleNamespace(base_model_paths=[]), _state={})
-        made = EngineControl(engine, app_state, spec, EngineConfig().model_dump(), 1)
+        made = EngineControl(engine, app_state, order, EngineConfig().model_dump(), 1)
         made.state = state
         return made
 
