@@ -81,6 +81,50 @@ class WholeBox:
         """The id of a new job. file: a path here, or the id of an uploaded one. options: as one types them."""
         return self.ask("job", "submit", "--model", model, "--file", str(file), *options.split(), *more)["id"]
 
+    def tune(
+        self,
+        model: str,
+        file: str | bytes,
+        *,
+        method: str = "supervised",
+        judge: dict[str, Any] | None = None,
+        devices: int | None = 2,
+        request: dict[str, Any] | None = None,
+        **hyperparameters: Any,
+    ) -> str:
+        """The id of a new job by the SDK. file: the id of an uploaded one, or its content. devices: at most so many.
+        request: further fields of the request."""
+        return (
+            self.client(max_retries=5)
+            .fine_tuning.jobs.create(
+                model=model,
+                training_file=file if isinstance(file, str) else self.upload(file),
+                method={"type": method, method: {**(judge or {}), "hyperparameters": hyperparameters}},
+                extra_body={"max_devices": devices} if devices else None,
+                **(request or {}),
+            )
+            .id
+        )
+
+    def tuned(self, job_id: str, timeout_s: int = 600) -> str:
+        """The model that comes of a job, which must succeed."""
+        self.run("job", "wait", job_id, "--timeout", str(timeout_s), timeout_s=timeout_s + 100)
+        return self.client(max_retries=5).fine_tuning.jobs.retrieve(job_id).fine_tuned_model
+
+    def greedy(self, model: str, question: str, tokens: int = 24) -> tuple[str, list[str], list[float]]:
+        """(version, tokens, log-probabilities) of an answer."""
+        answer = self.client(max_retries=5).chat.completions.with_raw_response.create(
+            model=model,
+            messages=[{"role": "user", "content": question}],
+            max_tokens=tokens,
+            temperature=0,
+            logprobs=True,
+        )
+        made = answer.parse()
+        assert made.model in (model, model.partition(":ckpt-")[0])
+        found = made.choices[0].logprobs.content
+        return answer.headers["x-appliance-model-version"], [t.token for t in found], [t.logprob for t in found]
+
     def make_starter(self, steps: int = 10) -> dict[str, Any]:
         """The operation that took in the small model `starter`; after ten steps it stammers."""
         made = self.ask("model", "import", str(starter_folder(steps)), "--name", "starter")

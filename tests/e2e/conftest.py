@@ -11,7 +11,7 @@ from tests.e2e.engine_support import Box
 from tests.train_support.world import WarmTrain, Workshop
 
 # The longest files come first: begun last, one of them would go on alone in the end.
-LONGEST = ("test_box.py", "test_train_world.py")
+LONGEST = ("test_box.py", "test_train_world.py", "test_box_work.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
