@@ -28,7 +28,7 @@ import psutil
 import pytest
 
 from appliance.demo import Load
-from tests.e2e.box_support import WholeBox, gsm8k, wait_for
+from tests.e2e.box_support import WholeBox, gsm8k, wait_for, whole_box
 
 FAULTS = int(os.environ.get("FAULTS", "60"))
 SEED = int(os.environ.get("FAULT_SEED", time.time()))
@@ -277,10 +277,7 @@ def data_dir(tmp_path_factory) -> Iterator[Path]:
 
 
 def test_box_recovers_from_each_fault_by_itself(data_dir, capsys):
-    box = WholeBox(data_dir)
-    (data_dir / "appliance.toml").write_text("[box]\ndevices = 3\n")
-    try:
-        box.up()
+    with whole_box(data_dir, "[box]\ndevices = 3\n") as box:
         box.make_starter()
         options = "--epochs 50 --batch-size 4 --set max_length=256"
         job_id = box.submit("starter", box.upload(gsm8k("train", 2000)), options)
@@ -303,7 +300,3 @@ def test_box_recovers_from_each_fault_by_itself(data_dir, capsys):
         losses = box.losses(job_id)
         assert sorted(losses) == list(range(1, max(losses) + 1)), "no step of the job is missing"
         box.run("job", "cancel", job_id)
-        box.run("down")
-        assert box.left() == []
-    finally:
-        box.destroy()

@@ -11,48 +11,42 @@ import pytest
 
 from serve.engine import replica as replica_module
 from tests.e2e import async_engine
-from tests.e2e.engine_support import client, greedy
+from tests.e2e.engine_support import greedy
 from tests.e2e.test_engine_swap import greedy_ids, stream_through_swap
 
 PROMPT = [10, 20, 30, 40]
 
 
 @pytest.fixture
-async def ahead(engine_box, replicas, monkeypatch):
-    """Starts engines with asynchronous scheduling, as (replica, SDK); in the end each has to have used it."""
+async def ahead(engine_box, start, a, monkeypatch):
+    """Starts an engine of version a that schedules asynchronously, as (replica, SDK); it must do so."""
     logs = []
 
-    async def start(name, path, **overrides):
-        spec = engine_box.spec(name, path, extra_args=async_engine.ARGUMENTS, **overrides)
-        engine = replicas()
+    async def ahead(name, **fields):
         with monkeypatch.context() as patch:
             patch.setattr(replica_module, "ENTRY", async_engine.ENTRY)
-            await engine.start(spec)
+            engine = await start(name, a, extra_args=async_engine.ARGUMENTS, **fields)
         logs.append(engine_box.logs / f"engine-{name}.log")
-        return engine, client(spec)
+        return engine.replica, engine.sdk
 
-    yield start
+    yield ahead
     assert logs and all(async_engine.AHEAD in log.read_text() for log in logs)
 
 
 @pytest.fixture
-async def fresh(engine_box, replicas):
+async def fresh(start, b):
     """The SDK of an ordinary engine of version b."""
-    spec = engine_box.spec("ahead-fresh", engine_box.version("b", seed=2))
-    await replicas().start(spec)
-    return client(spec)
+    return (await start("ahead-fresh", b)).sdk
 
 
-async def test_a_stream_goes_on_through_swaps_in_a_pause(engine_box, ahead, fresh):
-    a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=2)
-    engine, sdk = await ahead("ahead", a)
+async def test_a_stream_goes_on_through_swaps_in_a_pause(ahead, fresh, a, b):
+    engine, sdk = await ahead("ahead")
     await stream_through_swap(engine, sdk, fresh, a, b)
     assert await greedy(sdk, "tuned") == await greedy(fresh, "starter")
 
 
-async def test_a_full_batch_and_those_behind_it_survive_swap_after_swap(engine_box, ahead, fresh):
-    a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=2)
-    engine, sdk = await ahead("ahead-full", a, max_num_seqs=4)
+async def test_a_full_batch_and_those_behind_it_survive_swap_after_swap(ahead, fresh, a, b):
+    engine, sdk = await ahead("ahead-full", max_num_seqs=4)
     tokens = 300
     asked = [asyncio.create_task(greedy_ids(sdk, "starter", [number, *PROMPT], tokens)) for number in range(5, 17)]
     while (await engine.status())["running"] < 4:
@@ -68,9 +62,8 @@ async def test_a_full_batch_and_those_behind_it_survive_swap_after_swap(engine_b
     assert (status["state"], status["running"], status["waiting"]) == ("ready", 0, 0)
 
 
-async def test_a_request_that_came_in_sleep_is_answered_by_the_version_that_wakes(engine_box, ahead, fresh):
-    a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=2)
-    engine, sdk = await ahead("ahead-asleep", a)
+async def test_a_request_that_came_in_sleep_is_answered_by_the_version_that_wakes(ahead, fresh, a, b):
+    engine, sdk = await ahead("ahead-asleep")
     own = await greedy(sdk, "starter")
     for version, expected in ((b, await greedy(fresh, "starter")), (a, own)):
         await engine.sleep()

@@ -10,7 +10,7 @@ import pytest
 
 from runtime.processes.kernel import group_pids
 from serve.core.errors import VersionMismatch, WrongState
-from tests.e2e.engine_support import client, greedy
+from tests.e2e.engine_support import greedy
 
 MIB = 2**20
 LARGE = {
@@ -24,20 +24,16 @@ LARGE = {
 }
 
 
-async def test_sleep_frees_weights_and_kv_and_wakes_exact(engine_box, replicas):
-    a = engine_box.version("large-a", seed=1, **LARGE)
-    b = engine_box.version("large-b", seed=2, **LARGE)
-    spec = engine_box.spec("sleeper", a, kv_cache_bytes=96 * MIB)
-    replica = replicas()
-    await replica.start(spec)
-    sdk = client(spec)
+async def test_sleep_frees_weights_and_kv_and_wakes_exact(engine_box, start):
+    large, other = (engine_box.version(f"large-{seed}", seed=seed, **LARGE) for seed in (1, 2))
+    replica, sdk, *_ = await start("sleeper", large, kv_cache_bytes=96 * MIB)
     expected = await greedy(sdk, "starter")
 
     asleep = await replica.sleep()
-    weights = (a / "model.safetensors").stat().st_size
+    weights = (large / "model.safetensors").stat().st_size
     assert asleep["rss_before_bytes"] - asleep["rss_after_bytes"] > 0.9 * (weights + 96 * MIB)
     assert (await replica.status())["state"] == "asleep"
-    for call in (replica.sleep(), replica.swap("starter", "b", str(b))):
+    for call in (replica.sleep(), replica.swap("starter", "b", str(other))):
         with pytest.raises(WrongState, match="asleep"):
             await call
 
@@ -45,24 +41,21 @@ async def test_sleep_frees_weights_and_kv_and_wakes_exact(engine_box, replicas):
     while (status := await replica.status())["waiting"] == 0:
         assert not held.done() and status["state"] == "asleep"
     assert (status["state"], status["running"], status["waiting"]) == ("asleep", 0, 1)
-    await replica.wake("starter", "a", str(a))
+    await replica.wake("starter", "a", str(large))
     assert await held == expected == await greedy(sdk, "starter")
 
     await replica.sleep()
-    await replica.wake("tuned", "b", str(b))
-    fresh = engine_box.spec("sleeper-fresh", b)
-    await replicas().start(fresh)
-    assert await greedy(sdk, "tuned") == await greedy(client(fresh), "starter")
-    await replica.swap("starter", "a", str(a))
+    await replica.wake("tuned", "b", str(other))
+    _, fresh, *_ = await start("sleeper-fresh", other)
+    assert await greedy(sdk, "tuned") == await greedy(fresh, "starter")
+    await replica.swap("starter", "a", str(large))
     assert await greedy(sdk, "starter") == expected
 
 
-async def test_sleep_waits_for_nobody_to_be_served(engine_box, replicas):
-    spec = engine_box.spec("busy", engine_box.version("long", seed=1, max_position_embeddings=4096))
-    replica = replicas()
-    pid = (await replica.start(spec))["pid"]
+async def test_sleep_waits_for_nobody_to_be_served(engine_box, start):
+    replica, sdk, spec, pid = await start("busy", engine_box.version("long", seed=1, max_position_embeddings=4096))
     core = next(each for each in group_pids(pid) if each != pid)
-    sdk = client(spec)
+    sdk = sdk
     streams = [
         asyncio.create_task(
             sdk.completions.create(model="starter", prompt="x", max_tokens=1500, extra_body={"ignore_eos": True})
@@ -82,31 +75,26 @@ async def test_sleep_waits_for_nobody_to_be_served(engine_box, replicas):
     assert all(choice.finish_reason == "length" for answer in answers for choice in answer.choices)
 
 
-async def test_a_refused_version_leaves_the_engine_asleep_and_wakeable(engine_box, replicas):
-    a = engine_box.version("a", seed=1)
+async def test_a_refused_version_leaves_the_engine_asleep_and_wakeable(engine_box, start, a):
     other = engine_box.version("mistral-a", "mistral", seed=4)
-    spec = engine_box.spec("refused-wake", a)
-    replica = replicas()
-    await replica.start(spec)
-    expected = await greedy(client(spec), "starter")
+    replica, sdk, *_ = await start("refused-wake", a)
+    expected = await greedy(sdk, "starter")
     await replica.sleep()
     with pytest.raises(VersionMismatch):
         await replica.wake("starter", "other", str(other))
     await replica.wake("starter", "a", str(a))
-    assert await greedy(client(spec), "starter") == expected
+    assert await greedy(sdk, "starter") == expected
 
 
-async def test_several_engines_sleep_side_by_side_and_each_wakes_with_its_own_version(engine_box, replicas):
+async def test_several_engines_sleep_side_by_side_and_each_wakes_with_its_own_version(engine_box, start):
     paths = [engine_box.version(name, seed=seed) for name, seed in (("a", 1), ("b", 2), ("c", 3))]
-    specs = [engine_box.spec(f"resident-{path.name}", path, kv_cache_bytes=64 * MIB) for path in paths]
-    engines = [replicas() for _ in specs]
-    expected = []
-    for engine, spec in zip(engines, specs, strict=True):
-        await engine.start(spec)
-        expected.append(await greedy(client(spec), "starter"))
-        asleep = await engine.sleep()
+    engines, expected = [], []
+    for path in paths:
+        engines.append(await start(f"resident-{path.name}", path, kv_cache_bytes=64 * MIB))
+        expected.append(await greedy(engines[-1].sdk, "starter"))
+        asleep = await engines[-1].replica.sleep()
         assert asleep["rss_before_bytes"] - asleep["rss_after_bytes"] > 0.9 * 64 * MIB
-    assert [(await engine.status())["state"] for engine in engines] == ["asleep"] * 3
-    for engine, spec, path, answer in zip(engines, specs, paths, expected, strict=True):
-        await engine.wake("starter", path.name, str(path))
-        assert await greedy(client(spec), "starter") == answer
+    assert [(await engine.replica.status())["state"] for engine in engines] == ["asleep"] * 3
+    for engine, path, answer in zip(engines, paths, expected, strict=True):
+        await engine.replica.wake("starter", path.name, str(path))
+        assert await greedy(engine.sdk, "starter") == answer

@@ -138,16 +138,9 @@ def test_a_family_is_imported_served_tuned_and_computes_what_transformers_does(b
             row["served"] = f"no: {NOT_SERVED[family]}"
             return
         row["served"] = compare(client, family, directory, tokenizer)
-        job = client.fine_tuning.jobs.create(
-            model=family,
-            training_file=box.upload(gsm8k("train", 24)),
-            method={
-                "type": "supervised",
-                "supervised": {"hyperparameters": {"n_epochs": 1, "batch_size": 4, "max_length": 256, "full": True}},
-            },
-            extra_body={"max_devices": 2},
-        )
-        done = wait_for(lambda: ended(client, job.id), "the end of the job", 300)
+        how = {"n_epochs": 1, "batch_size": 4, "max_length": 256, "full": True}
+        job_id = box.tune(family, gsm8k("train", 24), **how)
+        done = wait_for(lambda: ended(client, job_id), "the end of the job", 300)
         row["job"] = done.status if done.error is None else f"{done.status}: {done.error.message[:160]}"
         if done.status == "succeeded":
             (version,) = [v["version"] for v in box.ask("model", "show", done.fine_tuned_model)["versions"]]

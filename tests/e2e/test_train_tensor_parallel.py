@@ -40,7 +40,7 @@ async def test_a_shared_model_keeps_the_loss_curve_and_moves_between_sizes(shop,
     "fields", [{"zero_stage": 2}, {**ADAPTER, "zero_stage": 3}], ids=lambda fields: "-".join(map(str, fields.values()))
 )
 async def test_a_shared_row_keeps_the_loss_curve_and_moves_between_sizes(shop, fields):
-    fields = {"examples": 96, "n_epochs": 1, "valid_path": str(shop.folder / "write_chat_file-96.jsonl"), **fields}
+    fields = {"n_epochs": 1, "valid_path": str(shop.folder / "write_chat_file-64.jsonl"), **fields}
     reference, spec = shop.spec("whole", **fields), shop.spec("shared", sequence_parallel=2, **fields)
     whole = (await shop.run(reference, 2)).losses()
     losses = losses_of(await shop.moved(spec, 4, 2))

@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 
-from tests.e2e.engine_support import client
 from tests.e2e.plain_engine import answer_of_plain_engine
 
 # As wide as vLLM's CPU kernels want heads and experts to be; greedy decoding of random weights is stable at this range.
@@ -49,19 +48,17 @@ SOAK = {
     + [pytest.param(*case, id=name, marks=pytest.mark.soak) for name, case in SOAK.items()],
 )
 async def test_published_by_fragments_then_swapped_in_equals_a_plain_engine_from_disk(
-    engine_box, replicas, shop, tmp_path, model, fields
+    engine_box, start, shop, tmp_path, model, fields
 ):
     job = shop.spec(model=model | SIZES, n_epochs=1, examples=32, **({"learning_rate": 5e-3} | fields))
-    base = engine_box.spec("base", shop.base, version="base")
-    replica = replicas()
-    await replica.start(base)
-    before = await greedy(client(base), "starter")
+    replica, sdk, *_ = await start("base", shop.base, version="base")
+    before = await greedy(sdk, "starter")
 
     await shop.run(job, 2)
     (published,) = shop.store.list("version")
     swapped = await replica.swap("tuned", published.version, str(published.path))
     assert swapped["fingerprint"]["verdict"] == "verified"
-    ids, logprobs = await greedy(client(base), "tuned")
+    ids, logprobs = await greedy(sdk, "tuned")
     await replica.stop()
     assert (ids, logprobs) != before, "training must have changed the answer"
 
