@@ -16,12 +16,11 @@ from typing import Any, Literal
 import openai
 import psutil
 import pytest
-import torch
-import transformers
 
 from appliance.demo import Load
 from tests.e2e.box_support import COMMAND, WholeBox, wait_for, whole_box
 from tests.e2e.engine_support import save_model
+from tests.train_support.tiny import make_model_dir
 from tests.unit.train.test_peer_templates import FAMILIES, NO_CALLS, REFUSED, TOOL, encoder_of
 
 pytestmark = pytest.mark.timeout(900)
@@ -297,26 +296,6 @@ def rows(with_calls: bool, answers: dict[str, str] = ANSWERS) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in found).encode()
 
 
-def checkpoint(family: str, directory: Path) -> None:
-    words = encoder_of(family, own_tokens=True).tokenizer
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=2048,
-        bos_token_id=None,
-        eos_token_id=words.eos_token_id,
-        pad_token_id=words.pad_token_id,
-    )
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(directory)
-    words.save_pretrained(directory)
-
-
 def trained(box, model, content, **hyperparameters):
     """The model that a job makes of `model` and the data."""
     how = {"batch_size": 2, "learning_rate": 3e-3, "packing": False, "max_length": 2048, "publish": "end"}
@@ -336,7 +315,10 @@ def check_adapter_on_four_bits(box, model):
 
 def test_each_family_answers_with_what_it_was_trained_on(box, tmp_path, family):
     with_calls = not NO_CALLS & REFUSED.get(family, set())
-    checkpoint(family, tmp_path / family)
+    words = encoder_of(family, own_tokens=True).tokenizer
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_key_value_heads": 4, "head_dim": 32}
+    sizes |= {"max_position_embeddings": 2048, "initializer_range": 0.02, "vocab_size": len(words)}
+    make_model_dir(tmp_path / family, words=words, **sizes)
     box.run("model", "import", str(tmp_path / family), "--name", family)
     client, model = box.client(), trained(box, family, rows(with_calls), full=True, n_epochs=50)
 
