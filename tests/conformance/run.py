@@ -99,20 +99,8 @@ def fetch_sources(cache_dir: Path) -> Path:
     if not (unpacked / "tests").is_dir():
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--quiet",
-                "--disable-pip-version-check",
-                "--no-deps",
-                "--no-binary",
-                "openai",
-                "--dest",
-                folder,
-                f"openai=={VERSION}",
-            ]
+            options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-binary", "openai", "--dest", folder]
+            command = [sys.executable, "-m", "pip", "download", *options, f"openai=={VERSION}"]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode != 0:
                 raise SourcesMissing(
@@ -188,20 +176,8 @@ def run_inference_tests(sources: Path, base_url: str, arguments: list[str]) -> i
 
 def _pytest(sources: Path, base_url: str, environment: dict[str, str], arguments: list[str]) -> int:
     """In the SDK's own tree and a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "--tb=short",
-        "-o",
-        "addopts=",
-        "-o",
-        "filterwarnings=default",
-        *arguments,
-    ]
+    options = ["-p", "no:cacheprovider", "-q", "--tb=short", "-o", "addopts=", "-o", "filterwarnings=default"]
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
     base = {"TEST_API_BASE_URL": base_url, "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(command, cwd=sources, env={**os.environ, **base, **environment}).returncode
 
