@@ -55,11 +55,11 @@ lint: setup ## ruff: its rules, and its format; no room larger than tests/tools/
 	$(RUFF) format --check .
 	$(PY) -m tests.tools.sizes
 
-check: setup ## the inner loop, under a minute: lint, types, unit tests of what changed
+check: setup ## before a commit, in minutes: lint, then types beside all unit tests
 	@$(RUFF) check .
 	@$(RUFF) format --check --quiet .
-	@$(PY) -m mypy
-	@$(PYTEST) --numprocesses "$$(nproc)" --maxprocesses 8 --dist worksteal $$($(PY) -m tests.tools.changed)
+	@$(PY) -m mypy & types=$$!; $(PYTEST) --numprocesses "$$(nproc)" --maxprocesses 8 --dist worksteal tests/unit; \
+	code=$$?; wait $$types && exit $$code
 
 docs: setup ## all pages as a site in build/site, with each command and setting; looks nothing up when read
 	@$(PY) -m tests.tools.reference build/docs

@@ -2,18 +2,15 @@
 
     python -m tests.clients                     all: installs, starts a box, tries, writes docs/clients.md
     python -m tests.clients openai anthropic    some: their rows alone
-    python -m tests.clients --install           the environments alone
-    python -m tests.clients --left --within 600 in parts: what this commit was not tried with, none begun after 600 s
+    python -m tests.clients --left              those that this commit was not tried with
 
-Exit status 1: something failed that clients.py does not name as known; 3: some are left. It takes half an hour on 2
-cores.
+Exit status 1: something failed that clients.py does not name as known. It takes half an hour on 2 cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
 import shutil
@@ -30,7 +27,6 @@ from tests.clients.table import ROOT, Row
 MODEL, EMBEDDING_MODEL = "smollm2-135m", "smollm2-embed"
 _TRY_S = 1200
 _TOLD_CHARS = 300
-_SOME_LEFT = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,12 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="of clients; default: all")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "clients", help="environments and the box")
     parser.add_argument("--port", type=int, default=8798)
-    parser.add_argument("--install", action="store_true", help="make the environments and end")
     parser.add_argument("--left", action="store_true", help="only those that this commit was not tried with")
-    parser.add_argument("--within", type=float, default=math.inf, metavar="SECONDS", help="begin none after so long")
-    parser.add_argument("--stay", action="store_true", help="the box stays up for the next part, if some are left")
     options = parser.parse_args(argv)
-    began_s, commit = time.monotonic(), _commit()
+    commit = _commit()
     chosen = [client for client in CLIENTS if not options.names or client.name in options.names]
     if unknown := set(options.names) - {client.name for client in chosen}:
         parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(client.name for client in CLIENTS)}")
@@ -53,25 +46,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder: Path = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     troubles = {client.name: _installed(client, folder) for client in chosen}
-    if options.install:
-        return any(troubles.values())
     if not chosen:
         return 0
     box = Box(folder / "box", options.port)
     box.up()
     surprises: list[str] = []
     try:
-        while chosen and time.monotonic() - began_s < options.within:
-            client = chosen.pop(0)
+        for client in chosen:
             row = _tried(client, folder, box, troubles[client.name], commit)
             table.put(table.drawn(table.record([row])))
             surprises += _surprises(client, row)
     finally:
-        if not (options.stay and chosen):
-            box.down()
-    if surprises:
-        return 1
-    return _SOME_LEFT if chosen else 0
+        box.down()
+    return bool(surprises)
 
 
 class Box:

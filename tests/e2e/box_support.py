@@ -33,6 +33,21 @@ from weights.format.names import encode_name
 
 COMMAND = str(Path(sys.executable).with_name("appliance"))
 SHARED_MEMORY = "/dev/shm/"
+LOGS = {
+    "controller": "controller.log",
+    "gateway": "gateway.log",
+    "engine": "engine-*.log",
+    "rank": "*-rank*.log",
+    "warm parent": "warm-*.log",
+}
+PROGRAMS = {
+    "raylet": "/raylet",
+    "ray's head": "/gcs_server",
+    "supervisor": "ray::",
+    "node's agent": "ray::Node",
+    "engine's supervisor": "ray::Replica",
+    "rank's supervisor": "ray::RankHost",
+}
 ENGINE_FILES = ("psm_", "vllm", "sem.", "torch")
 DEMO_DATA = Path(__file__).parents[2] / "appliance" / "demo_data"
 
@@ -221,6 +236,15 @@ class WholeBox:
             if target.parent == self.data_dir / "logs" and target.match(pattern):
                 found.append(process.pid)
         return sorted(found)
+
+    def pids_of(self, name: str) -> list[int]:
+        """Processes by the names that people know them by."""
+        if name == "main":
+            return [self.main_pid()]
+        if name in LOGS:
+            return self.pids_logging_to(LOGS[name])
+        titles = {pid: command.split(" ")[0] for pid, command in self.running().items()}
+        return sorted(pid for pid, title in titles.items() if PROGRAMS[name] in title and title != "ray::IDLE")
 
     def main_pid(self) -> int:
         return json.loads((self.data_dir / "box.json").read_text())["pid"]

@@ -112,21 +112,6 @@ class OtherMachine(WholeBox):
                 start_new_session=True,
             )
 
-    def pids_of(self, name: str) -> list[int]:
-        """Processes by the names that people know them by."""
-        logs = {"engine": "engine-*.log", "rank": "*-rank*.log"}
-        if name == "main":
-            return [self.main_pid()]
-        if name in logs:
-            return self.pids_logging_to(logs[name])
-        wanted = {
-            "raylet": "/raylet",
-            "node's agent": "ray::Node",
-            "engine's supervisor": "ray::Replica",
-            "rank's supervisor": "ray::RankHost",
-        }[name]
-        return sorted(pid for pid, command in self.running().items() if wanted in command.split(" ")[0])
-
 
 @contextmanager
 def two_machines(

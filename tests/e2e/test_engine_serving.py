@@ -26,7 +26,7 @@ from tests.front.collector import attributes, running_collector
 
 SCHEMA = {
     "type": "object",
-    "properties": {"city": {"enum": ["Bern", "Rome"]}},
+    "properties": {"city": {"enum": ["Bern"]}},
     "required": ["city"],
     "additionalProperties": False,
 }
@@ -45,46 +45,19 @@ async def test_openai_surface_and_no_control_routes(start, a):
     assert stat.S_IMODE(os.stat(spec.socket_path).st_mode) == 0o600
 
     assert [model.id async for model in sdk.models.list()] == ["starter"]
+    asked = [{"role": "user", "content": "weather?"}]
     chat = await sdk.chat.completions.create(
-        model="starter",
-        messages=[{"role": "user", "content": "hello"}],
-        max_tokens=6,
-        temperature=0,
-        logprobs=True,
-        top_logprobs=3,
+        model="starter", messages=asked, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
     )
     assert chat.usage.completion_tokens == len(chat.choices[0].logprobs.content) <= 6
     assert all(len(token.top_logprobs) == 3 for token in chat.choices[0].logprobs.content)
     assert chat.system_fingerprint == spec.version
 
-    stream = await sdk.chat.completions.create(
-        model="starter",
-        messages=[{"role": "user", "content": "hello"}],
-        max_tokens=6,
-        temperature=0,
-        stream=True,
-    )
-    streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
-    assert streamed == chat.choices[0].message.content
-
-    structured = await sdk.chat.completions.create(
-        model="starter",
-        messages=[{"role": "user", "content": "a city"}],
-        max_tokens=60,
-        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}},
-        temperature=0,
-    )
-    assert structured.choices[0].finish_reason == "length" or json.loads(structured.choices[0].message.content)[
-        "city"
-    ] in ("Bern", "Rome")
-
-    schema = {**SCHEMA, "properties": {"city": {"enum": ["Bern"]}}}
     # Without the penalty the starter writes blanks without end, which JSON allows.
     common = {"model": "starter", "temperature": 0, "frequency_penalty": 2}
     forced = {**common, "tool_choice": {"type": "function", "function": {"name": "weather"}}, "max_tokens": 200}
     # The gateway marks the tools of a demanded call as strict.
-    forced |= {"tools": [{"type": "function", "function": {"name": "weather", "parameters": schema, "strict": True}}]}
-    asked = [{"role": "user", "content": "weather?"}]
+    forced |= {"tools": [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}]}
     (choice,) = (await sdk.chat.completions.create(messages=asked, **forced)).choices
     (call,) = choice.message.tool_calls
     assert call.function.name == "weather" and not choice.message.content
@@ -95,21 +68,13 @@ async def test_openai_surface_and_no_control_routes(start, a):
         for piece in part.choices[0].delta.tool_calls or []:
             arguments += piece.function.arguments or ""
     assert json.loads(arguments) == {"city": "Bern"}
-    flat = [{"type": "function", "name": "weather", "parameters": schema, "strict": True}]
-    given = {**common, "input": "weather?", "tools": flat, "tool_choice": {"type": "function", "name": "weather"}}
-    del given["frequency_penalty"]
+    flat = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}]
+    given = {"model": "starter", "temperature": 0, "input": "weather?", "tools": flat}
+    given |= {"tool_choice": {"type": "function", "name": "weather"}}
     told = await sdk.responses.create(**given, max_output_tokens=200, extra_body={"frequency_penalty": 2})
     assert [json.loads(item.arguments) for item in told.output if item.type == "function_call"] == [{"city": "Bern"}]
     cut = await sdk.responses.create(**given, max_output_tokens=3)
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
-    auto = await sdk.chat.completions.create(
-        model="starter",
-        messages=[{"role": "user", "content": "weather?"}],
-        tools=[{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}],
-        max_tokens=4,
-    )
-    assert auto.choices[0].message.role == "assistant"
-
     await functions_of_the_older_kind(sdk)
 
     with pytest.raises(openai.BadRequestError):
@@ -122,7 +87,6 @@ async def test_openai_surface_and_no_control_routes(start, a):
 
 async def functions_of_the_older_kind(sdk):
     """serve/vllm/answers.py answers with one call of the function's schema, whole and streamed."""
-    schema = {**SCHEMA, "properties": {"city": {"enum": ["Bern"]}}}
     asked: dict[str, Any] = {
         "model": "starter",
         "messages": [
@@ -130,7 +94,7 @@ async def functions_of_the_older_kind(sdk):
             {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": "{}"}},
             {"role": "function", "name": "weather", "content": "sunny"},
         ],
-        "functions": [{"name": "weather", "parameters": schema}],
+        "functions": [{"name": "weather", "parameters": SCHEMA}],
         "function_call": {"name": "weather"},
         "max_tokens": 200,
         "temperature": 0,
@@ -203,21 +167,13 @@ async def shapes_of_other_apis(socket_path, sdk):
         told = (await post(messages=begun, max_tokens=3)).json()
         assert told["id"].startswith("msg_") and told["type"] == "message"
         usage = told["usage"]
-        assert (
-            counted[1]
-            == usage["input_tokens"] + usage["cache_creation_input_tokens"] + usage["cache_read_input_tokens"]
-        )
+        read = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+        assert counted[1] == sum(usage[name] for name in read)
         # The answer begun goes on: neither its turn is closed nor another one opened.
         assert counted[0] < counted[1] <= counted[0] + 4
-        schema = {**SCHEMA, "properties": {"city": {"enum": ["Bern"]}}}
-        tool = {"name": "weather", "input_schema": schema, "strict": True}
-        called = {
-            "tools": [tool],
-            "tool_choice": {"type": "tool", "name": "weather"},
-            "max_tokens": 200,
-            "temperature": 0,
-            "frequency_penalty": 2,
-        }
+        tool = {"name": "weather", "input_schema": SCHEMA, "strict": True}
+        called = {"tools": [tool], "tool_choice": {"type": "tool", "name": "weather"}}
+        called |= {"max_tokens": 200, "temperature": 0, "frequency_penalty": 2}
         (block,) = (await post(messages=ask, **called)).json()["content"]
         assert block["input"] == {"city": "Bern"}, block
         events = (await post(messages=ask, **called, stream=True)).text
@@ -230,17 +186,9 @@ async def no_control_routes(socket_path):
     transport = httpx.AsyncHTTPTransport(uds=socket_path)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as http:
         assert (await http.get("/health")).status_code == 200
-        for route in (
-            "/pause",
-            "/resume",
-            "/sleep",
-            "/wake_up",
-            "/collective_rpc",
-            "/update_weights",
-            "/reset_prefix_cache",
-            "/v1/load_lora_adapter",
-        ):
-            assert (await http.post(route, json={})).status_code in (404, 405), route
+        control = "pause resume sleep wake_up collective_rpc update_weights reset_prefix_cache v1/load_lora_adapter"
+        for route in control.split():
+            assert (await http.post(f"/{route}", json={})).status_code in (404, 405), route
 
 
 async def test_engines_of_different_models_side_by_side(engine_box, start, a):

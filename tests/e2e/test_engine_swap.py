@@ -1,9 +1,12 @@
-"""New weights under traffic: no request is lost, answers are the version's own, and a bad version changes nothing."""
+"""New weights under traffic, sleep and wake: no request is lost, answers are the version's own, a bad version changes
+nothing, and a sleeping engine gives its memory back; also where vLLM schedules one step ahead, as on GPUs."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from runtime.devices.kinds import HOST
+from runtime.processes.kernel import group_pids
 from serve.core.errors import EngineFailed, VersionBroken, VersionMismatch, VersionUnreadable, WrongState
-from tests.e2e import quantised
+from serve.engine import replica as replica_module
+from tests.e2e import async_engine, quantised
 from tests.e2e.engine_support import edit_config, greedy, rewrite
 from weights.format.errors import VersionLeased
 from weights.format.layout import Layout, TensorSpec
@@ -294,3 +299,152 @@ async def test_every_family_equals_a_fresh_engine(engine_box, start, family, ten
     await replica.sleep()
     await replica.wake("starter", "b", str(other))
     assert await greedy(sdk, "starter") == want
+
+
+MIB = 2**20
+LARGE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "initializer_range": 0.06,
+}
+
+
+async def test_sleep_frees_weights_and_kv_and_wakes_exact(engine_box, start):
+    large, other = (engine_box.version(f"large-{seed}", seed=seed, **LARGE) for seed in (1, 2))
+    replica, sdk, *_ = await start("sleeper", large, kv_cache_bytes=96 * MIB)
+    expected = await greedy(sdk, "starter")
+
+    asleep = await replica.sleep()
+    weights = (large / "model.safetensors").stat().st_size
+    assert asleep["rss_before_bytes"] - asleep["rss_after_bytes"] > 0.9 * (weights + 96 * MIB)
+    assert (await replica.status())["state"] == "asleep"
+    for call in (replica.sleep(), replica.swap("starter", "b", str(other))):
+        with pytest.raises(WrongState, match="asleep"):
+            await call
+
+    held = asyncio.create_task(greedy(sdk, "starter"))
+    while (status := await replica.status())["waiting"] == 0:
+        assert not held.done() and status["state"] == "asleep"
+    assert (status["state"], status["running"], status["waiting"]) == ("asleep", 0, 1)
+    await replica.wake("starter", "a", str(large))
+    assert await held == expected == await greedy(sdk, "starter")
+
+    await replica.sleep()
+    await replica.wake("tuned", "b", str(other))
+    _, fresh, *_ = await start("sleeper-fresh", other)
+    assert await greedy(sdk, "tuned") == await greedy(fresh, "starter")
+    await replica.swap("starter", "a", str(large))
+    assert await greedy(sdk, "starter") == expected
+
+
+async def test_sleep_waits_for_nobody_to_be_served(engine_box, start):
+    replica, sdk, spec, pid = await start("busy", engine_box.version("long", seed=1, max_position_embeddings=4096))
+    core = next(each for each in group_pids(pid) if each != pid)
+    sdk = sdk
+    streams = [
+        asyncio.create_task(
+            sdk.completions.create(model="starter", prompt="x", max_tokens=1500, extra_body={"ignore_eos": True})
+        )
+        for _ in range(3)
+    ]
+    while (await replica.status())["running"] < len(streams):
+        assert not any(stream.done() for stream in streams)
+    # Their answers take longer than sleep's grace of two seconds, however quick the machine is.
+    os.kill(core, signal.SIGSTOP)
+    try:
+        with pytest.raises(WrongState, match="drain it"):
+            await replica.sleep()
+    finally:
+        os.kill(core, signal.SIGCONT)
+    answers = await asyncio.gather(*streams)
+    assert all(choice.finish_reason == "length" for answer in answers for choice in answer.choices)
+
+
+async def test_a_refused_version_leaves_the_engine_asleep_and_wakeable(engine_box, start, a):
+    other = engine_box.version("mistral-a", "mistral", seed=4)
+    replica, sdk, *_ = await start("refused-wake", a)
+    expected = await greedy(sdk, "starter")
+    await replica.sleep()
+    with pytest.raises(VersionMismatch):
+        await replica.wake("starter", "other", str(other))
+    await replica.wake("starter", "a", str(a))
+    assert await greedy(sdk, "starter") == expected
+
+
+async def test_several_engines_sleep_side_by_side_and_each_wakes_with_its_own_version(engine_box, start):
+    paths = [engine_box.version(name, seed=seed) for name, seed in (("a", 1), ("b", 2), ("c", 3))]
+    engines, expected = [], []
+    for path in paths:
+        engines.append(await start(f"resident-{path.name}", path, kv_cache_bytes=64 * MIB))
+        expected.append(await greedy(engines[-1].sdk, "starter"))
+        asleep = await engines[-1].replica.sleep()
+        assert asleep["rss_before_bytes"] - asleep["rss_after_bytes"] > 0.9 * 64 * MIB
+    assert [(await engine.replica.status())["state"] for engine in engines] == ["asleep"] * 3
+    for engine, path, answer in zip(engines, paths, expected, strict=True):
+        await engine.replica.wake("starter", path.name, str(path))
+        assert await greedy(engine.sdk, "starter") == answer
+
+
+PROMPT = [10, 20, 30, 40]
+
+
+@pytest.fixture
+async def ahead(engine_box, start, a, monkeypatch):
+    """Starts an engine of version a that schedules asynchronously, as (replica, SDK); it must do so."""
+    logs = []
+
+    async def ahead(name, **fields):
+        with monkeypatch.context() as patch:
+            patch.setattr(replica_module, "ENTRY", async_engine.ENTRY)
+            engine = await start(name, a, extra_args=async_engine.ARGUMENTS, **fields)
+        logs.append(engine_box.logs / f"engine-{name}.log")
+        return engine.replica, engine.sdk
+
+    yield ahead
+    assert logs and all(async_engine.AHEAD in log.read_text() for log in logs)
+
+
+@pytest.fixture
+async def fresh(start, b):
+    """The SDK of an ordinary engine of version b."""
+    return (await start("ahead-fresh", b)).sdk
+
+
+async def test_a_stream_goes_on_through_swaps_in_a_pause(ahead, fresh, a, b):
+    engine, sdk = await ahead("ahead")
+    await stream_through_swap(engine, sdk, fresh, a, b)
+    assert await greedy(sdk, "tuned") == await greedy(fresh, "starter")
+
+
+async def test_a_full_batch_and_those_behind_it_survive_swap_after_swap(ahead, fresh, a, b):
+    engine, sdk = await ahead("ahead-full", max_num_seqs=4)
+    tokens = 300
+    asked = [asyncio.create_task(greedy_ids(sdk, "starter", [number, *PROMPT], tokens)) for number in range(5, 17)]
+    while (await engine.status())["running"] < 4:
+        assert not all(task.done() for task in asked)
+    for version in (b, a, b):
+        await engine.swap("starter", version.name, str(version))
+        later = asyncio.create_task(greedy_ids(sdk, "starter", PROMPT, 8))
+        asked.append(later)
+    answers = await asyncio.gather(*asked)
+    assert [len(answer) for answer in answers] == [tokens] * 12 + [8] * 3
+    assert await greedy_ids(sdk, "starter", PROMPT, 40) == await greedy_ids(fresh, "starter", PROMPT, 40)
+    status = await engine.status()
+    assert (status["state"], status["running"], status["waiting"]) == ("ready", 0, 0)
+
+
+async def test_a_request_that_came_in_sleep_is_answered_by_the_version_that_wakes(ahead, fresh, a, b):
+    engine, sdk = await ahead("ahead-asleep")
+    own = await greedy(sdk, "starter")
+    for version, expected in ((b, await greedy(fresh, "starter")), (a, own)):
+        await engine.sleep()
+        held = asyncio.create_task(greedy(sdk, "starter"))
+        while (await engine.status())["waiting"] == 0:
+            assert not held.done()
+        woken = await engine.wake("starter", version.name, str(version))
+        assert woken["version"] == version.name
+        assert await held == expected == await greedy(sdk, "starter")

@@ -1,5 +1,5 @@
-"""Each family of models that engines and trainers share, as a tiny random model: imported, asked, fine-tuned, asked
-again, and both times compared with transformers.
+"""Models that people bring, as tiny random ones: each family of models that engines and trainers share, adapters of
+peft's, sharded, tied and quantised weights: imported, asked and compared with transformers.
 
 A family that is refused is refused by name: what its row in docs/first-model.md says is what this asserts.
 """
@@ -7,14 +7,18 @@ A family that is refused is refused by name: what its row in docs/first-model.md
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import openai
+import peft
 import pytest
 import torch
 import transformers
 
-from tests.e2e.box_support import gsm8k, wait_for, whole_box
+from runtime.devices.kinds import HOST
+from tests.e2e import quantised
+from tests.e2e.box_support import COMMAND, WholeBox, gsm8k, wait_for, whole_box
 from weights.format.names import encode_name
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
@@ -82,6 +86,11 @@ def box(tmp_path_factory):
         yield one
 
 
+@pytest.fixture(scope="module")
+def tokenizer(box):
+    return transformers.AutoTokenizer.from_pretrained(next((box.data_dir / "models" / "starter").iterdir()))
+
+
 def expected(directory: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Log-probabilities of the token after PROMPT, computed in `dtype`."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
@@ -120,8 +129,9 @@ def compare(client: openai.OpenAI, name: str, directory: Path, tokenizer) -> tup
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_imported_served_tuned_and_computes_what_transformers_does(box, family, tmp_path, capsys):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(next((box.data_dir / "models" / "starter").iterdir()))
+def test_a_family_is_imported_served_tuned_and_computes_what_transformers_does(
+    box, tokenizer, family, tmp_path, capsys
+):
     config = transformers.AutoConfig.for_model(
         family, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **SHAPE | FAMILIES[family]
     )
@@ -161,3 +171,160 @@ def test_a_family_is_imported_served_tuned_and_computes_what_transformers_does(b
         assert row["job"] == "succeeded", row
         engine, rounding = row["tuned"]
         assert engine < most + rounding, row
+
+
+# --- adapters, sharded and tied weights, and weights in few bits
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+GREEDY_TOKENS = 16
+# What the CPU's build of vLLM does not compute, and the words that say so.
+FORMS_NOT_SERVED = {"fp8": "quantised by fp8", "fp8-blocks": "quantised layers"}
+NATS = 0.1  # bfloat16 has three digits
+OF_FORMAT = {"w8a8": 0.25}  # activations are rounded to eight bits as well
+
+
+def tiny(directory: Path, tokenizer, *, shard: str = "1GB", **shape) -> Path:
+    """A Llama of two layers with random weights in `directory`."""
+    shape = SHAPE | {"tie_word_embeddings": False} | shape
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **shape)
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+    model.save_pretrained(directory, max_shard_size=shard)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def adapter(directory: Path, base: Path, named: str, seed: int = 2, **settings) -> Path:
+    """A random LoRA adapter in `directory`, as peft writes it, that says it belongs to `named`."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = {"r": 8, "lora_alpha": 16, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | settings
+    model = peft.get_peft_model(model, peft.LoraConfig(**config))
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    model.peft_config["default"].base_model_name_or_path = named
+    model.save_pretrained(directory)
+    return directory
+
+
+def right(base: Path, adapted: Path | None = None) -> tuple[torch.Tensor, list[int]]:
+    """transformers' log-probabilities after PROMPT, and its greedy tokens up to the first that bfloat16 might choose
+    otherwise, in float32; with peft's adapter if given."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    if adapted is not None:
+        model = peft.PeftModel.from_pretrained(model, str(adapted)).eval()
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        written = model.generate(
+            input_ids=ids, max_new_tokens=GREEDY_TOKENS, min_new_tokens=GREEDY_TOKENS, do_sample=False
+        )
+        logits = model(input_ids=written).logits[0, len(PROMPT) - 1 : -1]
+    best = logits.topk(2).values
+    sure = ((best[:, 0] - best[:, 1]) > NATS).long().cumprod(0).sum()
+    return logits[0].log_softmax(-1), written[0, len(PROMPT) :].tolist()[: int(sure)]
+
+
+def greedy(client: openai.OpenAI, name: str, count: int) -> list[int]:
+    assert count > 2, "too few tokens to compare"
+    told = client.completions.create(
+        model=name,
+        prompt=PROMPT,
+        max_tokens=count,
+        temperature=0,
+        logprobs=1,
+        extra_body={"return_tokens_as_token_ids": True, "min_tokens": count},
+    )
+    return [int(token.removeprefix("token_id:")) for token in told.choices[0].logprobs.tokens]
+
+
+def refused(box: WholeBox, *arguments: str) -> str:
+    """What a command that must fail says."""
+    done = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=300, env=box.environment())
+    assert done.returncode in (1, 2, 5) and "Traceback" not in done.stderr, done
+    return done.stderr
+
+
+def test_an_adapter_of_pefts_is_served_beside_its_base_and_computes_what_peft_does(box, tokenizer, tmp_path, capsys):
+    base = tiny(tmp_path / "tiny-llama", tokenizer)
+    for seed in range(2, 32):  # one whose first tokens are not a toss-up in bfloat16
+        lora = adapter(tmp_path / "pirate", base, "some-lab/Tiny-Llama", seed)
+        first, tokens = right(base, lora)
+        if len(tokens) > 2:
+            break
+    words = refused(box, "model", "import", str(lora))
+    assert "some-lab/Tiny-Llama" in words and "--base" in words
+    box.run("model", "import", str(base))
+    made = box.ask("model", "import", str(lora))["result"]
+    assert made["adapter of"] == "tiny-llama v1", made
+
+    client = box.client()
+    _, of_base = right(base)
+    assert tokens[:3] != of_base[:3], "the adapter changes nothing, so this proves nothing"
+    found = answered(client, "pirate", tokenizer)
+    most = max(abs(first[token].item() - value) for token, value in found.items())
+    with capsys.disabled():
+        print(f"\nadapter: {most:.3f} nats from peft", flush=True)
+    assert most < NATS
+    assert greedy(client, "pirate", len(tokens)) == tokens
+    assert greedy(client, "tiny-llama", len(of_base)) == of_base
+    shown = box.ask("model", "show", "pirate")
+    assert (shown["kind"], shown["adapter"]["base"], shown["adapter"]["rank"]) == ("fine-tuned", "tiny-llama", 8)
+    assert {"pirate", "tiny-llama"} <= {model.id for model in client.models.list()}
+
+    dora = adapter(tmp_path / "dora", base, "tiny-llama", use_dora=True)
+    assert "DoRA" in refused(box, "model", "import", str(dora))
+    large = adapter(tmp_path / "large", base, "tiny-llama", r=64)
+    assert "adapter_max_rank" in refused(box, "model", "import", str(large))
+    assert "tiny-llama" in refused(box, "model", "rm", "tiny-llama"), "an adapter needs it"
+    box.run("model", "rm", "pirate")
+    box.run("model", "rm", "tiny-llama")
+
+
+@pytest.mark.parametrize("kind", ["sharded", "tied"])
+def test_sharded_and_tied_weights_compute_what_transformers_does(box, tokenizer, tmp_path, kind):
+    base = tiny(
+        tmp_path / kind, tokenizer, tie_word_embeddings=kind == "tied", shard="200KB" if kind == "sharded" else "1GB"
+    )
+    files = sorted(path.name for path in base.glob("*.safetensors"))
+    assert (len(files) > 2) is (kind == "sharded"), files
+    box.run("model", "import", str(base))
+    client, (first, tokens) = box.client(), right(base)
+    found = answered(client, kind, tokenizer)
+    assert max(abs(first[token].item() - value) for token, value in found.items()) < NATS
+    assert greedy(client, kind, len(tokens)) == tokens
+    box.run("model", "rm", kind)
+
+
+def engines_started(box: WholeBox) -> list[Path]:
+    """Logs of all engines that this box ever started."""
+    return sorted((box.data_dir / "logs").glob("engine-*.log"))
+
+
+@pytest.mark.parametrize("form", quantised.FORMATS)
+def test_a_quantised_checkpoint_computes_what_its_weights_mean_or_is_refused_in_words(
+    box, tokenizer, tmp_path, form, capsys
+):
+    plain = tiny(tmp_path / "plain", tokenizer, num_key_value_heads=4)
+    quantised.write(plain, form, tmp_path / form, tmp_path / "means")
+    client, row, engines = box.client(), {"format": form}, len(engines_started(box))
+    try:
+        box.run("model", "import", str(tmp_path / form))
+        first, _ = right(tmp_path / "means")
+        found = answered(client, form, tokenizer)
+        row["nats"] = round(max(abs(first[token].item() - value) for token, value in found.items()), 3)
+    except openai.APIStatusError as error:
+        row["refused"] = str(error)[:300]
+    finally:
+        with capsys.disabled():
+            print("\n" + json.dumps(row), flush=True)
+    if lacking := HOST.lacks_for_quantised():
+        assert "its layers are quantised" in row["refused"] and lacking in row["refused"], row
+        assert len(engines_started(box)) == engines, "it is refused before an engine is started"
+    elif form in FORMS_NOT_SERVED:
+        assert FORMS_NOT_SERVED[form] in row["refused"], row
+    else:
+        assert row["nats"] < OF_FORMAT.get(form, NATS), row
+    with pytest.raises(openai.BadRequestError, match="quantised"):
+        client.fine_tuning.jobs.create(model=form, training_file=box.upload(gsm8k("train", 4)))
+    box.run("model", "rm", form)
