@@ -167,42 +167,42 @@ class WholeBox:
     def client(self, **named: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url, api_key=self.key, timeout=300, **{"max_retries": 0, **named})
 
-    def admin(self, path: str) -> Any:
-        answer = self._get(f"admin/v1/{path}", timeout=60)
+    def http(self, **named: Any) -> httpx.Client:
+        # Without `verify=False` each client reads all certificates of the machine: much, while a test polls.
+        headers = {"Authorization": f"Bearer {self.key}"}
+        return httpx.Client(
+            base_url=f"http://127.0.0.1:{self.port}", headers=headers, verify=False, **{"timeout": 60, **named}
+        )
+
+    def get(self, path: str) -> Any:
+        with self.http() as http:
+            answer = http.get(path)
         assert answer.status_code < 400, answer.text
         return answer.json()
 
+    def admin(self, path: str) -> Any:
+        return self.get(f"/admin/v1/{path}")
+
     def job(self, job_id: str) -> Any:
-        answer = self._get(f"v1/fine_tuning/jobs/{job_id}", timeout=60)
-        assert answer.status_code < 400, answer.text
-        return answer.json()
+        return self.get(f"/v1/fine_tuning/jobs/{job_id}")
 
     def tried(self, path: str) -> Any | None:
         """As `admin`; None where the box answers with an error, as until a killed controller has a successor."""
-        answer = self._get(f"admin/v1/{path}", timeout=60)
+        with self.http() as http:
+            answer = http.get(f"/admin/v1/{path}")
         return answer.json() if answer.status_code < 400 else None
 
     def answers(self) -> bool:
         try:
-            return self._get("health", timeout=5).status_code == 200
+            with self.http(timeout=5) as http:
+                return http.get("/health").status_code == 200
         except httpx.TransportError:
             return False
 
-    def _get(self, path: str, timeout: float) -> httpx.Response:
-        # Without `verify=False` each call reads all certificates of the machine: a third of a core while a test polls.
-        headers = {"Authorization": f"Bearer {self.key}"}
-        return httpx.get(f"http://127.0.0.1:{self.port}/{path}", headers=headers, timeout=timeout, verify=False)
-
     def set_mode(self, **mode: Any) -> None:
         """As `mode set`, without the time that a command takes to start; returns when the devices have moved."""
-        answer = httpx.put(
-            f"http://127.0.0.1:{self.port}/admin/v1/mode",
-            json=mode,
-            params={"wait": True, "timeout_s": 300},
-            headers={"Authorization": f"Bearer {self.key}"},
-            timeout=310,
-            verify=False,
-        )
+        with self.http(timeout=310) as http:
+            answer = http.put("/admin/v1/mode", json=mode, params={"wait": True, "timeout_s": 300})
         assert answer.status_code < 400, answer.text
 
     def upload(self, content: bytes, name: str = "train.jsonl") -> str:

@@ -14,7 +14,6 @@ import shutil
 import signal
 import time
 
-import httpx
 import openai
 import pytest
 import transformers
@@ -181,8 +180,8 @@ def test_a_response_in_background_ends_with_its_key(box, starter):
     ids = [first.responses.create(model=starter, input="Hello.", background=True, **more).id for _ in range(2)]
     # Often: before they have written all.
     wait_for(lambda: all(second.responses.retrieve(one).status == "in_progress" for one in ids), "an engine", 60, 0.02)
-    admin = {"Authorization": f"Bearer {box.key}"}
-    revoked = httpx.delete(f"{box.url.removesuffix('/v1')}/admin/v1/keys/guests-0", headers=admin, timeout=60)
+    with box.http() as http:
+        revoked = http.delete("/admin/v1/keys/guests-0")
     assert revoked.status_code == 200 and sorted(revoked.json()["stopped"]["responses"]) == sorted(ids)
     for one in ids:
         found = second.responses.retrieve(one)
@@ -489,7 +488,8 @@ def test_a_killed_engine_comes_back_and_its_greedy_stream_never_broke(box, tmp_p
     # Of the dead engine's cache nothing is known, so nothing is claimed.
     assert broken[-1].usage.prompt_tokens_details.cached_tokens == 0
     assert len({chunk.id for chunk in broken}) == 1
-    metrics = httpx.get(f"http://127.0.0.1:{box.port}/metrics", headers={"Authorization": f"Bearer {box.key}"}).text
+    with box.http() as http:
+        metrics = http.get("/metrics").text
     assert 'appliance_gateway_events_total{event="continued"} 1' in metrics
     told = set(re.findall(r"^# TYPE (\S+)", metrics, re.M))
     assert monitored_series() - LATER <= told

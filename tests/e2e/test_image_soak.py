@@ -114,21 +114,8 @@ def box(image: str, means: Means) -> Iterator[tuple[str, int]]:
         port = free.getsockname()[1]
     name = f"appliance-{uuid.uuid4().hex[:8]}"
     podman(
-        *means.of_podman,
-        *(
-            "run",
-            *means.of_run,
-            "--detach",
-            "--name",
-            name,
-            "--network",
-            "host",
-            "--read-only",
-            "--tmpfs",
-            "/tmp",
-            "--cap-drop",
-            "all",
-        ),
+        *(*means.of_podman, "run", *means.of_run, "--detach", "--name", name, "--network", "host"),
+        *("--read-only", "--tmpfs", "/tmp", "--cap-drop", "all"),
         *("--security-opt", "no-new-privileges", "--shm-size", "2g", "--volume", f"{name}:/data:U", image),
         *("up", "--data-dir", "/data", "--host", "127.0.0.1", "--port", str(port), "--devices", "2"),
     )
