@@ -62,7 +62,7 @@ def starter_folder(steps: int) -> Path:
     """The starter's checkpoint, made once in this process and deleted with it."""
     kept = tempfile.mkdtemp(prefix="starter-")
     atexit.register(shutil.rmtree, kept, ignore_errors=True)
-    command = [sys.executable, "-m", "tests.starter", f"{kept}/starter", "--steps", str(steps)]
+    command = [sys.executable, "-m", "tests.starter", f"{kept}/starter", str(steps)]
     subprocess.run(command, check=True, timeout=600, cwd=Path(__file__).parents[2], capture_output=True)
     return Path(kept, "starter")
 

@@ -57,6 +57,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
         setattr(owner, name, run)
 
     from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.worker.cpu_worker import CPUWorker
 
     from serve.vllm.cpu_worker import ShmCPUWorker
 
@@ -75,7 +76,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
             if next(steps) >= GOOD_STEPS:
                 raise RuntimeError("no memory on the second device")
 
-        dies_in(ShmCPUWorker, "execute_model", fail)
+        dies_in(CPUWorker, "execute_model", fail)  # beneath our own, which ends the engine
     elif phase == "fingerprint":
         dies_in(EngineCoreProc, "preprocess_add_request")
     else:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 import uuid
 from pathlib import Path
 
 import httpx
 import openai
 
-from runtime.processes.warm_parents import WARM_ENV
 from serve.core.spec import ReplicaSpec, segment_prefix_of
 from tests.claims import claim
+from tests.train_support.world import WarmParent
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if tools is defined and tools %}<tool_call>{% endif %}"
@@ -106,38 +100,14 @@ class Box:
         claim(self.root.name, segment_prefix_of(self.root / "run" / "x").partition(".")[0])
         (self.root / "run").mkdir(parents=True, mode=0o700)
         (self.root / "versions").mkdir(mode=0o700)
-        self.warm_socket = self.root / "run" / "warm.sock"
         self.logs = self.root / "run"
-        began_s = time.perf_counter()
-        self._parent = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "runtime.processes.warm_parent",
-                "--socket",
-                str(self.warm_socket),
-                "--preload",
-                "serve.engine.preload",
-                "--log",
-                str(self.logs / "warm.log"),
-            ],
-            cwd=REPOSITORY,
-            env={**os.environ, **dict(WARM_ENV), "PYTHONPATH": str(REPOSITORY)},
-        )
+        self._parent = WarmParent(self.logs, "serve.engine.preload")
+        self.warm_socket = self._parent.socket
         try:
-            self._await_parent(began_s)
+            self._parent.wait()
         except BaseException:
             self.close()
             raise
-        self.warm_s = time.perf_counter() - began_s
-
-    def _await_parent(self, began_s: float) -> None:
-        while not self.warm_socket.exists():
-            if self._parent.poll() is not None:
-                raise RuntimeError(f"warm parent ended:\n{(self.logs / 'warm.log').read_text()[-4000:]}")
-            if time.perf_counter() - began_s > 180:
-                raise RuntimeError("warm parent did not come up")
-            time.sleep(0.05)
 
     def version(self, name: str, family: str = "llama", *, seed: int, **overrides) -> Path:
         path = self.root / "versions" / name
@@ -159,12 +129,7 @@ class Box:
         return ReplicaSpec(**{**values, **overrides})
 
     def close(self) -> None:
-        self._parent.send_signal(signal.SIGTERM)
-        try:
-            self._parent.wait(5)
-        except subprocess.TimeoutExpired:
-            self._parent.kill()
-            self._parent.wait()
+        self._parent.close()
         shutil.rmtree(self.root)
 
 

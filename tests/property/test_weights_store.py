@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
 from weights.format.errors import StoreFull, VersionExists, VersionLeased, VersionNotFound
 from weights.format.layout import Layout, TensorSpec
@@ -81,10 +90,9 @@ class StoreMachine(RuleBasedStateMachine):
         draft._lock.close()  # what the kernel does
         self.open_drafts -= 1
 
+    @precondition(lambda self: self.committed)
     @rule(target=leases, data=st.data())
     def lease(self, data):
-        if not self.committed:
-            return multiple()
         key = data.draw(st.sampled_from(sorted(self.committed)))
         self.leased[key] = self.leased.get(key, 0) + 1
         lease = self.store.lease(self.committed[key][0])
@@ -97,10 +105,9 @@ class StoreMachine(RuleBasedStateMachine):
         lease.release()
         self.leased[key] -= 1
 
+    @precondition(lambda self: self.committed)
     @rule(data=st.data())
     def remove(self, data):
-        if not self.committed:
-            return
         key = data.draw(st.sampled_from(sorted(self.committed)))
         stored = self.committed[key][0]
         if self.leased.get(key):
@@ -112,10 +119,9 @@ class StoreMachine(RuleBasedStateMachine):
         with pytest.raises(VersionNotFound):
             self.store.lease(stored)
 
+    @precondition(lambda self: self.committed)
     @rule(data=st.data())
     def unpin(self, data):
-        if not self.committed:
-            return
         key = data.draw(st.sampled_from(sorted(self.committed)))
         stored, size, _ = self.committed[key]
         unpin(stored)

@@ -39,6 +39,7 @@ from weights.format.names import step_of
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 # Relative. Gradients are reduced and accumulated in fp32 and clipped by a coarse norm, so what is left is the order of
 # a few fp32 sums, some ulps of the loss after a dozen steps; their number depends on the processor.
 ACROSS_SIZES = 3e-6
@@ -81,27 +82,42 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
+class WarmParent:
+    """A warm parent with its socket and log in a folder; forks know the tests."""
+
+    def __init__(self, folder: Path, preload: str) -> None:
+        self.socket, self._log = folder / "warm.sock", folder / "warm.log"
+        options = ["--socket", str(self.socket), "--preload", preload, "--log", str(self._log)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "runtime.processes.warm_parent", *options],
+            cwd=REPOSITORY,
+            env={**os.environ, **dict(WARM_ENV), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        )
+
+    def wait(self) -> None:
+        while not self.socket.exists():
+            assert self._process.poll() is None, self._log.read_text()[-4000:]
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        self._process.terminate()
+        assert self._process.wait(10) == 0
+
+
 class WarmTrain:
     """A warm parent with `train.trainer.preload` imported, for a module of tests."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="train-"))
-        self.socket = self.folder / "warm.sock"
-        options = ["--preload", "train.trainer.preload", "--log", str(self.folder / "warm.log")]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "runtime.processes.warm_parent", "--socket", str(self.socket), *options],
-            env={**os.environ, **dict(WARM_ENV), "OMP_NUM_THREADS": "1"},
-        )
+        self._parent = WarmParent(self.folder, "train.trainer.preload")
+        self.socket = self._parent.socket
 
     def wait(self) -> WarmTrain:
-        while not self.socket.exists():
-            assert self._process.poll() is None, (self.folder / "warm.log").read_text()
-            time.sleep(0.05)
+        self._parent.wait()
         return self
 
     def close(self) -> None:
-        self._process.terminate()
-        assert self._process.wait(10) == 0
+        self._parent.close()
         shutil.rmtree(self.folder)
 
 

@@ -4,7 +4,9 @@ their fences, and the environment is read in one place. That no error is swallow
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -226,40 +228,25 @@ OF_EVERY_KIND = {
 }
 
 
-def _words(node: ast.AST) -> list[str]:
-    """The names that a node says, and its text. Docstrings explain, and are left out by the caller."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return [text]
-        case ast.Attribute(attr=name) | ast.Name(id=name) | ast.keyword(arg=str(name)) | ast.arg(arg=name):
-            return [name]
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return [name]
-        case ast.Import(names=names):
-            return [alias.name for alias in names]
-        case ast.ImportFrom(module=module, names=names):
-            return [module or "", *(alias.name for alias in names)]
-    return []
-
-
-def _text_alone(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
-
-
-def _device_words(name: str, module: ast.Module) -> Iterator[str]:
-    """Where a file says by itself which kind of device it means."""
-    docstrings = {node.value for node in ast.walk(module) if isinstance(node, ast.Expr) and _text_alone(node.value)}
-    for node in ast.walk(module):
-        for word in () if node in docstrings else _words(node):
+def _device_words(name: str, text: str) -> Iterator[str]:
+    """Where a file says by itself which kind of device it means, in a name or a text that is not a docstring."""
+    if not OF_A_MAKER.search(text) and not any(f'"{kind}"' in text for kind in kinds.KINDS):
+        return  # no token has to be read
+    new_line = True
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        word = token.string.strip("\"'")
+        is_text = token.type == tokenize.STRING and not new_line
+        if is_text or token.type == tokenize.NAME:
             named = OF_A_MAKER.search(NOT_OF_A_MAKER.sub("", word)) and (name, word) not in OF_EVERY_KIND
-            if named or (isinstance(node, ast.Constant) and word in kinds.KINDS):
+            if named or (is_text and word in kinds.KINDS):
                 yield f"{name} says {word!r}"
+        new_line = token.type in (tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT)
 
 
 def test_only_the_file_of_a_kind_of_device_names_it():
     """Everybody else asks its row in runtime.devices.kinds: a third kind is one more file and one more row."""
     outside = [path for path in files() if not name_of(path).startswith("runtime/devices/")]
-    assert {word for path in outside for word in _device_words(name_of(path), tree(path))} == set()
+    assert {word for path in outside for word in _device_words(name_of(path), path.read_text())} == set()
     unused = {(name, word) for name, word in OF_EVERY_KIND if f'"{word}"' not in (ROOT / name).read_text()}
     assert not unused, "an exception for nobody hides the next mistake"
 

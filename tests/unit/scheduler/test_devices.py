@@ -121,6 +121,10 @@ def test_a_machine_whose_gpus_cannot_be_used_is_refused_in_words(monkeypatch, ma
 CONFIG = SchedulerConfig(hot_for_s=30)
 
 
+def readings_of(count: int) -> DeviceReadings:
+    return DeviceReadings(tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(count)))
+
+
 def judged(*readings: Reading) -> dict[str, str]:
     found = failing({"n0/0": readings}, CONFIG)
     return {device_id: failure.reason for device_id, failure in found.items()}
@@ -178,7 +182,7 @@ def test_slowness_of_few_cordons_them(slow, lasts_s, cordoned):
 
 def test_the_driver_is_read_as_far_as_it_tells(monkeypatch):
     machine = Machine([eight_h100().gpus[0], four_4090().gpus[1]]).install(monkeypatch)
-    readings = DeviceReadings(tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(2)))
+    readings = readings_of(2)
     first, second = readings.read()
     assert (first.device_id, first.ecc_uncorrected, first.temperature_c, first.slowdown_c) == ("n0/0", 0, 41, 87)
     assert (second.ecc_uncorrected, second.faults, second.temperature_c) == (None, (), 41)
@@ -204,7 +208,7 @@ def test_a_gpu_that_tells_how_far_its_limit_is_is_known_to_be_too_hot(monkeypatc
     gpu = machine.gpus[0]
     gpu.margin_c = 44
     machine.install(monkeypatch)
-    read = DeviceReadings((Device("n0/0", "n0", 0, "cuda"),)).read
+    read = readings_of(1).read
     assert [(one.temperature_c, one.slowdown_c) for one in read()] == [(41, 87)]
     gpu.temperature_c, gpu.margin_c = 88, -3
     assert [(one.temperature_c, one.slowdown_c) for one in read()] == [(88, 87)]
@@ -217,7 +221,7 @@ def test_a_gpu_that_is_let_go_is_not_held_open_and_no_xid_of_the_others_is_misse
     """`nvidia-smi --gpu-reset` refuses a GPU that any process has open, a monitoring one too."""
     machine = eight_h100().install(monkeypatch)
     pynvml.nvmlInit()  # by a library of this process, such as torch
-    readings = DeviceReadings(tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(8)))
+    readings = readings_of(8)
     assert len(readings.read()) == 8 and machine.opened == set(range(8))
     machine.xids = [(5, 79), (3, 79)]
     told = {reading.device_id: reading for reading in readings.read(frozenset({"n0/3"}))}
@@ -231,13 +235,13 @@ def test_a_gpu_that_is_let_go_is_not_held_open_and_no_xid_of_the_others_is_misse
 
 async def test_readings_of_two_looks_at_once_are_whole_for_both(monkeypatch):
     eight_h100().install(monkeypatch)
-    readings = DeviceReadings(tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(8)))
+    readings = readings_of(8)
     assert [len(found) for found in await asyncio.gather(readings.look(), readings.look())] == [8, 8]
 
 
 async def test_a_driver_that_hangs_takes_one_thread_however_often_it_is_asked(monkeypatch):
     machine = eight_h100().install(monkeypatch)
-    readings = DeviceReadings(tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(8)))
+    readings = readings_of(8)
     assert len(await readings.look()) == 8
     monkeypatch.setattr("scheduler.devices.health.PATIENCE_S", 0.01)
     hung, answer, asked, ask = threading.Event(), threading.Event(), [], pynvml.nvmlDeviceGetRemappedRows
