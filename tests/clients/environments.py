@@ -1,7 +1,4 @@
-"""Makes an environment for each client from the package registry, with the user's own settings of pip and npm.
-
-With `uv`, where it is installed, in seconds; with `pip`, whose cache shares the wheels, in minutes.
-"""
+"""Makes an environment for each client from the package registry, with the user's own settings of pip and npm."""
 
 from __future__ import annotations
 
@@ -13,13 +10,6 @@ from pathlib import Path
 
 from tests.clients.clients import Client
 
-# pip's setting -> uv's option.
-_OPTIONS = {
-    "index-url": "--default-index",
-    "extra-index-url": "--index",
-    "find-links": "--find-links",
-    "constraint": "--constraint",
-}
 _INSTALL_S = 900
 _VERSION = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
 
@@ -67,30 +57,9 @@ def command_of(client: Client, folder: Path) -> list[str]:
     return ["node", str(home / script.name)]
 
 
-def uv_options(pip_settings: str) -> list[str]:
-    """uv's options for what `pip config list` prints, lines such as `global.index-url='https://…'`."""
-    options: list[str] = []
-    for line in pip_settings.splitlines():
-        name, _, value = line.partition("=")
-        option = _OPTIONS.get(name.rpartition(".")[2].lower())
-        if option is not None:
-            for one in value.strip("'\"").replace("\\n", " ").split():
-                if (option, one) not in zip(options[::2], options[1::2], strict=True):
-                    options += [option, one]
-    return options
-
-
 def _install(home: Path, python: Path, packages: tuple[str, ...]) -> None:
-    uv = shutil.which("uv")
-    if uv is None:
-        _output([sys.executable, "-m", "venv", str(home)])
-        _output([str(python), "-m", "pip", "install", "--quiet", *packages])
-        return
-    settings = uv_options(_output([sys.executable, "-m", "pip", "config", "list"]))
-    # As pip does: the best version of all indexes.
-    best = ["--index-strategy", "unsafe-best-match"]
-    _output([uv, "venv", "--quiet", "--python", sys.executable, str(home)])
-    _output([uv, "pip", "install", "--quiet", "--python", str(python), *best, *settings, *packages])
+    _output([sys.executable, "-m", "venv", str(home)])
+    _output([str(python), "-m", "pip", "install", "--quiet", *packages])
 
 
 def _npm(client: Client, home: Path) -> None:

@@ -14,19 +14,24 @@ import argparse
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import uvicorn
 
+from appliance.controller.app import create_app
+from appliance.controller.http.peers import Listener
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from tests.conformance import seed
-from tests.conformance.served_app import served_app
+from tests.simulator.control_plane import simulated_context
 
 VERSION = "3.52.0"
 HERE = Path(__file__).resolve().parent
@@ -120,9 +125,7 @@ def running_box(data_dir: Path | None) -> Iterator[tuple[str, Path]]:
         with tempfile.TemporaryDirectory(prefix="conformance-") as folder, served_app(Path(folder)) as url:
             yield url, Path(folder)
         return
-    paths = BoxPaths.of(data_dir)
-    url = json.loads(paths.state_file.read_text())["url"]
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(paths.controller_socket)), base_url="http://box") as box:
+    with controller_of(data_dir) as (box, paths, url):
         before = box.get("/admin/v1/mode").raise_for_status().json()
         # Nothing may start to train the seeded jobs, which have no weights behind them.
         box.put("/admin/v1/mode?wait=true", json={"policy": "serve"}).raise_for_status()
@@ -146,13 +149,49 @@ def answering_box(data_dir: Path) -> Iterator[str]:
     """Base URL of the running box, where real engines answer for the models that the tests of inference call."""
     from tests.conformance.served_models import served_models
 
-    paths = BoxPaths.of(data_dir)
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(paths.controller_socket)), base_url="http://box") as box:
+    with controller_of(data_dir) as (box, paths, url):
         with Database(paths.database) as db:
             seed.add_keys(db)
         _republish_keys(box)
         with served_models(data_dir):
-            yield json.loads(paths.state_file.read_text())["url"]
+            yield url
+
+
+@contextlib.contextmanager
+def controller_of(data_dir: Path) -> Iterator[tuple[httpx.Client, BoxPaths, str]]:
+    """A client of a running box's controller, the box's paths and its base URL."""
+    paths = BoxPaths.of(data_dir)
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(paths.controller_socket)), base_url="http://box") as box:
+        yield box, paths, json.loads(paths.state_file.read_text())["url"]
+
+
+@contextlib.contextmanager
+def served_app(folder: Path) -> Iterator[str]:
+    """Base URL of the control app on a thread, with a simulated rest of the box and its data in `folder`."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    ready = threading.Event()
+    servers: list[uvicorn.Server] = []
+
+    def serve() -> None:
+        # The database belongs to the thread that opens it.
+        with Database(folder / "appliance.db") as db:
+            app = create_app(simulated_context(folder, db))
+            config = uvicorn.Config(Listener(app), log_level="warning", loop="asyncio", lifespan="on")
+            servers.append(uvicorn.Server(config))
+            ready.set()
+            servers[0].run(sockets=[listener])
+
+    thread = threading.Thread(target=serve, name="served app")
+    thread.start()
+    try:
+        if not ready.wait(30):
+            raise TimeoutError("the control app did not start within 30 s")
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        for server in servers:
+            server.should_exit = True
+        thread.join(30)
+        listener.close()
 
 
 def _republish_keys(box: httpx.Client) -> None:

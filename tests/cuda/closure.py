@@ -3,7 +3,7 @@ and in the child reads an engine's command line up to vLLM's whole configuration
 
     python -m tests.cuda.closure serve MODEL_DIRECTORY     or: train
 
-Prints one line of JSON. The stub of libcuda ends the process at the first call (tests.cuda.drivers).
+Prints one line of JSON. The stub of libcuda ends the process at the first call (test_wheels_soak.py).
 """
 
 from __future__ import annotations

@@ -153,6 +153,33 @@ async def greedy(sdk: openai.AsyncOpenAI, model: str, prompt: str = "the quick b
     return logprobs.tokens, logprobs.token_logprobs
 
 
+async def stream_ids(sdk, model, prompt, tokens, seen: list[int]):
+    """`seen`, to which the token ids of a greedy completion are added as they come."""
+    stream = await sdk.completions.create(
+        model=model,
+        prompt=prompt,
+        max_tokens=tokens,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    async for chunk in stream:
+        if chunk.choices:
+            seen.extend(chunk.choices[0].model_extra.get("token_ids") or [])
+    return seen
+
+
+async def greedy_ids(sdk, model, prompt, tokens):
+    answer = await sdk.completions.create(
+        model=model,
+        prompt=prompt,
+        max_tokens=tokens,
+        temperature=0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    return answer.choices[0].model_extra["token_ids"]
+
+
 def rewrite(path: Path, target: Path, change) -> Path:
     """Copy a version, passing its tensors through `change(dict) -> dict`."""
     from safetensors.torch import load_file, save_file

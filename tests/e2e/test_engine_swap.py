@@ -17,40 +17,16 @@ from runtime.devices.kinds import HOST
 from runtime.processes.kernel import group_pids
 from serve.core.errors import EngineFailed, VersionBroken, VersionMismatch, VersionUnreadable, WrongState
 from serve.engine import replica as replica_module
-from tests.e2e import async_engine, quantised
-from tests.e2e.engine_support import edit_config, greedy, rewrite
+from tests.e2e import quantised
+from tests.e2e.engine_support import edit_config, greedy, greedy_ids, rewrite, stream_ids
 from weights.format.errors import VersionLeased
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.store import WeightStore
 
 TOKENS = 250
+AHEAD = "a step was scheduled before the tokens of the one before it were known"  # in the log
+AHEAD_ARGUMENTS = ("--async-scheduling", "--scheduler-cls", "tests.e2e.async_engine.SayingScheduler")
 FEW = 40  # of an answer that is only to show whose weights are there
-
-
-async def stream_ids(sdk, model, prompt, tokens, seen: list[int]):
-    stream = await sdk.completions.create(
-        model=model,
-        prompt=prompt,
-        max_tokens=tokens,
-        temperature=0,
-        stream=True,
-        extra_body={"ignore_eos": True, "return_token_ids": True},
-    )
-    async for chunk in stream:
-        if chunk.choices:
-            seen.extend(chunk.choices[0].model_extra.get("token_ids") or [])
-    return seen
-
-
-async def greedy_ids(sdk, model, prompt, tokens):
-    answer = await sdk.completions.create(
-        model=model,
-        prompt=prompt,
-        max_tokens=tokens,
-        temperature=0,
-        extra_body={"ignore_eos": True, "return_token_ids": True},
-    )
-    return answer.choices[0].model_extra["token_ids"]
 
 
 async def test_a_stream_goes_on_through_a_swap_in_place_with_the_new_models_tokens(start, a, b):
@@ -399,13 +375,13 @@ async def ahead(engine_box, start, a, monkeypatch):
 
     async def ahead(name, **fields):
         with monkeypatch.context() as patch:
-            patch.setattr(replica_module, "ENTRY", async_engine.ENTRY)
-            engine = await start(name, a, extra_args=async_engine.ARGUMENTS, **fields)
+            patch.setattr(replica_module, "ENTRY", "tests.e2e.async_engine:main")
+            engine = await start(name, a, extra_args=AHEAD_ARGUMENTS, **fields)
         logs.append(engine_box.logs / f"engine-{name}.log")
         return engine.replica, engine.sdk
 
     yield ahead
-    assert logs and all(async_engine.AHEAD in log.read_text() for log in logs)
+    assert logs and all(AHEAD in log.read_text() for log in logs)
 
 
 @pytest.fixture
