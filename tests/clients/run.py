@@ -20,13 +20,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.clients import environments, table
+from tests.clients import table
 from tests.clients.clients import CLIENTS, Client
 from tests.clients.table import ROOT, Row
 
 MODEL, EMBEDDING_MODEL = "smollm2-135m", "smollm2-embed"
 _TRY_S = 1200
 _TOLD_CHARS = 300
+_INSTALL_S = 900
+_VERSION = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,8 +126,8 @@ def _installed(client: Client, folder: Path) -> str:
     """Why it is not; empty if it is."""
     began_s = time.monotonic()
     try:
-        environments.python_of(client, folder)
-    except environments.NotInstalled as error:
+        python_of(client, folder)
+    except NotInstalled as error:
         print(f"{client.name}: not installed: {error}", flush=True)
         return f"not installed: {error}"
     print(f"{client.name}: installed, {time.monotonic() - began_s:.0f} s", flush=True)
@@ -142,14 +144,14 @@ def _tried(client: Client, folder: Path, box: Box, trouble: str, commit: str) ->
     today = time.strftime("%Y-%m-%d")
     if trouble:
         return Row(client.name, "", today, {}, trouble, commit)
-    commands = f"{environments.path_of(client, folder)}{os.pathsep}{os.environ.get('PATH', '')}"
+    commands = f"{path_of(client, folder)}{os.pathsep}{os.environ.get('PATH', '')}"
     # What this process was started with is nothing of the client's.
     around = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     log = folder / f"{client.name}.log"
     with open(log, "w") as output:
         try:
             subprocess.run(
-                environments.command_of(client, folder),
+                command_of(client, folder),
                 env=around | box.environment() | {"PATH": commands},
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -161,7 +163,7 @@ def _tried(client: Client, folder: Path, box: Box, trouble: str, commit: str) ->
     checks = {name: _one_line(failed) for name, failed in table.verdicts(log.read_text()).items()}
     if not checks and not trouble:
         trouble = _last_words(log.read_text())
-    row = Row(client.name, environments.version_of(client, folder), today, checks, trouble, commit)
+    row = Row(client.name, version_of(client, folder), today, checks, trouble, commit)
     print(f"{row.client} {row.version}: {row.checks} {row.trouble}", flush=True)
     return row
 
@@ -179,3 +181,75 @@ def _one_line(text: str) -> str:
 def _surprises(client: Client, row: Row) -> list[str]:
     failed = [name for name, why in row.checks.items() if why and name not in client.known]
     return failed + ([row.trouble] if row.trouble and "trouble" not in client.known else [])
+
+
+# --- an environment for each client, from the package registry with the user's own settings of pip and npm
+
+
+class NotInstalled(Exception):
+    """The registry does not have it, or it takes longer than minutes."""
+
+
+def python_of(client: Client, folder: Path) -> str:
+    """Of the client's environment; made if it is not there. Raises NotInstalled."""
+    if client.own or client.npm:
+        if client.npm:
+            _npm(client, folder / client.name)
+        return sys.executable
+    home = folder / client.name
+    python = home / "bin" / "python"
+    done = home / "installed"
+    if not (done.exists() and python.exists()):
+        shutil.rmtree(home, ignore_errors=True)
+        _output([sys.executable, "-m", "venv", str(home)])
+        _output([str(python), "-m", "pip", "install", "--quiet", *client.packages])
+        done.touch()
+    return str(python)
+
+
+def path_of(client: Client, folder: Path) -> Path:
+    """Where its commands are."""
+    home = folder / client.name
+    return home / "node_modules" / ".bin" if client.npm else home / "bin"
+
+
+def version_of(client: Client, folder: Path) -> str:
+    if client.npm:
+        return str(json.loads((_package(client, folder / client.name) / "package.json").read_text())["version"])
+    return _output([python_of(client, folder), "-c", _VERSION, client.name]).strip()
+
+
+def command_of(client: Client, folder: Path) -> list[str]:
+    """What runs its script. A script in JavaScript finds packages from where it is, so it goes beside them."""
+    script = Path(__file__).with_name(client.script)
+    if script.suffix != ".mjs":
+        return [python_of(client, folder), str(script)]
+    home = folder / client.name
+    for file in (script, script.with_name("report.mjs")):
+        shutil.copy(file, home)
+    return ["node", str(home / script.name)]
+
+
+def _npm(client: Client, home: Path) -> None:
+    if _package(client, home).exists():
+        return
+    npm = shutil.which("npm")
+    if npm is None:
+        raise NotInstalled("no npm here")
+    home.mkdir(parents=True, exist_ok=True)
+    _output([npm, "install", "--no-fund", "--no-audit", "--prefix", str(home), *client.packages])
+
+
+def _package(client: Client, home: Path) -> Path:
+    """Of npm's packages the first, which is the client."""
+    return home / "node_modules" / client.packages[0]
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_S)
+    except subprocess.TimeoutExpired:
+        raise NotInstalled(f"not installed within {_INSTALL_S // 60} minutes") from None
+    if done.returncode:
+        raise NotInstalled((done.stderr or done.stdout).strip()[-300:])
+    return done.stdout

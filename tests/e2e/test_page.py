@@ -281,13 +281,7 @@ def test_who_lacks_a_scope_reads_a_sentence(visit: Visit, front: Front) -> None:
 
 def trained(front: Front, key: str) -> str:
     """A job that has reached its third step of four and tells of rewards and of a teacher; its id."""
-    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    data = "\n".join([json.dumps(row)] * 12).encode()
-    with front.http(key) as http:
-        uploaded = http.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": ("t.jsonl", data)}).json()
-        body = {"model": MODEL, "training_file": uploaded["id"], "suffix": "seen"}
-        job_id = http.post("/v1/fine_tuning/jobs", json=body).json()["id"]
-        front.wait(lambda: http.get(f"/v1/fine_tuning/jobs/{job_id}").json()["status"] == "queued")
+    job_id = page_pictures.begun(front, key, "seen")
     context = front.context
     assert context is not None
 
