@@ -20,14 +20,7 @@ import psutil
 
 from runtime.devices import kinds, nvml
 
-SPEC = {
-    "replica_id": "r",
-    "model": "m",
-    "version": "v1",
-    "kind": "cuda",
-    "kv_cache_bytes": 2**30,
-    "dtype": "bfloat16",
-}
+SPEC = {"replica_id": "r", "model": "m", "version": "v1", "kind": "cuda", "kv_cache_bytes": 2**30, "dtype": "bfloat16"}
 
 
 def main(half: str, model: str = "") -> int:

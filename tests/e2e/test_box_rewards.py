@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 
 import openai
 import pytest
 
+from appliance.paths import BoxPaths
 from tests.e2e.box_support import wait_for, whole_box
 from weights.format.names import decode_name, policy_name
 
@@ -111,8 +111,7 @@ def learned(
 
 def policies(box, job_id: str) -> list[str]:
     """Versions of the model in training, as they lie in shared memory."""
-    roots = Path("/dev/shm").glob(f"*{box._names()[0]}*")
-    folders = [folder for root in roots for folder in root.rglob("adapters/*")]
+    folders = BoxPaths.of(box.data_dir).shm_root.rglob("adapters/*")
     return [
         one.name for folder in folders if decode_name(folder.name) == policy_name(job_id) for one in folder.iterdir()
     ]

@@ -23,14 +23,7 @@ import pytest
 
 from appliance.demo import Load
 from tests.e2e.box_support import WholeBox, gsm8k, wait_for
-from tests.e2e.machines_support import (
-    OtherMachine,
-    Wire,
-    deploy_tiny,
-    devices,
-    invited,
-    two_machines,
-)
+from tests.e2e.machines_support import OtherMachine, Wire, deploy_tiny, devices, invited, two_machines
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 

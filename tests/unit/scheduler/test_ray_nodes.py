@@ -21,12 +21,7 @@ from scheduler.devices.host_reading import MemoryReading
 from scheduler.ray import nodes as ray_nodes
 from scheduler.ray.node import NodeConfig, NodeReport
 from scheduler.ray.nodes import Nodes
-from scheduler.ray.start import (
-    CODES_OF_A_REQUEST,
-    _all_failed,
-    _logging_to,
-    _private_folder,
-)
+from scheduler.ray.start import CODES_OF_A_REQUEST, _all_failed, _logging_to, _private_folder
 from tests.unit.scheduler.fakes import Handle
 
 
