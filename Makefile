@@ -44,11 +44,11 @@ gpu-smoke: ## on a machine with GPUs, after the install: ten minutes, a line per
 
 sdk-conformance: setup ## openai-python's own tests of our routes against a running box: stored things, and what real engines answer
 	@data=$$(mktemp -d) && $(VENV)/bin/appliance up --detach --data-dir "$$data" --port 8799 && code=0 && \
-	{ $(PY) -m tests.conformance --data-dir "$$data" || code=$$?; \
+	{ $(PY) -m tests.conformance.run --data-dir "$$data" || code=$$?; \
 	  $(VENV)/bin/appliance down --data-dir "$$data"; rm -rf "$$data"; exit $$code; }
 
 clients: setup ## real clients from the package registry against a box with a real model; writes docs/clients.md (half an hour)
-	@$(PY) -m tests.clients
+	@$(PY) -m tests.clients.run
 
 lint: setup ## ruff: its rules, and its format; no room larger than tests/tools/sizes.json says
 	$(RUFF) check .

@@ -23,7 +23,7 @@ CITY_SCHEMA = {
 
 
 def tried(*checks: Callable[[], Any]) -> None:
-    """Run each check, named like a column of the table (tests/clients/__main__.py); one that raises has failed."""
+    """Run each check, named like a column of the table (table.py); one that raises has failed."""
     for check in checks:
         try:
             check()

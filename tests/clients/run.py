@@ -1,8 +1,8 @@
 """Tries real clients, each in an environment of its own, on a box with SmolLM2-135M: `make clients`.
 
-    python -m tests.clients                     all: installs, starts a box, tries, writes docs/clients.md
-    python -m tests.clients openai anthropic    some: their rows alone
-    python -m tests.clients --left              those that this commit was not tried with
+    python -m tests.clients.run                     all: installs, starts a box, tries, writes docs/clients.md
+    python -m tests.clients.run openai anthropic    some: their rows alone
+    python -m tests.clients.run --left              those that this commit was not tried with
 
 Exit status 1: something failed that clients.py does not name as known. It takes half an hour on 2 cores.
 """
@@ -32,7 +32,7 @@ _VERSION = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.clients.run", description=__doc__)
     parser.add_argument("names", nargs="*", help="of clients; default: all")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "clients", help="environments and the box")
     parser.add_argument("--port", type=int, default=8798)
@@ -253,3 +253,7 @@ def _output(command: list[str]) -> str:
     if done.returncode:
         raise NotInstalled((done.stderr or done.stdout).strip()[-300:])
     return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -28,7 +28,7 @@ def test_record_replaces_rows_of_the_same_claim_and_size(tmp_path):
 
 def test_every_client_has_its_script_and_every_script_its_client():
     scripts = {client.script for client in CLIENTS}
-    own = {"__init__.py", "__main__.py", "clients.py", "run.py", "table.py"}
+    own = {"__init__.py", "clients.py", "run.py", "table.py"}
     files = {path.name for path in (ROOT / "tests" / "clients").iterdir() if path.suffix in (".py", ".mjs")}
     assert scripts == files - own - {"report.py", "report.mjs"}
     assert all(client.known.keys() <= {*CHECKS, "trouble"} for client in CLIENTS)
