@@ -281,7 +281,7 @@ async def test_kill_9_of_the_engine_core_ends_the_engine_and_its_streams(engine_
 
 
 async def test_kill_9_of_the_api_process_takes_the_core_with_it(start, a):
-    replica, sdk, spec, pid = await start("kill-api", a)
+    replica, _, _, pid = await start("kill-api", a)
     assert len(group_pids(pid)) == 2
     os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(60):
@@ -338,7 +338,7 @@ async def test_the_failure_of_one_tensor_parallel_worker_ends_the_engine_within_
     monkeypatch.setattr("serve.engine.replica.ENTRY", dying_engine.ENTRY)
     plan = {"phase": dying_engine.STEPS, "by": "", "rank": 1}
     (engine_box.root / dying_engine.PLAN).write_text(json.dumps(plan))
-    replica, sdk, spec, pid = await start("one-fails", a, tensor_parallel=2, devices=(0, 1))
+    replica, sdk, _, pid = await start("one-fails", a, tensor_parallel=2, devices=(0, 1))
     asked = sdk.completions.create(model="starter", prompt="the", max_tokens=400, extra_body={"ignore_eos": True})
     async with asyncio.timeout(60):
         with pytest.raises(openai.InternalServerError, match="EngineCore"):
@@ -347,7 +347,7 @@ async def test_the_failure_of_one_tensor_parallel_worker_ends_the_engine_within_
     assert group_pids(pid) == []
 
 
-async def test_an_engine_that_cannot_start_says_why(engine_box, replicas, start, a):
+async def test_an_engine_that_cannot_start_says_why(engine_box, replicas, a):
     broken = engine_box.root / "versions" / "hole"
     if not broken.exists():
         rewrite(a, broken, _without("model.layers.1.mlp.up_proj.weight"))

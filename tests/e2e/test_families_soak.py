@@ -98,7 +98,7 @@ def expected(directory: Path, dtype: torch.dtype = torch.float32) -> torch.Tenso
         return model(torch.tensor([PROMPT])).logits[0, -1].float().log_softmax(-1)
 
 
-def answered(client: openai.OpenAI, name: str, tokenizer) -> dict[int, float]:
+def answered(client: openai.OpenAI, name: str) -> dict[int, float]:
     """The same from an engine, for its five likeliest tokens."""
     told = client.completions.create(
         model=name,
@@ -117,10 +117,10 @@ def ended(client: openai.OpenAI, job_id: str):
     return job if job.status in ("succeeded", "failed", "cancelled") else None
 
 
-def compare(client: openai.OpenAI, name: str, directory: Path, tokenizer) -> tuple[float, float]:
+def compare(client: openai.OpenAI, name: str, directory: Path) -> tuple[float, float]:
     """The largest differences from float32, in nats: of the engine, and of transformers in bfloat16, which the engine
     computes in too. Rounding moves one draw of weights three times as far as another."""
-    right, found = expected(directory), answered(client, name, tokenizer)
+    right, found = expected(directory), answered(client, name)
     rounded = expected(directory, torch.bfloat16)
     return tuple(
         round(max(abs(right[token].item() - value) for token, value in answer.items()), 4)
@@ -144,10 +144,10 @@ def test_a_family_is_imported_served_tuned_and_computes_what_transformers_does(
         box.run("model", "import", str(directory), "--name", family)
         if family in NOT_SERVED:
             with pytest.raises(openai.APIStatusError, match=NOT_SERVED[family]):
-                compare(client, family, directory, tokenizer)
+                compare(client, family, directory)
             row["served"] = f"no: {NOT_SERVED[family]}"
             return
-        row["served"] = compare(client, family, directory, tokenizer)
+        row["served"] = compare(client, family, directory)
         how = {"n_epochs": 1, "batch_size": 4, "max_length": 256, "full": True}
         job_id = box.tune(family, gsm8k("train", 24), **how)
         done = wait_for(lambda: ended(client, job_id), "the end of the job", 300)
@@ -156,7 +156,7 @@ def test_a_family_is_imported_served_tuned_and_computes_what_transformers_does(
             (version,) = [v["version"] for v in box.ask("model", "show", done.fine_tuned_model)["versions"]]
             disk = box.data_dir / "models" / encode_name(done.fine_tuned_model) / encode_name(version)
             wait_for((disk / "manifest.json").is_file, "the version on disk", 60)
-            row["tuned"] = compare(client, done.fine_tuned_model, disk, tokenizer)
+            row["tuned"] = compare(client, done.fine_tuned_model, disk)
             box.run("model", "rm", done.fine_tuned_model)
         box.run("model", "rm", family)
     finally:
@@ -261,7 +261,7 @@ def test_an_adapter_of_pefts_is_served_beside_its_base_and_computes_what_peft_do
     client = box.client()
     _, of_base = right(base)
     assert tokens[:3] != of_base[:3], "the adapter changes nothing, so this proves nothing"
-    found = answered(client, "pirate", tokenizer)
+    found = answered(client, "pirate")
     most = max(abs(first[token].item() - value) for token, value in found.items())
     with capsys.disabled():
         print(f"\nadapter: {most:.3f} nats from peft", flush=True)
@@ -290,7 +290,7 @@ def test_sharded_and_tied_weights_compute_what_transformers_does(box, tokenizer,
     assert (len(files) > 2) is (kind == "sharded"), files
     box.run("model", "import", str(base))
     client, (first, tokens) = box.client(), right(base)
-    found = answered(client, kind, tokenizer)
+    found = answered(client, kind)
     assert max(abs(first[token].item() - value) for token, value in found.items()) < NATS
     assert greedy(client, kind, len(tokens)) == tokens
     box.run("model", "rm", kind)
@@ -311,7 +311,7 @@ def test_a_quantised_checkpoint_computes_what_its_weights_mean_or_is_refused_in_
     try:
         box.run("model", "import", str(tmp_path / form))
         first, _ = right(tmp_path / "means")
-        found = answered(client, form, tokenizer)
+        found = answered(client, form)
         row["nats"] = round(max(abs(first[token].item() - value) for token, value in found.items()), 3)
     except openai.APIStatusError as error:
         row["refused"] = str(error)[:300]
