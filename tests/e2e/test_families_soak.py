@@ -91,6 +91,24 @@ def tokenizer(box):
     return transformers.AutoTokenizer.from_pretrained(next((box.data_dir / "models" / "starter").iterdir()))
 
 
+def tiny(directory: Path, tokenizer, family: str = "llama", *, shard: str = "1GB", **shape) -> Path:
+    """A model of two layers with random weights in `directory`."""
+    sizes = SHAPE | FAMILIES[family] | shape
+    config = transformers.AutoConfig.for_model(
+        family, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes
+    )
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+    model.save_pretrained(directory, max_shard_size=shard)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def furthest(right: torch.Tensor, found: dict[int, float]) -> float:
+    """The largest difference of a token's log-probability, in nats."""
+    return max(abs(right[token].item() - value) for token, value in found.items())
+
+
 def expected(directory: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Log-probabilities of the token after PROMPT, computed in `dtype`."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
@@ -123,8 +141,7 @@ def compare(client: openai.OpenAI, name: str, directory: Path) -> tuple[float, f
     right, found = expected(directory), answered(client, name)
     rounded = expected(directory, torch.bfloat16)
     return tuple(
-        round(max(abs(right[token].item() - value) for token, value in answer.items()), 4)
-        for answer in (found, {token: rounded[token].item() for token in found})
+        round(furthest(right, answer), 4) for answer in (found, {token: rounded[token].item() for token in found})
     )
 
 
@@ -132,13 +149,7 @@ def compare(client: openai.OpenAI, name: str, directory: Path) -> tuple[float, f
 def test_a_family_is_imported_served_tuned_and_computes_what_transformers_does(
     box, tokenizer, family, tmp_path, capsys
 ):
-    config = transformers.AutoConfig.for_model(
-        family, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **SHAPE | FAMILIES[family]
-    )
-    torch.manual_seed(1)
-    directory = tmp_path / family
-    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    directory = tiny(tmp_path / family, tokenizer, family)
     client, row = box.client(), {"family": family}
     try:
         box.run("model", "import", str(directory), "--name", family)
@@ -181,17 +192,6 @@ GREEDY_TOKENS = 16
 FORMS_NOT_SERVED = {"fp8": "quantised by fp8", "fp8-blocks": "quantised layers"}
 NATS = 0.1  # bfloat16 has three digits
 OF_FORMAT = {"w8a8": 0.25}  # activations are rounded to eight bits as well
-
-
-def tiny(directory: Path, tokenizer, *, shard: str = "1GB", **shape) -> Path:
-    """A Llama of two layers with random weights in `directory`."""
-    shape = SHAPE | {"tie_word_embeddings": False} | shape
-    config = transformers.LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **shape)
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
-    model.save_pretrained(directory, max_shard_size=shard)
-    tokenizer.save_pretrained(directory)
-    return directory
 
 
 def adapter(directory: Path, base: Path, named: str, seed: int = 2, **settings) -> Path:
@@ -261,8 +261,7 @@ def test_an_adapter_of_pefts_is_served_beside_its_base_and_computes_what_peft_do
     client = box.client()
     _, of_base = right(base)
     assert tokens[:3] != of_base[:3], "the adapter changes nothing, so this proves nothing"
-    found = answered(client, "pirate")
-    most = max(abs(first[token].item() - value) for token, value in found.items())
+    most = furthest(first, answered(client, "pirate"))
     with capsys.disabled():
         print(f"\nadapter: {most:.3f} nats from peft", flush=True)
     assert most < NATS
@@ -290,8 +289,7 @@ def test_sharded_and_tied_weights_compute_what_transformers_does(box, tokenizer,
     assert (len(files) > 2) is (kind == "sharded"), files
     box.run("model", "import", str(base))
     client, (first, tokens) = box.client(), right(base)
-    found = answered(client, kind)
-    assert max(abs(first[token].item() - value) for token, value in found.items()) < NATS
+    assert furthest(first, answered(client, kind)) < NATS
     assert greedy(client, kind, len(tokens)) == tokens
     box.run("model", "rm", kind)
 
@@ -311,8 +309,7 @@ def test_a_quantised_checkpoint_computes_what_its_weights_mean_or_is_refused_in_
     try:
         box.run("model", "import", str(tmp_path / form))
         first, _ = right(tmp_path / "means")
-        found = answered(client, form)
-        row["nats"] = round(max(abs(first[token].item() - value) for token, value in found.items()), 3)
+        row["nats"] = round(furthest(first, answered(client, form)), 3)
     except openai.APIStatusError as error:
         row["refused"] = str(error)[:300]
     finally:
