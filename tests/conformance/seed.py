@@ -16,9 +16,10 @@ from pathlib import Path
 from appliance.controller.evals.shapes import sample_object
 from appliance.controller.responses.objects import completion_row, queued
 from appliance.store.database import Database
-from appliance.store.objects import batches, evals, files, jobs, models, responses
+from appliance.store.objects import evals, files, jobs, models, responses
 from appliance.store.records import keys
 from appliance.store.rows import (
+    BATCHES,
     UPLOADS,
     BatchRow,
     EvalItemRow,
@@ -256,7 +257,7 @@ def _batches(db: Database, files_dir: Path) -> None:
         ),
     )
     for batch_id in (BATCH, "after"):
-        batches.insert(
+        BATCHES.insert(
             db,
             BatchRow(
                 batch_id,

@@ -41,7 +41,7 @@ from appliance.controller.http.routers import FORM_BYTES, StrictBody, takes, una
 from appliance.controller.interfaces.errors import BadRequest, Conflict, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store.ids import new_id
-from appliance.store.objects import batches, files
+from appliance.store.objects import files
 from appliance.store.rows import UPLOADS as uploads
 from appliance.store.rows import FileRow, UploadRow
 
@@ -98,7 +98,7 @@ def file_routes(context: ControllerContext) -> APIRouter:
     @router.delete("/{file_id}")
     async def delete(file_id: str, caller: Caller) -> dict[str, Any]:
         row = FILES.known(db, file_id, caller)
-        if (batch := batches.using_file(db, row.id)) is not None:
+        if (batch := files.batch_using(db, row.id)) is not None:
             name = batch.id if caller.viewer in (None, batch.owner) else "an operator's batch"
             why = f"The file {row.id} is the input of {name}, which is {batch.status}"
             raise Conflict(f"{why}; wait for its end or cancel it first.", "id", "file_in_use")

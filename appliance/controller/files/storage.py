@@ -22,8 +22,8 @@ from appliance.controller.http.routers import StrictBody
 from appliance.controller.interfaces.principal import FINE_TUNING
 from appliance.store.database import Database
 from appliance.store.ids import new_id
-from appliance.store.objects import batches, files
-from appliance.store.rows import UPLOADS, FileRow
+from appliance.store.objects import files
+from appliance.store.rows import BATCHES, UPLOADS, FileRow
 from runtime.replace_file import replace_file
 from train.data.check import DataReport
 from train.data_checks.process import check_apart
@@ -69,11 +69,11 @@ def sweep(context: ControllerContext) -> None:
     for half in context.files_dir.glob(f"{INCOMING_PREFIX}*"):
         half.unlink()
     for folder in list(context.uploads_dir.iterdir()):
-        upload = UPLOADS.find_visible(context.db, folder.name, viewer=None)
+        upload = UPLOADS.find(context.db, folder.name)
         if upload is not None and upload.status != "pending":
             shutil.rmtree(folder)
     for answers in list(context.batches_dir.iterdir()):
-        batch = batches.find(context.db, answers.name.partition(".")[0], viewer=None)
+        batch = BATCHES.find(context.db, answers.name.partition(".")[0])
         if batch is not None and batch.finished:
             answers.unlink()
 

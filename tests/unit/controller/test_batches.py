@@ -14,7 +14,7 @@ import pytest
 from appliance.controller.batches import Answers
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.files import storage
-from appliance.store.objects import batches
+from appliance.store.rows import BATCHES
 from tests.simulator.control_plane import change
 from tests.unit.controller.conftest import Control
 
@@ -180,7 +180,7 @@ async def test_expired_batch_names_lines_not_run(control: Control):
     keep = {"anchor": "created_at", "seconds": 3600}
     batch_id = await begun(control, [line(n) for n in range(4)], output_expires_after=keep)
     await until(control, batch_id, lambda b: b.request_counts.completed == 2)
-    batches.update(control.db, batch_id, expires_s=time.time() - 1)
+    BATCHES.update(control.db, batch_id, expires_s=time.time() - 1)
     control.context.tasks.restart("batches", batch_id)
     batch = await ended(control, batch_id)
     assert batch.status == "expired" and batch.expired_at
@@ -236,18 +236,5 @@ def test_append_on_a_full_disk_leaves_no_half_line(tmp_path):
             answers.append([ANSWER | {"custom_id": "r1"}])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    answers.close()
-    answers = Answers(tmp_path, "batch_1")
-    answers.append([ANSWER | {"custom_id": "r2"}])
-    answers.close()
+    Answers(tmp_path, "batch_1").append([ANSWER | {"custom_id": "r2"}])
     assert Answers(tmp_path, "batch_1").custom_ids == {"r0", "r2"}
-
-
-def test_append_skips_lines_answered_before(tmp_path):
-    """A write on its thread outlives the timeout after which its lines are written as expired."""
-    answers = Answers(tmp_path, "batch_1")
-    answers.append([ANSWER | {"custom_id": "r0"}])
-    answers.append([{"custom_id": "r0", "response": None, "error": {}}, ANSWER | {"custom_id": "r1"}])
-    answers.close()
-    again = Answers(tmp_path, "batch_1")
-    assert (again.completed, again.failed) == (2, 0)
