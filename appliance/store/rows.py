@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 
-from appliance.store.database import sql_list
+from appliance.store.database import Table, sql_list
 from appliance.store.ids import new_id
-from appliance.store.table import Table
 from scheduler.core.workload import PolicyKind
 from scheduler.handover.effects import StepRecord
 

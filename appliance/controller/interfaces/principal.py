@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from appliance.controller.interfaces.errors import KeyRevoked, SessionEnded, Unauthorized
-from appliance.store.records import keys, page_sessions
+from appliance.store.records import keys
 
 ADMIN, GATEWAY = "admin", "gateway"
 FINE_TUNING, INFERENCE, READ, METRICS = "fine_tuning", "inference", "read", "metrics"
@@ -67,7 +67,7 @@ async def read_principal(request: Request) -> Principal:
     owner, ended = ("", "") if caller.key_id is None else keys.standing(db, caller.key_id)
     if ended:
         raise KeyRevoked(ended)
-    if caller.session is not None and not page_sessions.is_live(db, caller.session, caller.key_id or "", time.time()):
+    if caller.session is not None and not keys.is_session_live(db, caller.session, caller.key_id or "", time.time()):
         raise SessionEnded
     request.scope["state"]["principal"] = caller = replace(caller, owner=owner)
     return caller

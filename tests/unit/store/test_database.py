@@ -16,7 +16,7 @@ from typing import Literal
 
 import pytest
 
-from appliance.store.database import TABLES, Database
+from appliance.store.database import TABLES, Database, Table
 from appliance.store.errors import (
     DatabaseUnusable,
     DuplicateRow,
@@ -28,7 +28,6 @@ from appliance.store.errors import (
 from appliance.store.objects import files, jobs
 from appliance.store.records import box, keys
 from appliance.store.rows import FileRow, JobMetricRow, JobRow
-from appliance.store.table import Table
 
 
 def job(number: int, **fields) -> JobRow:
