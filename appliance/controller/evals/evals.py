@@ -72,24 +72,23 @@ _SOURCE: TypeAdapter[Jsonl | Sampled] = TypeAdapter(Jsonl | Sampled)
 
 @dataclass
 class Answered:
-    """An item of the data. error: empty, or the reason for a missing sample. answers: of the model. judged: of each
-    grader. results: of each grader, once it is graded."""
+    """An item of the data with its sample. body: that the model was asked; answer: the sample as a model's answer, or
+    the reason why there is none. judged: of each grader. results: of each grader, once it is graded."""
 
     place: int
     item: dict[str, Any]
     sample: Sample
-    sample_shown: dict[str, Any]
-    error: str
-    answers: list[ModelAnswer]
+    body: dict[str, Any]
+    answer: ModelAnswer
     judged: list[Judged]
     results: list[dict[str, Any]] = field(default_factory=list)
 
     def row(self, run_id: str) -> EvalItemRow:
         status = "pass" if all(one["passed"] for one in self.results) else "fail"
-        if self.error or any("error" in one for one in self.results):
+        if self.answer.error or any("error" in one for one in self.results):
             status = "error"
         made = new_id("outputitem_"), run_id, self.place, time.time()
-        return EvalItemRow(*made, status, self.item, self.sample_shown, self.results)
+        return EvalItemRow(*made, status, self.item, sample_object(self.body, [self.answer]), self.results)
 
 
 def insert_run(
@@ -155,9 +154,7 @@ class EvalRunner:
                         for first in range(0, len(answered), together):
                             items = answered[first : first + together]
                             await self._grade(row, graders, items)
-                            rows = [item.row(row.id) for item in items]
-                            row = _counted(row, items, rows)
-                            await to_thread.run_sync(self._store, row, rows)
+                            row = await to_thread.run_sync(self._store, row, items)
         except InvalidGrader as error:  # the box may have become stricter since the eval was made
             raise TaskFailed("invalid_grader", f"A criterion of the eval is refused: {error}.") from None
         except TimeoutError:
@@ -235,25 +232,23 @@ class EvalRunner:
     async def _sampled(
         self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader], place: int, entry: Entry
     ) -> Answered:
-        item = entry.item
-        body: dict[str, Any] = {"messages": []}
+        item, body = entry.item, dict[str, Any](messages=[])
         if isinstance(source, Sampled):
             try:
                 body = await asyncio.to_thread(shapes.body_of, source, item)
+                answer = await self._grading.chat(row.key_id, body)
             except GradingFailed as error:
                 answer = ModelAnswer(model=source.model, error=str(error))
-            else:
-                answer = await self._grading.chat(row.key_id, body)
-            sample, answers = Sample(answer.text, answer.tools), [answer]
+            sample = Sample(answer.text, answer.tools)
         else:
-            sample, answers = sample_of(entry.sample), []
+            sample = sample_of(entry.sample)
             answer = ModelAnswer(sample.output_text, row.model)
         asked = () if answer.error else graders
         judged = [await self._grading.ask_judges(row.key_id, grader, sample, item) for grader in asked]
-        return Answered(place, item, sample, sample_object(body, [answer]), answer.error, answers, judged)
+        return Answered(place, item, sample, body, answer, judged)
 
     async def _grade(self, row: EvalRunRow, graders: list[Grader], items: list[Answered]) -> None:
-        sampled = [item for item in items if not item.error]
+        sampled = [item for item in items if not item.answer.error]
         for number, grader in enumerate(graders if sampled else ()):
             judged = [item.judged[number] for item in sampled]
             samples = [(item.sample, item.item) for item in sampled]
@@ -261,32 +256,30 @@ class EvalRunner:
             for item, reward, answers in zip(sampled, graded, judged, strict=True):
                 item.results.append(_result(grader, reward, list(answers.values())))
 
-    def _store(self, row: EvalRunRow, items: list[EvalItemRow]) -> None:
-        """Store judged items together with the run's counters, unless it was cancelled meanwhile."""
+    def _store(self, row: EvalRunRow, items: list[Answered]) -> EvalRunRow:
+        """Store judged items together with the run's counters, unless it was cancelled meanwhile. Returns the run."""
+        rows = [item.row(row.id) for item in items]
+        results, counts, size = {name: Counter(of) for name, of in row.results.items()}, Counter(row.counts), row.bytes
+        usage = {model: Counter(of) for model, of in row.usage.items()}
+        for item, stored in zip(items, rows, strict=True):
+            counts[stored.status] += 1
+            size += ITEM_BYTES + len(orjson.dumps([stored.item, stored.sample, stored.results]))
+            answers = [answer for judged in item.judged for _, answer in judged.values()]
+            for answer in (*answers, item.answer) if row.model else answers:
+                if not answer.error:
+                    counters = columns(answer, "prompt_tokens completion_tokens cached_tokens")
+                    usage.setdefault(answer.model, Counter()).update(invocation_count=1, **counters)
+            for result in item.results:
+                sums = results.setdefault(result["name"], Counter())
+                sums["passed" if result["passed"] else "failed"] += 1
+                if "error" not in result:
+                    sums.update(rewarded=1, reward=result["score"])
+        changes: dict[str, Any] = {"results": results, "usage": usage, "counts": counts, "bytes": size}
         with self._db.transaction():
             if evals.unfinished_ids(self._db, row.id):
-                evals.insert_items(self._db, items)
-                evals.update_run(self._db, row.id, **columns(row, "results usage counts bytes"))
-
-
-def _counted(row: EvalRunRow, items: list[Answered], rows: list[EvalItemRow]) -> EvalRunRow:
-    """The run with these items in its counters."""
-    results, counts, size = {name: Counter(of) for name, of in row.results.items()}, Counter(row.counts), row.bytes
-    usage = {model: Counter(of) for model, of in row.usage.items()}
-    for item in items:
-        for answer in (*item.answers, *(answer for judged in item.judged for _, answer in judged.values())):
-            if not answer.error:
-                counters = columns(answer, "prompt_tokens completion_tokens cached_tokens")
-                usage.setdefault(answer.model, Counter()).update(invocation_count=1, **counters)
-        for result in item.results:
-            sums = results.setdefault(result["name"], Counter())
-            sums["passed" if result["passed"] else "failed"] += 1
-            if "error" not in result:
-                sums.update(rewarded=1, reward=result["score"])
-    for stored in rows:
-        counts[stored.status] += 1
-        size += ITEM_BYTES + len(orjson.dumps([stored.item, stored.sample, stored.results]))
-    return replace(row, results=results, usage=usage, counts=counts, bytes=size)
+                evals.insert_items(self._db, rows)
+                evals.update_run(self._db, row.id, **changes)
+        return replace(row, **changes)
 
 
 def _result(grader: Grader, graded: Graded, judged: list[tuple[dict[str, Any], ModelAnswer]]) -> dict[str, Any]:
@@ -449,12 +442,10 @@ async def _check_run(context: ControllerContext, of: EvalRow, given: Jsonl | Sam
     except InvalidGrader as error:
         where = f"{param}.{error.param}"
         raise InvalidValue(f"Invalid '{where}': {error.message}.", where) from None
+    fields = fields_of(given)
     # On a thread: the schema of its answers may have 25,000 parts.
-    await asyncio.to_thread(check_completion, fields_of(given), f"{param}.sampling_params")
-    if (sampling := given.sampling_params) is not None:
-        await check_form(hosts, sampling.response_format, caller, f"{param}.sampling_params.response_format")
-        if sampling.text is not None:
-            await check_form(hosts, sampling.text.format, caller, f"{param}.sampling_params.text.format")
+    await asyncio.to_thread(check_completion, fields, f"{param}.sampling_params")
+    await check_form(hosts, fields.get("response_format"), caller, f"{param}.sampling_params.response_format")
 
 
 async def _criteria(context: ControllerContext, body: EvalCreate, caller: Principal) -> list[dict[str, Any]]:

@@ -97,11 +97,9 @@ async def check_schema(hosts: GraderHosts, schema: Mapping[str, Any], caller: Pr
 async def check_form(hosts: GraderHosts, given: Any, caller: Principal, param: str) -> None:
     """Checks the schema of a `response_format` (its kind and shape are checked elsewhere): engines and ranks read the
     schema only when they write the first answer. Raises as `check_schema` does."""
-    if isinstance(given, Mapping) and given.get("type") == "json_schema":
-        inside = "json_schema.schema" if "json_schema" in given else "schema"  # as Responses write it
-        named = given.get("json_schema", given)
-        if isinstance(named, Mapping) and isinstance(named.get("schema"), Mapping):
-            await check_schema(hosts, named["schema"], caller, f"{param}.{inside}")
+    named = given.get("json_schema") if isinstance(given, Mapping) else None
+    if isinstance(named, Mapping) and isinstance(named.get("schema"), Mapping):
+        await check_schema(hosts, named["schema"], caller, f"{param}.json_schema.schema")
 
 
 def form_of(given: Any, param: str) -> dict[str, Any] | None:

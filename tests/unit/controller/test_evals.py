@@ -12,6 +12,7 @@ import pytest
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.evals import evals as runner
 from appliance.controller.evals.evals import EvalRunner
+from appliance.store.rows import EvalRunRow
 from tests.unit.controller.conftest import Control
 
 CHECK: Any = {
@@ -221,10 +222,11 @@ async def test_run_after_kill_while_judging_judges_the_rest_once(control: Contro
     monkeypatch.setattr(runner, "AT_ONCE", 1)
     eval_id, stored = await made(control), EvalRunner._store
 
-    def once(self: EvalRunner, run_id: str, *args: Any) -> None:
-        stored(self, run_id, *args)
+    def once(self: EvalRunner, row: EvalRunRow, *args: Any) -> EvalRunRow:
+        counted = stored(self, row, *args)
         monkeypatch.setattr(EvalRunner, "_store", stored)
-        control.context.tasks.restart("eval_runs", run_id)
+        control.context.tasks.restart("eval_runs", row.id)
+        return counted
 
     monkeypatch.setattr(EvalRunner, "_store", once)
     found = await ended(control, eval_id, given(("a", "a"), ("b", "b"), ("c", "d")))
