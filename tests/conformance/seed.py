@@ -16,7 +16,7 @@ from pathlib import Path
 from appliance.controller.evals.shapes import sample_object
 from appliance.controller.responses.objects import completion_row, queued
 from appliance.store.database import Database
-from appliance.store.objects import evals, files, jobs, models, responses
+from appliance.store.objects import evals, files, jobs, models
 from appliance.store.records import keys
 from appliance.store.rows import (
     BATCHES,
@@ -34,6 +34,7 @@ from appliance.store.rows import (
     UploadRow,
     VersionRow,
 )
+from appliance.store.rows import RESPONSES as ROWS
 from train.data.check import check_training_file
 from train.graders.graders import ModelAnswer
 
@@ -280,7 +281,7 @@ def _responses(db: Database) -> None:
         asked = {"model": PLAIN_MODEL, "input": [item]}
         answer = {**queued(response_id, asked, time.time()), "status": "completed", "output": [message]}
         given, answered = json.dumps([item]), json.dumps(answer)
-        responses.insert(
+        ROWS.insert(
             db,
             ResponseRow(
                 id=response_id,
@@ -307,4 +308,4 @@ def _completions(db: Database) -> None:
             "model": PLAIN_MODEL,
             "choices": [choice],
         }
-        responses.insert(db, completion_row("key_conformance0", "", asked, answer))
+        ROWS.insert(db, completion_row("key_conformance0", "", asked, answer))

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -30,12 +31,12 @@ from appliance.controller.http.routers import Metadata, StrictBody, as_json, mak
 from appliance.controller.interfaces.errors import ApiError, BadRequest, NotFound, shown
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller
 from appliance.controller.responses import objects
-from appliance.controller.responses.objects import Object, completion_object, items_of, turn_items
-from appliance.store.database import Part
-from appliance.store.objects import responses
-from appliance.store.objects.responses import COMPLETION
+from appliance.controller.responses.objects import COMPLETION, Object, completion_object, items_of, turn_items
+from appliance.store.database import HAS_PAIR, Part
+from appliance.store.errors import DuplicateRow
 from appliance.store.records import keys
-from appliance.store.rows import AnswerKind, ResponseRow, TaskRow
+from appliance.store.rows import RESPONSES as ROWS
+from appliance.store.rows import UNFINISHED, AnswerKind, ResponseRow, TaskRow
 
 log = logging.getLogger("appliance.controller")
 
@@ -53,7 +54,7 @@ RESPONSES = Resource(
     "response",
     URL,
     (INFERENCE,),
-    responses.find_visible,
+    ROWS.find_visible,
     missing="Response with id {} not found.",
     fields=("status",),
 )
@@ -61,7 +62,7 @@ COMPLETIONS = Resource(
     "completion",
     "/v1/chat/completions",
     (INFERENCE,),
-    responses.find_visible,
+    ROWS.find_visible,
     missing="Chat completion with id {} not found.",
     code="chat_completion_not_found",
 )
@@ -92,16 +93,20 @@ class StoredResponses:
 
     def _add(self, copy: Any) -> bool:
         """Whether it is new. One transaction each, for a copy may have megabytes."""
-        row = _row(copy, keys.owner_of(self._db, copy["key"]))
+        row = objects.copy_row(copy, keys.owner_of(self._db, copy["key"]))
         with self._db.transaction():
             # A gateway keeps copies while the controller is away; they would bring back a person who was forgotten.
-            return not keys.owner_has_left(self._db, row.key_id) and responses.insert(self._db, row)
+            if not keys.owner_has_left(self._db, row.key_id):
+                with suppress(DuplicateRow):  # a copy may arrive twice
+                    ROWS.insert(self._db, row)
+                    return True
+        return False
 
     async def find(self, response_id: str, viewer: str | None, kind: AnswerKind = "response") -> ResponseRow:
         """Raises NotFound."""
         resource, begins = _OF_KIND[kind]
         until_s = time.monotonic() + (ARRIVES_WITHIN_S if response_id.startswith(begins) else 0.0)
-        find = partial(responses.find_visible, self._db, response_id, viewer=viewer)
+        find = partial(ROWS.find_visible, self._db, response_id, viewer=viewer)
         while (row := await asyncio.to_thread(find)) is None and time.monotonic() < until_s:
             await asyncio.sleep(_LOOK_EVERY_S)
         if row is None or row.kind != kind:
@@ -136,17 +141,23 @@ class StoredResponses:
 
     def turns(self, response_id: str | None, viewer: str | None) -> Iterator[ResponseRow]:
         """This response and those that lead to it, the newest first, as far back as they are there."""
-        while response_id and (row := responses.find_visible(self._db, response_id, viewer=viewer)) is not None:
+        while response_id and (row := ROWS.find_visible(self._db, response_id, viewer=viewer)) is not None:
             yield row
             response_id = row.previous_id
 
     def keep_house(self, now_s: float) -> None:
         """Delete what is too old, what is past its owner's bounds, and what belongs to nobody any more. On a thread."""
-        responses.delete_of_leavers(self._db)
-        responses.delete_before(self._db, now_s - self._config.responses_kept_days * DAY_S)
-        for key_id in responses.keys_of_owners(self._db):
-            bounds, owner = self._quotas.bounds(key_id), keys.owner_of(self._db, key_id)
-            responses.shrink(self._db, owner, number=bounds.responses, size=bounds.responses_bytes)
+        db, ended = self._db, f"NOT {UNFINISHED['responses']}"
+        lives = "SELECT owner FROM keys WHERE revoked_s IS NULL"
+        left = f"SELECT id FROM keys WHERE revoked_s IS NOT NULL AND owner NOT IN ({lives})"
+        db.delete("responses", f"key_id IN ({left})")
+        db.delete("responses", f"created_s < ? AND {ended}", [now_s - self._config.responses_kept_days * DAY_S])
+        newer = "sum(1) OVER newer > ?2 OR sum(bytes) OVER newer > ?3 AS is_over"
+        held = f"SELECT seq, status, {newer} FROM responses WHERE owner = ?1 WINDOW newer AS (ORDER BY seq DESC)"
+        for key_id in db.column("SELECT key_id, max(seq) FROM responses GROUP BY owner"):
+            bounds, owner = self._quotas.bounds(key_id), keys.owner_of(db, key_id)
+            over = f"seq IN (SELECT seq FROM ({held}) WHERE is_over AND {ended})"
+            db.delete("responses", over, [owner, bounds.responses, bounds.responses_bytes])
 
     # --- in background: a task each; the row has the request until the response has ended
 
@@ -157,14 +168,14 @@ class StoredResponses:
 
     async def follow(self, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
         """Events of its stream with numbers above `after`, until it has ended."""
-        while (row := responses.find(self._db, response_id)) is not None:
+        while (row := ROWS.find(self._db, response_id)) is not None:
             for place, event in objects.events(orjson.loads(row.response), after):
                 after = place
                 yield event
             if row.finished:
                 return
             comment_s = time.monotonic() + COMMENT_EVERY_S
-            while responses.status(self._db, response_id) == row.status:
+            while self._db.value("SELECT status FROM responses WHERE id = ?", [response_id]) == row.status:
                 if time.monotonic() >= comment_s:
                     yield b": waiting\n\n"
                     comment_s += COMMENT_EVERY_S
@@ -172,7 +183,7 @@ class StoredResponses:
 
     async def run(self, task: TaskRow) -> None:
         """Raises TaskFailed."""
-        row = responses.find(self._db, task.id)
+        row = ROWS.find(self._db, task.id)
         if row is None or row.finished:
             return
         model, body = orjson.loads(row.request or "{}").get("model", ""), partial(self._body, task.id)
@@ -186,7 +197,7 @@ class StoredResponses:
 
     async def _body(self, response_id: str) -> Object:
         """Raises ApiError where the earlier turns are gone."""
-        row = responses.find(self._db, response_id)
+        row = ROWS.find(self._db, response_id)
         if row is None:
             raise ApiError(404, "The response was deleted.")
         request = {"input": orjson.loads(row.input), **orjson.loads(row.request or "{}")}
@@ -204,13 +215,13 @@ class StoredResponses:
     def _change(self, response_id: str, change: Callable[[Object], Object]) -> None:
         """Change the object of a response, unless it has ended."""
         with self._db.transaction():
-            row = responses.find(self._db, response_id)
+            row = ROWS.find(self._db, response_id)
             if row is None or row.finished:
                 return
             made = change(orjson.loads(row.response))
             request, text = row.request if made["status"] == "in_progress" else None, orjson.dumps(made).decode()
             changes: dict[str, Any] = {"status": made["status"], "response": text, "request": request}
-            responses.update(self._db, row.id, **changes, bytes=responses.bytes_of(row.input, text, request))
+            ROWS.update(self._db, row.id, **changes, bytes=objects.bytes_of(row.input, text, request))
 
 
 def _previous_not_found(response_id: str) -> ApiError:
@@ -221,33 +232,15 @@ def _cannot_continue(message: str, code: str) -> ApiError:
     return BadRequest(message, "previous_response_id", code)
 
 
-def _row(copy: dict[str, Any], owner: str) -> ResponseRow:
-    response = copy["response"]
-    if response.get("object") == COMPLETION:
-        return objects.completion_row(copy["key"], owner, copy["input"], response)
-    given, answered = orjson.dumps(items_of(copy["input"])).decode(), orjson.dumps(response).decode()
-    return ResponseRow(
-        id=response["id"],
-        key_id=copy["key"],
-        status=responses.ended_status(response["status"]),
-        created_s=float(response["created_at"]),
-        bytes=responses.bytes_of(given, answered),
-        input=given,
-        response=answered,
-        previous_id=copy["previous"],
-        owner=owner,
-    )
-
-
 # --- routes
 
 
 async def _stored(response_id: str, request: Request, caller: Caller) -> ResponseRow:
-    return await request.app.state.responses.find(response_id, caller.viewer)
+    return await request.app.state.ROWS.find(response_id, caller.viewer)
 
 
 async def _completion(completion_id: str, request: Request, caller: Caller) -> ResponseRow:
-    return await request.app.state.responses.find(completion_id, caller.viewer, COMPLETION)
+    return await request.app.state.ROWS.find(completion_id, caller.viewer, COMPLETION)
 
 
 # What the URL names, which may be on its way from a gateway.
@@ -277,7 +270,7 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
         def make() -> ResponseRow:
             row = objects.queued_row(body, caller.key_id or "", caller.owner)
             context.quotas.check(caller, row.bytes, begins=True)
-            responses.insert(db, row)
+            ROWS.insert(db, row)
             context.tasks.start(TASKS, row.id, row.key_id or None)
             return row
 
@@ -296,7 +289,7 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
 
     @router.delete("/{response_id}")
     async def delete(row: Stored) -> dict[str, Any]:
-        responses.delete(db, row.id)
+        ROWS.delete(db, row.id)
         context.tasks.restart(TASKS, row.id)
         return {"id": row.id, "object": "response", "deleted": True}
 
@@ -305,7 +298,7 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
         if not row.background:
             raise BadRequest("Cannot cancel a synchronous response.", "response_id")
         stored.cancel(row.id)
-        return _json((responses.find(db, row.id) or row).response.encode())
+        return _json((ROWS.find(db, row.id) or row).response.encode())
 
     @router.get("/{response_id}/input_items")
     def input_items(row: Stored, caller: Caller, part: Annotated[Part, part(20, most=100)]) -> dict[str, Any]:
@@ -338,8 +331,12 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
         messages: bool = False,
     ) -> dict[str, Any]:
         """messages: ours, each with what it was asked with."""
-        chosen = {"model": model, "metadata": metadata_of(request), "messages": messages}
-        page = responses.page_completions(db, viewer=caller.viewer, **chosen, **part)
+        pairs = metadata_of(request)
+        # The kind as a literal, for the partial index.
+        where = " AND ".join([f"kind = '{COMPLETION}'", "(? IS NULL OR model = ?)", *[HAS_PAIR] * len(pairs)])
+        parameters = [model, model, *(text for pair in pairs.items() for text in pair)]
+        chosen = {"where": where, "parameters": parameters, "unread": () if messages else ("input",)}
+        page = ROWS.page_visible(db, viewer=caller.viewer, **chosen, **part)
         return list_object(
             page, lambda row: completion_object(row) | ({"messages": orjson.loads(row.input)} if messages else {})
         )
@@ -350,17 +347,17 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
 
     @completions.post("/{completion_id}")
     async def update(row: Completion, body: CompletionUpdate) -> Response:
-        responses.update(db, row.id, metadata=body.metadata)
+        ROWS.update(db, row.id, metadata=body.metadata)
         return as_json(completion_object(replace(row, metadata=body.metadata)))
 
     @completions.delete("/{completion_id}")
     async def delete_completion(row: Completion) -> dict[str, Any]:
-        responses.delete(db, row.id)
+        ROWS.delete(db, row.id)
         return {"id": row.id, "object": "chat.completion.deleted", "deleted": True}
 
     @completions.get("/{completion_id}/messages")
     def list_messages(row: Completion, part: Annotated[Part, part(20, most=100, order="asc")]) -> dict[str, Any]:
-        return sliced(objects.stored_messages(row), **part)
+        return sliced([*objects.stored_messages(row)], **part)
 
     return [router, internal, completions]
 

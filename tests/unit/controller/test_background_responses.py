@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from appliance.controller.bus.asking import EngineAnswer
-from appliance.store.objects import responses
+from appliance.store.rows import RESPONSES
 from tests.simulator.control_plane import LineReturned
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_responses import answer, copy, name, send
@@ -60,7 +60,7 @@ async def test_background_response_is_queued_then_completed(control: Control):
     assert found.background and found.created_at == made.created_at
     body = control.engines.sent[0]
     assert body["store"] is False and not {"background", "stream", "previous_response_id"} & set(body)
-    row = responses.find(control.db, made.id)
+    row = RESPONSES.find(control.db, made.id)
     assert row is not None and row.request is None and list(control.engines.models) == []
 
 
@@ -154,7 +154,7 @@ async def test_restart_resumes_background_responses(control: Control):
     control.engines.lines = 0
     made = await asked(control)
     await control.context.tasks.stop()
-    responses.update(control.db, made.id, status="in_progress")  # killed while an engine was at it
+    RESPONSES.update(control.db, made.id, status="in_progress")  # killed while an engine was at it
     control.engines.lines = 4
     scripted(control, EngineAnswer(200, answer(1, "after all")))
     control.context.tasks.resume()

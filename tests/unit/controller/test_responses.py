@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from appliance.controller.http.peers import Listener
-from appliance.store.objects import responses
 from appliance.store.records import keys
+from appliance.store.rows import RESPONSES
 from tests.unit.controller.conftest import Control
 
 TOKEN = "t" * 64
@@ -164,7 +164,7 @@ async def test_housekeeping_deletes_old_responses_and_those_of_owners_without_ke
 
     def left() -> list[int]:
         control.app.state.responses.keep_house(time.time())
-        return [n for n in (1, 2, 3) if responses.find(control.db, name(n)) is not None]
+        return [n for n in (1, 2, 3) if RESPONSES.find(control.db, name(n)) is not None]
 
     assert left() == [2, 3]
     keys.revoke(control.db, row.id)
@@ -176,7 +176,7 @@ async def test_take_of_an_owner_without_keys_stores_nothing(control: Control):
     laptop, phone = (keys.create(control.db, one, ["inference"], "ann")[0] for one in ("laptop", "phone"))
     keys.revoke(control.db, laptop.id)
     await send(control, copy(1, key=laptop.id))
-    assert responses.find(control.db, name(1)) is not None, "it is her other key's too"
+    assert RESPONSES.find(control.db, name(1)) is not None, "it is her other key's too"
     keys.revoke(control.db, phone.id)
     await send(control, copy(2, key=laptop.id), copy(3))
-    assert responses.find(control.db, name(2)) is None and responses.find(control.db, name(3)) is not None
+    assert RESPONSES.find(control.db, name(2)) is None and RESPONSES.find(control.db, name(3)) is not None
