@@ -20,6 +20,7 @@ from appliance.store.objects import evals, files, jobs, models
 from appliance.store.records import keys
 from appliance.store.rows import (
     BATCHES,
+    EVAL_ITEMS,
     UPLOADS,
     BatchRow,
     EvalItemRow,
@@ -154,7 +155,7 @@ def _evals(db: Database) -> None:
     result = {"name": "name", "type": "string_check", "passed": True, "score": 1.0}
     sample = sample_object({"messages": []}, [ModelAnswer("bar")])
     for place, item_id in enumerate(("output_item_id", "after")):
-        evals.insert_items(db, [EvalItemRow(item_id, "run_id", place, now_s, "pass", {"foo": "bar"}, sample, [result])])
+        EVAL_ITEMS.insert(db, EvalItemRow(item_id, "run_id", place, now_s, "pass", {"foo": "bar"}, sample, [result]))
 
 
 def _model(db: Database, name: str, kind: str, base: str | None) -> None:

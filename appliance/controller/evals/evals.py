@@ -51,14 +51,14 @@ from appliance.store.database import Part
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.objects import files as file_rows
-from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, TaskRow, columns
+from appliance.store.rows import EVAL_ITEMS, EVAL_RUNS, EvalItemRow, EvalRow, EvalRunRow, TaskRow, columns
 from train.graders.errors import GradingFailed, InvalidGrader
 from train.graders.graders import Grader, ModelAnswer, judge_models, parse, sources
 from train.graders.grading import Graded
 from train.graders.hosts import MOST_BROKEN, ForkBroke, WorkerBroke
 from train.graders.templates import Sample
 
-EVAL_RUNS = "eval_runs"
+RUN_TASKS = "eval_runs"
 WINDOW_S = 24 * 3600.0
 AT_ONCE = 64
 """Items that are asked for, or wait for a place, at once."""
@@ -115,14 +115,14 @@ def insert_run(
         bytes=len(orjson.dumps(data_source)),
     )
     evals.insert_run(context.db, row)
-    context.tasks.start(EVAL_RUNS, row.id, row.key_id)
+    context.tasks.start(RUN_TASKS, row.id, row.key_id)
     return row
 
 
 class EvalRunner:
     def __init__(self, context: ControllerContext, grading: Grading):
         self._context, self._db, self._grading = context, context.db, grading
-        context.tasks.add(Kind(EVAL_RUNS, self.run, self.fail, "run", per_owner=1))
+        context.tasks.add(Kind(RUN_TASKS, self.run, self.fail, "run", per_owner=1))
 
     async def delete(self, object_id: str) -> None:
         """Delete an eval, with its runs, or a run."""
@@ -133,7 +133,7 @@ class EvalRunner:
     def cancel(self, run_id: str) -> None:
         """Items that are judged stay so. Idempotent."""
         self._end(run_id, "canceled", None)
-        self._context.tasks.restart(EVAL_RUNS, run_id)
+        self._context.tasks.restart(RUN_TASKS, run_id)
 
     async def run(self, task: TaskRow) -> None:
         """Raises TaskFailed."""
@@ -277,7 +277,8 @@ class EvalRunner:
         changes: dict[str, Any] = {"results": results, "usage": usage, "counts": counts, "bytes": size}
         with self._db.transaction():
             if evals.unfinished_ids(self._db, row.id):
-                evals.insert_items(self._db, rows)
+                for stored in rows:
+                    EVAL_ITEMS.insert(self._db, stored)
                 evals.update_run(self._db, row.id, **changes)
         return replace(row, **changes)
 
@@ -302,7 +303,7 @@ RUNS = Resource(
     "eval_run",
     "/v1/evals/{eval_id}/runs",
     (FINE_TUNING,),
-    evals.find_run,
+    EVAL_RUNS.find_visible,
     param="run_id",
     missing="No eval run found with id {}.",
     fields=("eval_id", "model", "status"),

@@ -88,7 +88,8 @@ class SqliteStateStore:
         ids = {row.id for row in unfinished}
         self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
         mode = read_mode(self._db)
-        self._settings, self._demand = models.settings_digests(self._db), self._queued_demand.demands(free_devices)
+        self._settings = {model: row.digest for model, row in models.settings_in_force(self._db).items()}
+        self._demand = self._queued_demand.demands(free_devices)
         return Workload(
             policy=policy_of(mode, self._serving_floor),
             policy_since_s=mode.since_s,

@@ -5,18 +5,13 @@ viewer: the owner who asks, and who sees only what is his; None for an admin or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part, owned_by
 from appliance.store.rows import EVAL_ITEMS, EVAL_RUNS, EVALS, UNFINISHED, EvalItemRow, EvalRunRow
 
 insert, update, find, page = EVALS.insert, EVALS.update, EVALS.find_visible, EVALS.page_visible
-insert_run, update_run = EVAL_RUNS.insert, EVAL_RUNS.update
-
-
-def find_run(db: Database, run_id: str, *, viewer: str | None = None) -> EvalRunRow | None:
-    return EVAL_RUNS.find_visible(db, run_id, viewer=viewer)
+insert_run, find_run, update_run = EVAL_RUNS.insert, EVAL_RUNS.find, EVAL_RUNS.update
 
 
 def page_runs(
@@ -43,12 +38,6 @@ def delete(db: Database, deleted: str) -> None:
     with db.transaction():
         db.execute("DELETE FROM eval_runs WHERE id = ?", [deleted])
         db.execute("DELETE FROM evals WHERE id = ?", [deleted])
-
-
-def insert_items(db: Database, rows: Iterable[EvalItemRow]) -> None:
-    with db.transaction():
-        for row in rows:
-            EVAL_ITEMS.insert(db, row)
 
 
 def find_item(db: Database, run_id: str, item_id: str) -> EvalItemRow | None:

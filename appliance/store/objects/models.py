@@ -216,7 +216,6 @@ def adapters_on(db: Database, base: str) -> list[AdapterRow]:
 
 
 MOST_KEPT = 50
-_NEWEST = "SELECT model, max(number) FROM model_settings GROUP BY model"
 
 
 def add_settings(
@@ -235,23 +234,10 @@ def current_settings(db: Database, model: str) -> ModelSettingsRow | None:
     return MODEL_SETTINGS.first(db, "model = ?", model)
 
 
-def settings_digests(db: Database) -> dict[str, str]:
-    """Digests of the settings in force, by model; from an index alone: each round of the scheduler asks."""
-    newest = "SELECT model, digest, max(number) FROM model_settings GROUP BY model"
-    return {model: digest for model, digest, _ in db.execute(newest)}
-
-
-def settings_notes(db: Database) -> dict[str, str]:
-    """Why the box itself put the settings in force that are, by model."""
-    return dict(
-        db.execute(f"SELECT model, note FROM model_settings WHERE note != '' AND (model, number) IN ({_NEWEST})")
-    )
-
-
-def settings_with_chat_template(db: Database) -> set[str]:
-    """Models whose settings in force have a chat template of their own."""
-    given = f"(model, number) IN ({_NEWEST}) AND coalesce(settings ->> '$.chat_template', '') != ''"
-    return set(db.column(f"SELECT model FROM model_settings WHERE {given}"))
+def settings_in_force(db: Database) -> dict[str, ModelSettingsRow]:
+    """By model."""
+    rows = db.all(ModelSettingsRow, "SELECT *, max(number) FROM model_settings GROUP BY model")
+    return {row.model: row for row in rows}
 
 
 def settings_history(db: Database, model: str) -> list[ModelSettingsRow]:

@@ -7,7 +7,7 @@ import pytest
 
 from appliance.store.database import Database
 from appliance.store.objects import evals
-from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
+from appliance.store.rows import EVAL_ITEMS, EvalItemRow, EvalRow, EvalRunRow
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK, given, made
 
@@ -23,9 +23,8 @@ def fill(db: Database, eval_id: str, runs: int, items: int, key_id: str | None =
         row = EvalRunRow(run_id, eval_id, "", 0.0, key_id, owner, "completed", ended_s=1.0, bytes=items * ITEM_BYTES)
         evals.insert_run(db, row)
         item = {"x": "x" * ITEM_BYTES}
-        evals.insert_items(
-            db, [EvalItemRow(f"{run_id}-{n}", run_id, n, 0.0, "pass", item, {}, []) for n in range(items)]
-        )
+        for n in range(items):
+            EVAL_ITEMS.insert(db, EvalItemRow(f"{run_id}-{n}", run_id, n, 0.0, "pass", item, {}, []))
     return ids
 
 

@@ -149,14 +149,14 @@ def test_settings_that_served_are_put_in_force_again_and_it_is_said(db, states, 
         0
     ].build == old
     assert row.note == "no engine starts with settings 1, so those before, 0, serve again: the engine refused"
-    assert models.settings_notes(db) == {"starter": row.note} and refreshed
+    assert models.settings_in_force(db) == {"starter": row} and row.note and refreshed
     (told,) = audit.page(db).data
     assert (told.action, told.target, told.key_id) == ("model.settings", "starter", None)
     assert told.detail == {"failed": 1, "back_to": 0, "reason": "the engine refused"}
     assert states.settings_failed("starter", new, old, "again"), "they are in force no more"
     assert models.current_settings(db, "starter") == row
     models.add_settings(db, "starter", {"max_num_seqs": 4}, new.settings, "someone", 2.0)
-    assert not models.settings_notes(db), "what a person set is not the box's"
+    assert not models.settings_in_force(db)["starter"].note, "what a person set is not the box's"
     assert not states.settings_failed("starter", new, Build("v1", 1, "kept no more"), "the engine refused")
 
 
