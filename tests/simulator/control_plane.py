@@ -22,7 +22,7 @@ from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import Mode
 from appliance.controller.engines.engine_sizes import EngineSizes
-from appliance.controller.grading.judging import Grading, Judging, Sampled
+from appliance.controller.grading.judging import Grading, Sampled
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.models.library import ModelVersion, Report
@@ -363,12 +363,12 @@ def change(context: ControllerContext, **values: Any) -> None:
         object.__setattr__(context, name, value)
 
 
-def judging_of(context: ControllerContext) -> Judging:
-    return Judging(context.db, context.asking, Grading(context.db, context.graders, context.asking))
+def judging_of(context: ControllerContext) -> Grading:
+    return Grading(context.db, context.graders, context.asking)
 
 
 async def graded(
-    context: ControllerContext, job_id: str, *texts: str, item: Any, tools: bool = False, judging: Judging | None = None
+    context: ControllerContext, job_id: str, *texts: str, item: Any, tools: bool = False, judging: Grading | None = None
 ) -> Verdict:
     """What the grader of a job says of these answers."""
     prompt = Prompt([], {"messages": [], "item": item, "tools": [{}] if tools else []}, 0)

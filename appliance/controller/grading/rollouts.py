@@ -23,7 +23,7 @@ from appliance.controller.grading.judging import (
     ANSWER_WITHIN_S,
     URL,
     CannotGoOn,
-    Judging,
+    Grading,
     Sampled,
     answers_at_once,
     samples_of,
@@ -51,11 +51,11 @@ class Rollouts:
         jobs_dir: Path,
         routing: BusRouting,
         asking: Asking,
-        judging: Judging,
+        grading: Grading,
         nudge: Callable[[], Any],
     ):
         self._db, self._store, self._jobs_dir = db, store, jobs_dir
-        self._routing, self._asking, self._judging, self._nudge = routing, asking, judging, nudge
+        self._routing, self._asking, self._grading, self._nudge = routing, asking, grading, nudge
         self._followed: dict[str, tuple[asyncio.Task[None], asyncio.Event]] = {}
         self._drawn: dict[str, SamplesFile] = {}  # by job, the file that is being drawn
         self._weights: dict[str, int] = {}  # by job, the step of its newest weights
@@ -159,7 +159,7 @@ class Rollouts:
             answers = [one for part in await asyncio.gather(*parts) for one in part]
         except ValueError as error:
             raise CannotGoOn(f"no engine of {plan.spec.base_model} samples answers: {error}") from error
-        return answers, await self._judging.verdict(row, prompt, answers)
+        return answers, await self._grading.verdict(row, prompt, answers)
 
     async def _asked(
         self, row: JobRow, plan: SamplesPlan, model: str, prompt: Prompt, first: int, n: int
