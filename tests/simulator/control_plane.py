@@ -224,14 +224,6 @@ class _Rows(dict[str, Any]):
         return {"replicas": [{"state": "open"}] if self.places else []}
 
 
-class LineReturned(Exception):
-    """A request got no answer: its engine was wanted for something else (`yielded`), or died."""
-
-    def __init__(self, reason: str, *, yielded: bool):
-        super().__init__(reason)
-        self.yielded = yielded
-
-
 class SimulatedEngines(Asking):
     """Asks a gateway that answers every request at once with its body, if its engine has a place; `rule` may do
     otherwise. asked_by: the key of each request."""
@@ -261,11 +253,7 @@ class SimulatedEngines(Asking):
         while self._at_once >= self.rows.places:
             await asyncio.sleep(0.001)
         self.asked_by.append(request.headers["x-appliance-key-id"])
-        try:
-            answer = await self._answer(orjson.loads(request.content))
-        except LineReturned as error:
-            code = "batch_gives_way" if error.yielded else "engines_died"
-            answer = EngineAnswer(503 if error.yielded else 502, {"error": {"message": str(error), "code": code}})
+        answer = await self._answer(orjson.loads(request.content))
         headers = {"retry-after": "0.005"} if answer.status in (429, 503) else {}
         return httpx.Response(answer.status, json=answer.body, headers=headers)
 

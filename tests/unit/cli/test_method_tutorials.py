@@ -20,7 +20,7 @@ from tests.simulator.control_plane import SimulatedEngines
 from tests.train_support.tiny import tokenizer
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.controller.conftest import insert_model
-from tests.unit.controller.test_completions import completion
+from tests.unit.controller.test_responses import completion
 from train.methods.methods import METHODS
 
 DOCS = Path(__file__).parents[3] / "docs"

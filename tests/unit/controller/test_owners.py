@@ -19,8 +19,7 @@ from appliance.store.objects import jobs
 from appliance.store.records import keys, usage
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 from tests.unit.controller.test_batches import begun, line, until
-from tests.unit.controller.test_completions import completion
-from tests.unit.controller.test_responses import copy, name, send
+from tests.unit.controller.test_responses import completion, copy, name, send
 from tests.unit.controller.test_uploads import begun as upload_begun
 from tests.unit.controller.test_uploads import part
 
