@@ -543,10 +543,9 @@ UNFINISHED_RESPONSE: tuple[str, ...] = ("queued", "in_progress")
 class ResponseRow:
     """An answer of /v1/responses, or a chat completion, kept for its owner.
 
-    key_id: that asked, empty for the box itself. input: the items it was asked with, without those of earlier turns, a
-    JSON array. response: the object, as JSON. request: the body of one in background, until it has ended. bytes: of
-    input, response, request and metadata. model, metadata: of a completion alone, whose `response` is without the
-    second, for that can be changed.
+    key_id: that asked, empty for the box itself. input: the items it was asked with, without those of earlier turns.
+    response: the object. request: the body of one in background, until it has ended. bytes: of input, response and
+    request. model, metadata: of a completion alone, whose `response` is without the second, for that can be changed.
     """
 
     id: str
@@ -554,12 +553,12 @@ class ResponseRow:
     status: ResponseStatus
     created_s: float
     bytes: int
-    input: str
-    response: str
+    input: list[Any]
+    response: dict[str, Any]
     previous_id: str | None = None
     owner: str = ""
     background: int = 0
-    request: str | None = None
+    request: dict[str, Any] | None = None
     kind: AnswerKind = "response"
     model: str | None = None
     metadata: dict[str, str] | None = None

@@ -26,20 +26,7 @@ from appliance.controller.access.model_access import caller_of, check_may_ask
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed, finished
 from appliance.controller.evals import shapes
-from appliance.controller.evals.shapes import (
-    Entry,
-    EvalCreate,
-    EvalUpdate,
-    FileContent,
-    FileId,
-    Jsonl,
-    RunCreate,
-    Sampled,
-    check_sampled,
-    fields_of,
-    sample_object,
-    sample_of,
-)
+from appliance.controller.evals.shapes import Entry, Jsonl, Sampled, sample_object
 from appliance.controller.files.storage import FILES
 from appliance.controller.grading.checks import check_code, check_completion, check_form, check_schema, grader_of
 from appliance.controller.grading.judging import Grading, Judged
@@ -204,9 +191,9 @@ class EvalRunner:
             if evals.unfinished_ids(self._db, row.id):
                 evals.update_run(self._db, row.id, status="in_progress", total=total)
 
-    def _entries(self, row: EvalRunRow, source: FileContent | FileId) -> Iterator[tuple[Entry, int]]:
+    def _entries(self, row: EvalRunRow, source: shapes.FileContent | shapes.FileId) -> Iterator[tuple[Entry, int]]:
         """Raises TaskFailed, also while they are read."""
-        if isinstance(source, FileContent):
+        if isinstance(source, shapes.FileContent):
             return ((entry, len(entry.model_dump_json())) for entry in source.content)
         file = file_rows.find(self._db, source.id, viewer=caller_of(self._db, row.key_id).viewer)
         if file is None:
@@ -241,7 +228,7 @@ class EvalRunner:
                 answer = ModelAnswer(model=source.model, error=str(error))
             sample = Sample(answer.text, answer.tools)
         else:
-            sample = sample_of(entry.sample)
+            sample = shapes.sample_of(entry.sample)
             answer = ModelAnswer(sample.output_text, row.model)
         asked = () if answer.error else graders
         judged = [await self._grading.ask_judges(row.key_id, grader, sample, item) for grader in asked]
@@ -329,7 +316,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
     of_evals = EVALS.serve(context, shapes.eval_object, evals.page, part(20, order="asc"), _order)
 
     @of_evals.post("", status_code=201)
-    async def create(body: EvalCreate, request: Request, caller: Caller) -> dict[str, Any]:
+    async def create(body: shapes.EvalCreate, request: Request, caller: Caller) -> dict[str, Any]:
         criteria = await _criteria(context, body, caller)
         schema, param = body.data_source_config.item_schema, "data_source_config.item_schema"
         await check_schema(context.graders, schema, caller, param)
@@ -360,7 +347,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
         return shapes.eval_object(EVALS.once(request, caller, await request.body(), make))
 
     @of_evals.post("/{eval_id}")
-    async def update(eval_id: str, body: EvalUpdate, caller: Caller) -> dict[str, Any]:
+    async def update(eval_id: str, body: shapes.EvalUpdate, caller: Caller) -> dict[str, Any]:
         EVALS.known(db, eval_id, caller)
         changes = body.model_dump(exclude_unset=True)
         changes |= {"name": body.name or ""} if "name" in changes else {}
@@ -380,7 +367,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
         return shapes.run_object(row, url, waits)
 
     @of_runs.post("", status_code=201)
-    async def create_run(eval_id: str, body: RunCreate, request: Request, caller: Caller) -> dict[str, Any]:
+    async def create_run(eval_id: str, body: shapes.RunCreate, request: Request, caller: Caller) -> dict[str, Any]:
         of = EVALS.known(db, eval_id, caller)
         await _check_run(context, of, body.data_source, caller)
         source = body.data_source.model_dump(mode="json", exclude_unset=True)
@@ -433,23 +420,23 @@ async def _check_run(context: ControllerContext, of: EvalRow, given: Jsonl | Sam
     param, hosts = "data_source", context.graders
     for model in sorted(set[str]().union(*map(judge_models, of.criteria))):
         check_may_ask(context.db, caller, model)
-    if isinstance(given.source, FileId):
+    if isinstance(given.source, shapes.FileId):
         FILES.known(context.db, given.source.id, caller, f"{param}.source.id")
     if isinstance(given, Jsonl):
         return
     check_may_ask(context.db, caller, given.model, f"{param}.model")
     try:
-        check_sampled(given)
+        shapes.check_sampled(given)
     except InvalidGrader as error:
         where = f"{param}.{error.param}"
         raise InvalidValue(f"Invalid '{where}': {error.message}.", where) from None
-    fields = fields_of(given)
+    fields = shapes.fields_of(given)
     # On a thread: the schema of its answers may have 25,000 parts.
     await asyncio.to_thread(check_completion, fields, f"{param}.sampling_params")
     await check_form(hosts, fields.get("response_format"), caller, f"{param}.sampling_params.response_format")
 
 
-async def _criteria(context: ControllerContext, body: EvalCreate, caller: Principal) -> list[dict[str, Any]]:
+async def _criteria(context: ControllerContext, body: shapes.EvalCreate, caller: Principal) -> list[dict[str, Any]]:
     """The graders in their stored form. Raises BadRequest, NotFound."""
     kept: dict[str, dict[str, Any]] = {}
     for place, given in enumerate(body.testing_criteria):

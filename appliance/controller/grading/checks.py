@@ -24,19 +24,9 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.requests.request_check import check_body
 from serve.core.keywords import unenforced_in_tools
+from train.graders import graders
 from train.graders.errors import InvalidGrader, MissingField
-from train.graders.graders import (
-    Grader,
-    LabelModel,
-    Multi,
-    Python,
-    ScoreModel,
-    check_threshold,
-    judges,
-    leaves,
-    parse,
-    sources,
-)
+from train.graders.graders import Grader, judges, leaves
 from train.graders.grading import Graded
 from train.graders.hosts import ForkBroke, GraderHosts, WorkerBroke
 from train.graders.templates import MAX_TEXT, Sample
@@ -53,26 +43,26 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
     """Raises BadRequest for what is not a grader, or for one that this machine cannot run; Forbidden and NotFound for
     one that asks a model that the caller may not ask."""
     try:
-        grader = parse(given)
-        check_threshold(grader)
+        grader = graders.parse(given)
+        graders.check_threshold(grader)
     except MissingField as error:
         raise _missing(f"{param}.{error.param}") from None
     except InvalidGrader as error:
         raise _invalid(f"{param}.{error.param}" if error.param else param, error.message, "invalid_grader") from None
     for name, leaf in leaves(grader).items():
-        if isinstance(leaf, Python) and (why := refusal()):
+        if isinstance(leaf, graders.Python) and (why := refusal()):
             raise BadRequest(f"{why[:1].upper()}{why[1:]}.", param=param, code="python_graders_unavailable")
-        if isinstance(leaf, ScoreModel | LabelModel):
+        if isinstance(leaf, graders.ScoreModel | graders.LabelModel):
             check_may_ask(context.db, caller, leaf.model, param)
-            field = "labels" if isinstance(leaf, LabelModel) else "range"
-            path = f"{param}.graders.{name}.{field}" if isinstance(grader, Multi) else f"{param}.{field}"
+            field = "labels" if isinstance(leaf, graders.LabelModel) else "range"
+            path = f"{param}.graders.{name}.{field}" if isinstance(grader, graders.Multi) else f"{param}.{field}"
             check_completion({"structured_outputs": leaf.answers_by}, path)
     return grader
 
 
 async def check_code(hosts: GraderHosts, grader: Grader, caller: Principal, param: str) -> None:
     """Raises BadRequest for code of python graders that cannot grade, ApiError where the box could not check it."""
-    if not (code := sources(grader)):
+    if not (code := graders.sources(grader)):
         return
     try:
         found = await hosts.unusable(caller.owner, code)

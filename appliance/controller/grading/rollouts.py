@@ -19,16 +19,8 @@ import numpy as np
 
 from appliance.controller.bus.asking import Asking
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.grading.judging import (
-    ANSWER_WITHIN_S,
-    URL,
-    CannotGoOn,
-    Grading,
-    Sampled,
-    answers_at_once,
-    samples_of,
-    sampling_request,
-)
+from appliance.controller.grading import judging
+from appliance.controller.grading.judging import CannotGoOn, Grading, Sampled
 from appliance.store.database import Database
 from appliance.store.objects import jobs
 from appliance.store.rows import JobRow
@@ -153,31 +145,25 @@ class Rollouts:
         self, row: JobRow, plan: SamplesPlan, model: str, prompt: Prompt, n: int
     ) -> tuple[list[Sampled], Verdict]:
         """The answers to one prompt. Raises CannotGoOn."""
-        each = answers_at_once(plan.counts.room)
-        parts = (self._asked(row, plan, model, prompt, first, min(each, n - first)) for first in range(0, n, each))
+        room, form = plan.counts.room, plan.spec.options.get("response_format")
+        each, name = judging.answers_at_once(room), policy_name(row.id)
+
+        async def ask(first: int) -> list[Sampled]:
+            count, seed = min(each, n - first), prompt.seed + first
+            body = judging.sampling_request(
+                model, prompt.tokens, n=count, seed=seed, max_tokens=room, ends=plan.facts.ends, form=form
+            )
+            answer = await self._asking.ask(row.key_id, name, judging.URL, body, within_s=judging.ANSWER_WITHIN_S)
+            if answer.error:
+                raise ValueError(answer.error)
+            return judging.samples_of(answer.body, count)
+
         try:
-            answers = [one for part in await asyncio.gather(*parts) for one in part]
+            parts = await asyncio.gather(*map(ask, range(0, n, each)))
         except ValueError as error:
             raise CannotGoOn(f"no engine of {plan.spec.base_model} samples answers: {error}") from error
+        answers = [one for part in parts for one in part]
         return answers, await self._grading.verdict(row, prompt, answers)
-
-    async def _asked(
-        self, row: JobRow, plan: SamplesPlan, model: str, prompt: Prompt, first: int, n: int
-    ) -> list[Sampled]:
-        """Answers `first` to `first + n`. Raises ValueError, in words."""
-        body = sampling_request(
-            model,
-            prompt.tokens,
-            n=n,
-            seed=prompt.seed + first,
-            max_tokens=plan.counts.room,
-            ends=plan.facts.ends,
-            form=plan.spec.options.get("response_format"),
-        )
-        answer = await self._asking.ask(row.key_id, policy_name(row.id), URL, body, within_s=ANSWER_WITHIN_S)
-        if answer.error:
-            raise ValueError(answer.error)
-        return samples_of(answer.body, n)
 
     def _write(self, plan: SamplesPlan, file: SamplesFile, samples: Samples) -> None:
         """Write the file, and delete those of steps that no snapshot goes back to."""

@@ -39,27 +39,24 @@ _CHOICE = ("index", "message", "logprobs", "finish_reason")
 # --- rows
 
 
-def bytes_of(*texts: str | None) -> int:
-    """As they are stored: a character takes up to four bytes."""
-    return sum(len(text) if text.isascii() else len(text.encode()) for text in texts if text is not None)
+def bytes_of(*parts: Any) -> int:
+    """As they are stored."""
+    return len(orjson.dumps(parts))
 
 
-def _row(
-    key_id: str, owner: str, given: Any, answer: Object, request: Object | None = None, **more: Any
-) -> ResponseRow:
+def _row(key_id: str, owner: str, given: Any, answer: Object, request: Object | None = None, **of: Any) -> ResponseRow:
     """given: what it was asked with. request: of one in background."""
-    texts = [None if one is None else orjson.dumps(one).decode() for one in (given, answer, request)]
     return ResponseRow(
         id=answer["id"],
         key_id=key_id,
         owner=owner,
         status=ended_status(answer.get("status")) if request is None else "queued",
         created_s=float(answer.get("created_at") or answer["created"]),
-        bytes=bytes_of(*texts),
-        input=texts[0] or "",
-        response=texts[1] or "",
-        request=texts[2],
-        **more,
+        bytes=bytes_of(given, answer, request),
+        input=given,
+        response=answer,
+        request=request,
+        **of,
     )
 
 
@@ -104,19 +101,19 @@ def items_of(given: Any) -> list[Object]:
 
 def turn_items(row: ResponseRow) -> list[Object]:
     """The items of this response that a later answer continues from: its input and output."""
-    return [*orjson.loads(row.input), *outputs(row)]
+    return [*row.input, *outputs(row)]
 
 
 def listed(row: ResponseRow, *, answered: bool) -> list[Object]:
     """The input items of one response, each with an id. answered: also its output, since a later response receives that
     too."""
-    items = [_shown(item, row.id, place) for place, item in enumerate(orjson.loads(row.input))]
+    items = [_shown(item, row.id, place) for place, item in enumerate(row.input)]
     return [*items, *outputs(row)] if answered else items
 
 
 def outputs(row: ResponseRow) -> Iterator[Object]:
     """Its output in the form an engine accepts as input: messages without text are left out."""
-    for item in orjson.loads(row.response).get("output") or ():
+    for item in row.response.get("output") or ():
         if isinstance(item, dict) and (item.get("type") != "message" or item.get("content")):
             yield item
 
@@ -232,12 +229,12 @@ def _events(response: Object) -> Iterator[tuple[str, Object]]:
 
 
 def completion_object(row: ResponseRow) -> Object:
-    return {**orjson.loads(row.response), "metadata": row.metadata or {}, "owner": row.owner or None}
+    return {**row.response, "metadata": row.metadata or {}, "owner": row.owner or None}
 
 
 def stored_messages(row: ResponseRow) -> Iterator[Object]:
     """What it was asked with, each message with an id."""
-    for place, message in enumerate(orjson.loads(row.input)):
+    for place, message in enumerate(row.input):
         content = message.get("content")
         parts = content if isinstance(content, list) else None
         if parts is not None:

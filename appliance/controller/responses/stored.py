@@ -169,7 +169,7 @@ class StoredResponses:
     async def follow(self, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
         """Events of its stream with numbers above `after`, until it has ended."""
         while (row := ROWS.find(self._db, response_id)) is not None:
-            for place, event in objects.events(orjson.loads(row.response), after):
+            for place, event in objects.events(row.response, after):
                 after = place
                 yield event
             if row.finished:
@@ -186,7 +186,7 @@ class StoredResponses:
         row = ROWS.find(self._db, task.id)
         if row is None or row.finished:
             return
-        model, body = orjson.loads(row.request or "{}").get("model", ""), partial(self._body, task.id)
+        model, body = (row.request or {}).get("model", ""), partial(self._body, task.id)
         try:
             answer = await self._context.asking.ask(row.key_id or None, model, URL, body, within_s=DAY_S)
         except ApiError as error:
@@ -200,7 +200,7 @@ class StoredResponses:
         row = ROWS.find(self._db, response_id)
         if row is None:
             raise ApiError(404, "The response was deleted.")
-        request = {"input": orjson.loads(row.input), **orjson.loads(row.request or "{}")}
+        request = {"input": row.input, **(row.request or {})}
         items = None
         if row.previous_id is not None:
             viewer = caller_of(self._db, row.key_id or None).viewer
@@ -218,10 +218,10 @@ class StoredResponses:
             row = ROWS.find(self._db, response_id)
             if row is None or row.finished:
                 return
-            made = change(orjson.loads(row.response))
-            request, text = row.request if made["status"] == "in_progress" else None, orjson.dumps(made).decode()
-            changes: dict[str, Any] = {"status": made["status"], "response": text, "request": request}
-            ROWS.update(self._db, row.id, **changes, bytes=objects.bytes_of(row.input, text, request))
+            made = change(row.response)
+            request = row.request if made["status"] == "in_progress" else None
+            changes: dict[str, Any] = {"status": made["status"], "response": made, "request": request}
+            ROWS.update(self._db, row.id, **changes, bytes=objects.bytes_of(row.input, made, request))
 
 
 def _previous_not_found(response_id: str) -> ApiError:
@@ -275,14 +275,14 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
             return row
 
         row = RESPONSES.once(request, caller, await request.body(), make)
-        return _stream(stored.follow(row.id, -1)) if body.get("stream") else _json(row.response.encode())
+        return _stream(stored.follow(row.id, -1)) if body.get("stream") else as_json(row.response)
 
     @router.get("/{response_id}")
     def retrieve(
         row: Stored, stream: bool = False, starting_after: Annotated[int | None, Query(ge=0, lt=2**31)] = None
     ) -> Response:
         if not stream:
-            return _json(row.response.encode())
+            return as_json(row.response)
         if not row.background:
             raise BadRequest("Only a response created in background can be streamed later.", "stream")
         return _stream(stored.follow(row.id, -1 if starting_after is None else starting_after))
@@ -298,7 +298,7 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
         if not row.background:
             raise BadRequest("Cannot cancel a synchronous response.", "response_id")
         stored.cancel(row.id)
-        return _json((ROWS.find(db, row.id) or row).response.encode())
+        return as_json((ROWS.find(db, row.id) or row).response)
 
     @router.get("/{response_id}/input_items")
     def input_items(row: Stored, caller: Caller, part: Annotated[Part, part(20, most=100)]) -> dict[str, Any]:
@@ -337,9 +337,7 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
         parameters = [model, model, *(text for pair in pairs.items() for text in pair)]
         chosen = {"where": where, "parameters": parameters, "unread": () if messages else ("input",)}
         page = ROWS.page_visible(db, viewer=caller.viewer, **chosen, **part)
-        return list_object(
-            page, lambda row: completion_object(row) | ({"messages": orjson.loads(row.input)} if messages else {})
-        )
+        return list_object(page, lambda row: completion_object(row) | ({"messages": row.input} if messages else {}))
 
     @completions.get("/{completion_id}")
     def retrieve_completion(row: Completion) -> dict[str, Any]:
@@ -364,7 +362,3 @@ def routes(context: ControllerContext, stored: StoredResponses) -> list[APIRoute
 
 def _stream(events: AsyncIterator[bytes]) -> Response:
     return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-
-
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")

@@ -118,7 +118,7 @@ async def test_responses_bound_deletes_the_owners_oldest(control: Control):
     def add(key_id: str, *numbers: int, size: int = 10) -> None:
         for n in numbers:
             owner = keys.owner_of(control.db, key_id)
-            row = ResponseRow(f"resp_{key_id}{n}", key_id, "completed", time.time(), size, "[]", "{}", owner=owner)
+            row = ResponseRow(f"resp_{key_id}{n}", key_id, "completed", time.time(), size, [], {}, owner=owner)
             RESPONSES.insert(control.db, row)
         control.app.state.responses.keep_house(time.time())
 
