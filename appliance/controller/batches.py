@@ -13,12 +13,12 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 import orjson
 from anyio import to_thread
@@ -45,6 +45,7 @@ from appliance.store.rows import BatchRow, BatchStatus, FileRow, TaskRow, column
 from train.data.records import MARK, foreign_file
 from weights.format.foreign_json import is_deeper
 
+T = TypeVar("T")
 TASKS = "batches"
 WINDOW_S = 24 * 3600.0
 AT_ONCE = 256
@@ -152,7 +153,7 @@ def kind(context: ControllerContext) -> Kind:
         row = ROWS.find(context.db, task.id)
         if row is None or row.finished:
             return None
-        return Batch(context, row, await to_thread.run_sync(Answers, context.batches_dir, row.id))
+        return Batch(context, row, await _to_its_end(partial(Answers, context.batches_dir, row.id)))
 
     async def run(task: TaskRow) -> None:
         if (batch := await opened(task)) is not None:
@@ -203,10 +204,10 @@ class Batch:
         end: BatchStatus = "completed"
         with open(path, "rb") as source:
 
-            def unanswered() -> Iterator[Line]:
-                return (line for line in lines.requests.values() if line.custom_id not in self._answers.custom_ids)
+            def unanswered() -> list[str]:
+                return [custom_id for custom_id in lines.requests if custom_id not in self._answers.custom_ids]
 
-            requests = (self._ask(line, lines.model or "", source) for line in unanswered())
+            requests = (self._ask(one, lines.requests[one], lines.model or "", source) for one in unanswered())
             try:
                 async with (
                     asyncio.timeout(row.expires_s - time.time()),
@@ -216,16 +217,16 @@ class Batch:
                         await self._store(answered)
             except TimeoutError:
                 end = "expired"
-                await self._store([{**_line(line), "response": None, "error": _EXPIRED} for line in unanswered()])
+                await self._store([{**_line(one), "response": None, "error": _EXPIRED} for one in unanswered()])
         await self.end(end)
 
-    async def _ask(self, line: Line, model: str, source: BinaryIO) -> dict[str, Any]:
+    async def _ask(self, custom_id: str, place: tuple[int, int], model: str, source: BinaryIO) -> dict[str, Any]:
         """The answered line."""
         url, request_id = self._row.endpoint, new_id("req_")
 
         async def body() -> dict[str, Any]:
-            source.seek(line.offset)
-            request = parse_line(source.read(line.size))["body"]
+            source.seek(place[0])
+            request = parse_line(source.read(place[1]))["body"]
             # No client knows the ids by which it could look stored answers up.
             return {**request, "store": False} if url in CONVERSING else request
 
@@ -233,7 +234,7 @@ class Batch:
             await asyncio.sleep(LOOK_EVERY_S)
         answer = await self._context.asking.ask(self._row.key_id, model, url, body, request_id=request_id)
         response = {"status_code": answer.status, "request_id": request_id, "body": answer.body}
-        return {**_line(line), "error": None, "response": response}
+        return {**_line(custom_id), "error": None, "response": response}
 
     def _file(self, path: Path, name: str) -> FileRow:
         row = self._row
@@ -241,12 +242,7 @@ class Batch:
         return storage.row_of(path, filename, "batch_output", sha256, row.owner, row.key_id, row.output_keep_s)
 
     async def _store(self, lines: list[dict[str, Any]]) -> None:
-        """Also where it is cancelled meanwhile, so that whoever opens the answers next finds all of them."""
-        writing = asyncio.create_task(asyncio.to_thread(self._answers.append, lines))
-        try:
-            await asyncio.shield(writing)
-        finally:
-            await writing
+        await _to_its_end(partial(self._answers.append, lines))
         ROWS.update(self._db, self._row.id, completed=self._answers.completed, failed=self._answers.failed)
 
     async def end(self, status: BatchStatus, **changes: Any) -> None:
@@ -274,8 +270,17 @@ class Batch:
             path.unlink()
 
 
-def _line(line: Line) -> dict[str, Any]:
-    return {"id": new_id("batch_req_"), "custom_id": line.custom_id}
+async def _to_its_end(work: Callable[[], T]) -> T:
+    """Work on a file, done on a thread. A cancelled caller waits for it, so that the next to open the file is alone."""
+    doing = asyncio.create_task(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(doing)
+    finally:
+        await doing
+
+
+def _line(custom_id: str) -> dict[str, Any]:
+    return {"id": new_id("batch_req_"), "custom_id": custom_id}
 
 
 # --- the answers on disk
@@ -347,20 +352,12 @@ def _is_good(line: dict[str, Any]) -> bool:
 # line runs, as for any request: then one line fails and the others continue.
 
 
-class Line(NamedTuple):
-    """A request, and its position in the input file in bytes."""
-
-    custom_id: str
-    offset: int
-    size: int
-
-
 @dataclass
 class Lines:
-    """The requests by custom_id, in file order; the one model they use; and the errors (at most 100 {"code", "line",
-    "message", "param"}; lines count from 1)."""
+    """Offset and size in bytes of each request, by its custom_id and in file order; the one model they use; and the
+    errors (at most 100 {"code", "line", "message", "param"}; lines count from 1)."""
 
-    requests: dict[str, Line] = field(default_factory=dict)
+    requests: dict[str, tuple[int, int]] = field(default_factory=dict)
     model: str | None = None
     errors: list[dict[str, Any]] = field(default_factory=list)
 
@@ -387,7 +384,7 @@ def read_lines(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Li
                     return lines
                 try:
                     custom_id, lines.model = _checked(raw, endpoint, lines)
-                    lines.requests[custom_id] = Line(custom_id, offset, len(raw))
+                    lines.requests[custom_id] = offset, len(raw)
                 except TaskFailed as error:
                     lines.add_error(error.code, str(error), number, error.param)
                 if len(lines.errors) >= _MAX_ERRORS:

@@ -257,7 +257,7 @@ def test_read_of_a_file_from_windows_skips_byte_order_marks_and_blank_lines(tmp_
     data = mark + rows[0] + b"\r\n\r\n" + rows[1] + b"\r\n" + mark + rows[2]
     lines = read(tmp_path, data)
     assert not lines.errors
-    parts = [data[line.offset : line.offset + line.size] for line in lines.requests.values()]
+    parts = [data[offset : offset + size] for offset, size in lines.requests.values()]
     assert [parse_line(part)["custom_id"] for part in parts] == ["r1", "r2", "r3"]
 
 
