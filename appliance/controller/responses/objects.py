@@ -20,7 +20,15 @@ from appliance.store.rows import UNFINISHED_RESPONSE, ResponseRow, ResponseStatu
 
 Object = dict[str, Any]
 COMPLETION = "chat.completion"
-_ASKED = {
+_QUEUED = {
+    **dict.fromkeys(("error", "incomplete_details", "usage")),
+    "object": "response",
+    "status": "queued",
+    "background": True,
+    "output": [],
+    "store": True,
+}
+_DEFAULTS = {
     **dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "metadata", "model")),
     **dict.fromkeys(("previous_response_id", "reasoning", "text", "top_logprobs", "user")),
     "parallel_tool_calls": True,
@@ -99,11 +107,6 @@ def items_of(given: Any) -> list[Object]:
     return [item for item in given if isinstance(item, dict)]
 
 
-def turn_items(row: ResponseRow) -> list[Object]:
-    """The items of this response that a later answer continues from: its input and output."""
-    return [*row.input, *outputs(row)]
-
-
 def listed(row: ResponseRow, *, answered: bool) -> list[Object]:
     """The input items of one response, each with an id. answered: also its output, since a later response receives that
     too."""
@@ -131,17 +134,12 @@ def _shown(item: Object, response_id: str, place: int) -> Object:
 
 def _parts(content: Any, answered: bool) -> Any:
     if isinstance(content, str):
-        return [
-            {"type": "output_text", "text": content, "annotations": []}
-            if answered
-            else {"type": "input_text", "text": content}
-        ]
+        part = {"type": "output_text", "annotations": []} if answered else {"type": "input_text"}
+        return [{**part, "text": content}]
     if not isinstance(content, list):
         return content
-    return [
-        {"detail": "auto", **part} if isinstance(part, dict) and part.get("type") == "input_image" else part
-        for part in content
-    ]
+    images = [isinstance(part, dict) and part.get("type") == "input_image" for part in content]
+    return [{"detail": "auto", **part} if is_image else part for part, is_image in zip(content, images, strict=True)]
 
 
 # --- responses in background
@@ -149,38 +147,8 @@ def _parts(content: Any, answered: bool) -> Any:
 
 def queued(response_id: str, request: Object, created_s: float) -> Object:
     """From the request's body, with the API's defaults."""
-    settings = {name: default if request.get(name) is None else request[name] for name, default in _ASKED.items()}
-    return {
-        "id": response_id,
-        "object": "response",
-        "created_at": int(created_s),
-        "status": "queued",
-        "background": True,
-        "error": None,
-        "incomplete_details": None,
-        "output": [],
-        "store": True,
-        "usage": None,
-        **settings,
-    }
-
-
-def answered(before: Object, answer: Object) -> Object:
-    """before: the object while it was queued; answer: the engine's."""
-    kept = ("id", "created_at", "background", "store", "previous_response_id", "error")
-    status = ended_status(answer.get("status"))
-    return {**before, **answer, **{name: before[name] for name in kept}, "status": status}
-
-
-def failed(before: Object, code: str, message: str) -> Object:
-    return {**before, "status": "failed", "error": {"code": code, "message": message}}
-
-
-def engine_body(request: Object, items: list[Any] | None) -> Object:
-    """The request to the engine; items: the whole conversation, None if the request contains all of it."""
-    dropped = ("background", "stream", "stream_options", "previous_response_id")
-    body = {name: value for name, value in request.items() if name not in dropped}
-    return {**body, "store": False} | ({} if items is None else {"input": items})
+    settings = {name: default if request.get(name) is None else request[name] for name, default in _DEFAULTS.items()}
+    return {"id": response_id, "created_at": int(created_s), **_QUEUED, **settings}
 
 
 def events(response: Object, after: int = -1) -> Iterator[tuple[int, bytes]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ from appliance.controller.http.routers import Metadata, StrictBody, as_json, mak
 from appliance.controller.interfaces.errors import ApiError, BadRequest, NotFound, shown
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller
 from appliance.controller.responses import objects
-from appliance.controller.responses.objects import COMPLETION, Object, completion_object, items_of, turn_items
+from appliance.controller.responses.objects import COMPLETION, Object, completion_object
 from appliance.store.database import HAS_PAIR, Part
 from appliance.store.errors import DuplicateRow
 from appliance.store.records import keys
@@ -45,6 +45,10 @@ URL = "/v1/responses"
 MAX_COPIES_BYTES = 64 << 20
 """Of a gateway's copies of answers."""
 COMMENT_EVERY_S, STATUS_EVERY_S = 15.0, 0.2
+_KEPT = ("id", "created_at", "background", "store", "previous_response_id", "error")
+"""Fields of a response in background that the engine's answer doesn't change."""
+_NOT_ASKED = ("background", "stream", "stream_options", "previous_response_id")
+"""Fields of its request that no engine gets."""
 _CODES = {INTERNAL_ERROR: "server_error", KEY_ENDED: "invalid_prompt"}
 """OpenAI's responses have these codes only."""
 DAY_S = 86400.0
@@ -128,7 +132,7 @@ class StoredResponses:
             if not row.finished:
                 text = f"Previous response with id {shown(response_id)} is {row.status}: wait for its end."
                 raise _cannot_continue(text, "previous_response_not_ready")
-            turns.append(turn_items(row))
+            turns.append([*row.input, *objects.outputs(row)])
             size += len(orjson.dumps(turns[-1]))
             if size > self._config.json_body_bytes:
                 most = self._config.json_body_bytes
@@ -163,7 +167,7 @@ class StoredResponses:
 
     def cancel(self, response_id: str) -> None:
         """One that has ended stays unchanged."""
-        self._change(response_id, lambda before: {**before, "status": "cancelled"})
+        self._change(response_id, status="cancelled")
         self._context.tasks.restart(TASKS, response_id)
 
     async def follow(self, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
@@ -193,32 +197,33 @@ class StoredResponses:
             raise TaskFailed("invalid_prompt", error.message) from error
         if answer.error:
             raise TaskFailed("server_error" if answer.status >= 500 else "invalid_prompt", answer.error)
-        self._change(task.id, lambda before: objects.answered(before, answer.body))
+        made = {name: value for name, value in answer.body.items() if name not in _KEPT}
+        self._change(task.id, **made | {"status": objects.ended_status(answer.body.get("status"))})
 
     async def _body(self, response_id: str) -> Object:
         """Raises ApiError where the earlier turns are gone."""
         row = ROWS.find(self._db, response_id)
         if row is None:
             raise ApiError(404, "The response was deleted.")
-        request = {"input": row.input, **(row.request or {})}
-        items = None
+        items = row.input
         if row.previous_id is not None:
             viewer = caller_of(self._db, row.key_id or None).viewer
-            items = [*await self.conversation(row.previous_id, viewer), *items_of(request["input"])]
-        self._change(response_id, lambda before: {**before, "status": "in_progress"})
-        return objects.engine_body(request, items)
+            items = [*await self.conversation(row.previous_id, viewer), *items]
+        self._change(response_id, status="in_progress")
+        request = {name: value for name, value in (row.request or {}).items() if name not in _NOT_ASKED}
+        return {**request, "input": items, "store": False}
 
     async def fail(self, task: TaskRow, error: TaskFailed) -> None:
         code = _CODES.get(error.code, error.code)
-        self._change(task.id, lambda before: objects.failed(before, code, str(error)))
+        self._change(task.id, status="failed", error={"code": code, "message": str(error)})
 
-    def _change(self, response_id: str, change: Callable[[Object], Object]) -> None:
-        """Change the object of a response, unless it has ended."""
+    def _change(self, response_id: str, **fields: Any) -> None:
+        """Change fields of the object of a response, unless it has ended."""
         with self._db.transaction():
             row = ROWS.find(self._db, response_id)
             if row is None or row.finished:
                 return
-            made = change(row.response)
+            made = row.response | fields
             request = row.request if made["status"] == "in_progress" else None
             changes: dict[str, Any] = {"status": made["status"], "response": made, "request": request}
             ROWS.update(self._db, row.id, **changes, bytes=objects.bytes_of(row.input, made, request))
