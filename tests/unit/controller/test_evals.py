@@ -24,7 +24,8 @@ CHECK: Any = {
     "reference": "{{item.answer}}",
     "operation": "eq",
 }
-ASKERS: Any = {"type": "score_model", "name": "judge", "model": "starter", "input": [{"role": "user", "content": "?"}]}
+QUESTION = {"role": "user", "content": "{{item.answer}}: {{sample.output_text}}"}
+JUDGE: Any = {"type": "score_model", "name": "judge", "model": "starter", "input": [QUESTION]}
 SCHEMA: Any = {
     "type": "custom",
     "item_schema": {
@@ -55,9 +56,6 @@ def asked(model: str = "starter", **fields: Any) -> Any:
     } | fields
 
 
-PLAIN: Any = {**CHECK, "reference": "yes"}
-
-
 async def made(control: Control, *criteria: Any) -> str:
     found = await control.sdk.evals.create(
         data_source_config=SCHEMA, testing_criteria=list(criteria or [CHECK]), name="n", metadata={"a": "b"}
@@ -67,9 +65,14 @@ async def made(control: Control, *criteria: Any) -> str:
 
 async def test_who_makes_the_box_ask_a_model_needs_the_scope_of_inference_and_the_model(control: Control):
     control.as_key("ann", owner="ann")
-    judged, plain, file = await made(control, ASKERS), await made(control), await control.upload()
-    reinforcement = {"type": "reinforcement", "reinforcement": {"grader": ASKERS}}
-    asking = [*asking_routes(judged, plain)]
+    judged, plain, file = await made(control, JUDGE), await made(control), await control.upload()
+    reinforcement = {"type": "reinforcement", "reinforcement": {"grader": JUDGE}}
+    asking: list[tuple[str, Any]] = [
+        ("/evals", {"data_source_config": SCHEMA, "testing_criteria": [JUDGE]}),
+        (f"/evals/{plain}/runs", {"data_source": asked()}),
+        (f"/evals/{judged}/runs", {"data_source": given(("yes", "yes"))}),
+        ("/fine_tuning/alpha/graders/run", {"grader": JUDGE, "model_sample": "4"}),
+    ]
     job = ("/fine_tuning/jobs", {"model": "starter", "training_file": file, "method": reinforcement})
     control.as_key("tuner", owner="ann", scopes=["fine_tuning"])
     for path, body in (*asking, job):
@@ -80,15 +83,6 @@ async def test_who_makes_the_box_ask_a_model_needs_the_scope_of_inference_and_th
     for path, body in asking:
         answer = await control.http.post(f"/v1{path}", json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found"), path
-
-
-def asking_routes(judged: str, plain: str) -> list[tuple[str, Any]]:
-    return [
-        ("/evals", {"data_source_config": SCHEMA, "testing_criteria": [ASKERS]}),
-        (f"/evals/{plain}/runs", {"data_source": asked()}),
-        (f"/evals/{judged}/runs", {"data_source": given(("yes", "yes"))}),
-        ("/fine_tuning/alpha/graders/run", {"grader": ASKERS, "model_sample": "4"}),
-    ]
 
 
 async def ended(control: Control, eval_id: str, source: Any) -> Any:
@@ -239,20 +233,10 @@ async def test_run_after_kill_while_judging_judges_the_rest_once(control: Contro
 
 REFUSED = {
     "no grader": ({"testing_criteria": [{**CHECK, "operation": "is"}]}, "testing_criteria.0.operation"),
-    "code that does not parse": (
-        {"testing_criteria": [{"type": "python", "name": "p", "source": "def grade(sample, item): return 1 +"}]},
-        "testing_criteria.0.source",
-    ),
     "the same name": ({"testing_criteria": [CHECK, CHECK]}, "testing_criteria.1.name"),
     **{
-        f"a schema {what}": (
-            {"data_source_config": {**SCHEMA, "item_schema": schema}, "testing_criteria": [PLAIN]},
-            "data_source_config.item_schema",
-        )
-        for what, schema in (
-            ("of texts", {"type": "string"}),
-            ("that refers to nothing", {"$ref": "#/$defs/none"}),
-        )
+        f"a schema {what}": ({"data_source_config": SCHEMA | {"item_schema": schema}}, "data_source_config.item_schema")
+        for what, schema in (("of texts", {"type": "string"}), ("that refers to nothing", {"$ref": "#/$defs/none"}))
     },
 }
 
@@ -305,22 +289,11 @@ async def test_a_run_ends_when_its_owner_holds_too_much(control: Control, monkey
 # --- graders
 
 
-JUDGE: Any = {
-    "type": "score_model",
-    "name": "judge",
-    "model": "starter",
-    "input": [{"role": "user", "content": "{{item.q}}: {{sample.output_text}}"}],
-}
-
-
-async def test_a_grader_is_tried_on_a_sample(control: Control):
+async def test_a_grader_is_tried_on_a_sample_and_checked(control: Control):
     found = await control.sdk.fine_tuning.alpha.graders.run(grader=CHECK, model_sample="4", item={"answer": "4"})
     assert found.reward == 1.0 and found.sub_rewards == {} and found.metadata.scores == {"same": 1.0}
     assert (found.metadata.name, found.metadata.type, found.metadata.token_usage) == ("same", "string_check", None)
     assert found.metadata.execution_time >= 0 and not found.metadata.errors.other_error
-
-
-async def test_a_grader_is_checked_and_told_back(control: Control):
     told = await control.sdk.fine_tuning.alpha.graders.validate(grader=CHECK)
     assert told.grader is not None and told.grader.model_dump(exclude_unset=True) == CHECK
     with pytest.raises(openai.BadRequestError) as caught:
@@ -342,15 +315,12 @@ async def test_code_that_cannot_grade_is_refused(control: Control, source: str):
 
 
 async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, monkeypatch: pytest.MonkeyPatch):
-    python: Any = {
-        "type": "python",
-        "name": "length",
-        "source": "def grade(sample, item):\n    return len(sample['output_text'])",
-    }
+    python: Any = {"type": "python", "name": "n", "source": "def grade(sample, item):\n    return item['n']"}
     if not worker.refusal():
-        assert (await control.sdk.fine_tuning.alpha.graders.run(grader=python, model_sample="four")).reward == 4
-        broken = {**python, "source": "def grade(sample, item):\n    return item['n']"}
-        found = await control.sdk.fine_tuning.alpha.graders.run(grader=broken, model_sample="", item={})
+        assert (
+            await control.sdk.fine_tuning.alpha.graders.run(grader=python, model_sample="", item={"n": 4})
+        ).reward == 4
+        found = await control.sdk.fine_tuning.alpha.graders.run(grader=python, model_sample="", item={})
         assert found.metadata.errors.python_grader_runtime_error
         assert found.metadata.errors.python_grader_runtime_error_details == "KeyError: 'n' (line 2)"
     monkeypatch.setattr(worker, "missing", lambda: "the kernel offers no Landlock")
@@ -362,7 +332,7 @@ async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, 
 async def test_a_model_of_the_box_judges_and_is_asked_for_the_key(control: Control):
     key_id = control.as_key("carol")
     sent = answers(control, json.dumps({"reason": "close", "result": 0.75}))
-    found = await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="4", item={"q": "2+2"})
+    found = await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="4", item={"answer": "2+2"})
     assert found.reward == 0.75 and found.metadata.token_usage == 10
     assert found.metadata.sampled_model_name == "starter"
     assert found.api_model_grader_token_usage_per_model == {"starter": {"total_tokens": 10}}

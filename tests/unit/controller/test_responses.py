@@ -4,7 +4,6 @@ and responses in background, asked of engines that a test scripts."""
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from typing import Any
 
@@ -31,21 +30,9 @@ def answer(number: int, text: str = "2", **more: Any) -> dict[str, Any]:
     content = [{"type": "output_text", "text": text, "annotations": []}] if text else []
     message = {"id": f"msg_out{number}", "type": "message", "role": "assistant", "status": "completed"}
     nothing = dict.fromkeys(("error", "incomplete_details", "instructions", "metadata"))
-    return {
-        "id": name(number),
-        "object": "response",
-        "created_at": 7,
-        "model": "starter",
-        "output": [message | {"content": content}],
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
-        "status": "completed",
-        "temperature": 1.0,
-        "top_p": 1.0,
-        **nothing,
-        **more,
-    }
+    made = {"id": name(number), "object": "response", "created_at": 7, "model": "starter", "status": "completed"}
+    settings = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "temperature": 1.0, "top_p": 1.0}
+    return {**made, "output": [message | {"content": content}], **settings, **nothing, **more}
 
 
 def name(number: int) -> str:
@@ -87,15 +74,11 @@ async def test_response_is_retrieved_as_answered_and_deleted(control: Control):
     assert (await control.http.get(f"/v1/responses/{name(1)}")).json() == answer(1)
     deleted = await control.http.delete(f"/v1/responses/{name(1)}")
     assert deleted.json() == {"id": name(1), "object": "response", "deleted": True}
-    for call in (control.sdk.responses.retrieve, control.sdk.responses.delete, control.sdk.responses.cancel):
-        with pytest.raises(openai.NotFoundError) as caught:
-            await call("resp_gone")
-        assert caught.value.code == "response_not_found"
-
-
-async def test_take_of_a_copy_twice_stores_one(control: Control):
-    assert await send(control, copy(1), copy(2)) == 2
-    assert await send(control, copy(2, text="other"), copy(3)) == 1
+    with pytest.raises(openai.NotFoundError) as caught:
+        await control.sdk.responses.cancel("resp_gone")
+    assert caught.value.code == "response_not_found"
+    assert await send(control, copy(2)) == 1
+    assert await send(control, copy(2, text="other"), copy(3)) == 1, "a copy may arrive twice"
     assert (await control.sdk.responses.retrieve(name(2))).output_text == "2"
 
 
@@ -116,8 +99,7 @@ async def test_context_has_inputs_and_outputs_of_all_turns(control: Control):
         copy(2, [{"role": "user", "content": "add"}], previous=1, output=[thought, call]),
         copy(3, [{"type": "function_call_output", "call_id": "c1", "output": "2"}], previous=2, text=""),
     )
-    items = (await context(control, 3)).json()
-    assert items == [
+    assert (await context(control, 3)).json() == [
         {"type": "message", "role": "user", "content": "1+1?"},
         *answer(1)["output"],
         {"role": "user", "content": "add"},
@@ -125,11 +107,6 @@ async def test_context_has_inputs_and_outputs_of_all_turns(control: Control):
         call,
         {"type": "function_call_output", "call_id": "c1", "output": "2"},  # and a message without text is none
     ]
-
-
-async def test_context_with_a_deleted_turn_is_refused(control: Control):
-    await send(control, copy(1), copy(2, previous=1), copy(3, previous=2))
-    assert (await context(control, 3)).status_code == 200
     await control.http.delete(f"/v1/responses/{name(1)}")
     refused = await context(control, 3)
     assert refused.status_code == 400 and name(1) in refused.json()["error"]["message"]
@@ -148,12 +125,6 @@ async def test_input_items_pages_have_stable_ids(control: Control):
     assert [item.content[1].detail for item in rest.data] == ["auto"] and not rest.has_more  # type: ignore[union-attr, index]
     everything = await control.sdk.responses.input_items.list(name(2), order="asc")
     assert [item.id for item in everything.data] == [item.id for item in (*first.data, *rest.data)]
-    with pytest.raises(openai.BadRequestError):
-        await control.sdk.responses.input_items.list(name(2), after="msg_unknown")
-
-
-async def test_cancel_of_an_answered_response_is_refused(control: Control):
-    await send(control, copy(1))
     with pytest.raises(openai.BadRequestError, match="synchronous"):
         await control.sdk.responses.cancel(name(1))
     with pytest.raises(openai.BadRequestError, match="background"):
@@ -245,10 +216,9 @@ async def test_background_response_continues_a_conversation(control: Control):
         {"type": "message", "role": "user", "content": "and 1?"},
     ]
     assert len(await control.app.state.responses.conversation(made.id, "key_test")) == 4
-    for unknown in ("resp_none", name(8)):
-        with pytest.raises(openai.BadRequestError) as caught:
-            await asked(control, previous_response_id=unknown)
-        assert caught.value.code == "previous_response_not_found"
+    with pytest.raises(openai.BadRequestError) as caught:
+        await asked(control, previous_response_id="resp_none")
+    assert caught.value.code == "previous_response_not_found"
 
 
 async def test_background_response_with_a_long_conversation_is_refused(control: Control):
@@ -258,10 +228,6 @@ async def test_background_response_with_a_long_conversation_is_refused(control: 
     with pytest.raises(openai.BadRequestError) as caught:
         await asked(control, "x" * 12_000, previous_response_id=made.id)
     assert caught.value.code == "context_length_exceeded"
-    most = 2 * control.context.config.json_body_bytes
-    assert max(len(json.dumps(body)) for body in control.engines.sent) < most
-    asked_by_gateway = await control.http.get("/internal/responses/context", params={"id": made.id})
-    assert asked_by_gateway.json()["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(
@@ -370,10 +336,9 @@ async def test_completion_is_listed_retrieved_updated_and_deleted(control: Contr
     assert (await kept.update("chatcmpl-1", metadata=None)).to_dict()["metadata"] == {}
     gone = await kept.delete("chatcmpl-1")
     assert (gone.id, gone.object, gone.deleted) == ("chatcmpl-1", "chat.completion.deleted", True)
-    for call in (kept.retrieve("chatcmpl-1"), kept.delete("chatcmpl-1"), kept.update("chatcmpl-1", metadata={})):
-        with pytest.raises(openai.NotFoundError) as caught:
-            await call
-        assert caught.value.code == "chat_completion_not_found"
+    with pytest.raises(openai.NotFoundError) as caught:
+        await kept.retrieve("chatcmpl-1")
+    assert caught.value.code == "chat_completion_not_found"
     actions = [row["action"] for row in (await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]]
     assert actions.count("completion.update") == 2 and actions.count("completion.delete") == 1
 
@@ -389,9 +354,10 @@ async def test_completion_messages_are_paged_with_ids(control: Control):
         ("chatcmpl-1-1", "user", "1+1?\nNow."),
     ]
     assert found[0].content_parts is None and found[1].content_parts is not None and len(found[1].content_parts) == 2
-    first = await listed("chatcmpl-1", limit=1, order="desc")
-    assert [one.id for one in first.data] == ["chatcmpl-1-1"] and first.has_more
-    assert [one.id async for one in first] == ["chatcmpl-1-1", "chatcmpl-1-0"]
+    assert [one.id async for one in await listed("chatcmpl-1", limit=1, order="desc")] == [
+        "chatcmpl-1-1",
+        "chatcmpl-1-0",
+    ]
     with pytest.raises(openai.BadRequestError) as caught:
         await listed("chatcmpl-1", after="nobodys")
     assert caught.value.code == "invalid_cursor"
