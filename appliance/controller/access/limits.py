@@ -207,7 +207,8 @@ def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
     for login in keys.list_sessions(db, now_s):
         logins.setdefault(login.key_id, {})[login.sha256] = {"id": login.id, "until_s": login.until_s}
     trained = cache(partial(jobs.names_made_by, db))  # an owner may have many keys, each with a list
-    rows = keys.list_ended(db, now_s - EXPIRED_TOLD_S)
+    ended_itself = "expires_s >= ? AND revoked_s IS NOT NULL AND revoked_s >= expires_s"
+    rows = keys.list_all(db, ended_itself, now_s - EXPIRED_TOLD_S)
     ended: dict[str, dict[str, Any]] = {row.sha256: {"id": row.id, "expires_s": row.expires_s} for row in rows}
     return ended | {row.sha256: _key(db, row, now_s, logins.get(row.id), trained) for row in keys.list_live(db)}
 

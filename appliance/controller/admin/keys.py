@@ -219,7 +219,7 @@ def end_key(context: ControllerContext, key_id: str, caller: Principal, action: 
     RowNotFound."""
     stopped: dict[str, list[str]] = {"jobs": [], "batches": [], "responses": []}  # and of other kinds
     with context.db.transaction():
-        is_fresh = not keys.is_revoked(context.db, key_id)
+        is_fresh = not keys.how_ended(context.db, key_id)
         row = keys.revoke(context.db, key_id)
         if is_fresh:
             stopped |= {"jobs": pause_jobs_of(context.db, row.id), **context.tasks.of_key(row.id)}
@@ -232,7 +232,7 @@ def end_key(context: ControllerContext, key_id: str, caller: Principal, action: 
 async def end_expired(context: ControllerContext) -> None:
     """Revoke the keys whose time is over. The gateways refuse them by themselves from then on, so the table of all
     keys is written once for all of them: a course's three hundred end in the same second."""
-    ended = keys.list_ending(context.db, time.time())
+    ended = keys.list_all(context.db, "expires_s <= ? AND revoked_s IS NULL", time.time())
     for row in ended:
         end_key(context, row.id, caller_of(context.db, None), "key.expire")
     if ended:

@@ -401,13 +401,14 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
 
     @of_items.get("")
     def list_items(run: Run, part: Annotated[Part, part(20, order="asc")], status: ItemStatus = None) -> dict[str, Any]:
-        return list_object(
-            evals.page_items(db, run.id, status=status, **part), lambda row: shapes.item_object(row, run)
-        )
+        part["order_by"] = "place"  # of the data
+        given = "(? IS NULL OR status = ?)"
+        page = EVAL_ITEMS.page(db, {"run_id": run.id}, where=given, parameters=[status, status], **part)
+        return list_object(page, lambda row: shapes.item_object(row, run))
 
     @of_items.get("/{item_id}")
     def retrieve_item(run: Run, item_id: str) -> dict[str, Any]:
-        if (row := evals.find_item(db, run.id, item_id)) is None:
+        if (row := EVAL_ITEMS.first(db, "id = ? AND run_id = ?", item_id, run.id)) is None:
             message = f"No output item found with id {shown(item_id)}."
             raise NotFound(message, "output_item_id", "output_item_not_found")
         return shapes.item_object(row, run)

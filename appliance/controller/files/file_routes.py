@@ -42,8 +42,8 @@ from appliance.controller.interfaces.errors import BadRequest, Conflict, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store.ids import new_id
 from appliance.store.objects import files
+from appliance.store.rows import BATCHES, UNFINISHED, FileRow, UploadRow
 from appliance.store.rows import UPLOADS as uploads
-from appliance.store.rows import FileRow, UploadRow
 
 MAX_FILENAME_BYTES = 255
 _MAX_FIELDS = 16
@@ -98,7 +98,7 @@ def file_routes(context: ControllerContext) -> APIRouter:
     @router.delete("/{file_id}")
     async def delete(file_id: str, caller: Caller) -> dict[str, Any]:
         row = FILES.known(db, file_id, caller)
-        if (batch := files.batch_using(db, row.id)) is not None:
+        if (batch := BATCHES.first(db, f"input_file_id = ? AND {UNFINISHED['batches']}", row.id)) is not None:
             name = batch.id if caller.viewer in (None, batch.owner) else "an operator's batch"
             why = f"The file {row.id} is the input of {name}, which is {batch.status}"
             raise Conflict(f"{why}; wait for its end or cancel it first.", "id", "file_in_use")

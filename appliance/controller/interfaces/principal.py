@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 
 from appliance.controller.interfaces.errors import KeyRevoked, SessionEnded, Unauthorized
 from appliance.store.records import keys
+from appliance.store.rows import PAGE_SESSIONS
 
 ADMIN, GATEWAY = "admin", "gateway"
 FINE_TUNING, INFERENCE, READ, METRICS = "fine_tuning", "inference", "read", "metrics"
@@ -67,8 +68,10 @@ async def read_principal(request: Request) -> Principal:
     owner, ended = ("", "") if caller.key_id is None else keys.standing(db, caller.key_id)
     if ended:
         raise KeyRevoked(ended)
-    if caller.session is not None and not keys.is_session_live(db, caller.session, caller.key_id or "", time.time()):
-        raise SessionEnded
+    if caller.session is not None:
+        session = PAGE_SESSIONS.find(db, caller.session)
+        if session is None or session.key_id != caller.key_id or session.until_s <= time.time():
+            raise SessionEnded
     request.scope["state"]["principal"] = caller = replace(caller, owner=owner)
     return caller
 

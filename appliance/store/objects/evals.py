@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part, owned_by
-from appliance.store.rows import EVAL_ITEMS, EVAL_RUNS, EVALS, UNFINISHED, EvalItemRow, EvalRunRow
+from appliance.store.rows import EVAL_RUNS, EVALS, UNFINISHED, EvalRunRow
 
 insert, update, find, page = EVALS.insert, EVALS.update, EVALS.find_visible, EVALS.page_visible
 insert_run, find_run, update_run = EVAL_RUNS.insert, EVAL_RUNS.find, EVAL_RUNS.update
@@ -38,17 +38,6 @@ def delete(db: Database, deleted: str) -> None:
     with db.transaction():
         db.execute("DELETE FROM eval_runs WHERE id = ?", [deleted])
         db.execute("DELETE FROM evals WHERE id = ?", [deleted])
-
-
-def find_item(db: Database, run_id: str, item_id: str) -> EvalItemRow | None:
-    return EVAL_ITEMS.first(db, "id = ? AND run_id = ?", item_id, run_id)
-
-
-def page_items(db: Database, run_id: str, *, status: str | None, **part: Unpack[Part]) -> Page[EvalItemRow]:
-    """In the order of the data."""
-    scope, where = {"run_id": run_id}, "(? IS NULL OR status = ?)"
-    part["order_by"] = "place"
-    return EVAL_ITEMS.page(db, scope, where=where, parameters=[status, status], **part)
 
 
 def passed(db: Database, run_id: str) -> dict[int, bool | None]:

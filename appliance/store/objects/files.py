@@ -9,7 +9,7 @@ import time
 from typing import Unpack
 
 from appliance.store.database import Database, Page, Part
-from appliance.store.rows import BATCHES, FILES, UNFINISHED, BatchRow, FileRow
+from appliance.store.rows import FILES, UNFINISHED, FileRow
 
 insert, update, delete = FILES.insert, FILES.update, FILES.delete
 
@@ -33,8 +33,3 @@ def expired(db: Database, *, now_s: float) -> list[FileRow]:
     long as the batch reads it."""
     inputs = f"SELECT input_file_id FROM batches WHERE {UNFINISHED['batches']}"
     return FILES.list_all(db, f"expires_s <= ? AND id NOT IN ({inputs})", now_s)
-
-
-def batch_using(db: Database, file_id: str) -> BatchRow | None:
-    """An unfinished batch that reads this file."""
-    return BATCHES.first(db, f"input_file_id = ? AND {UNFINISHED['batches']}", file_id)

@@ -31,6 +31,7 @@ VERSION_MARK, CHECKPOINT_MARK = "@", ":ckpt-"
 """What a public name has between a model and its version (`MODEL@VERSION`) or its checkpoint (`MODEL:ckpt-step-N`)."""
 find, update, list_all, page = MODELS.find, MODELS.update, MODELS.list_all, MODELS.page
 insert_version, find_version, update_version = VERSIONS.insert, VERSIONS.find, VERSIONS.update
+delete_version = VERSIONS.delete
 
 
 def insert(db: Database, row: ModelRow) -> None:
@@ -141,12 +142,6 @@ def checkpoint_names(db: Database) -> list[tuple[str, str, str]]:
     return [(name, model, version) for name, model, version in rows]
 
 
-def delete_version(db: Database, model: str, version: str) -> None:
-    """Raises RowNotFound."""
-    if not VERSIONS.delete(db, model, version):
-        raise RowNotFound("versions", f"{model}@{version}")
-
-
 def version_before(db: Database, model: str, version: str) -> VersionRow | None:
     """The version made just before this one that has answered, which a rollback without an argument goes to."""
     position = "SELECT seq FROM versions WHERE model = ?1 AND version = ?2"
@@ -238,8 +233,3 @@ def settings_in_force(db: Database) -> dict[str, ModelSettingsRow]:
     """By model."""
     rows = db.all(ModelSettingsRow, "SELECT *, max(number) FROM model_settings GROUP BY model")
     return {row.model: row for row in rows}
-
-
-def settings_history(db: Database, model: str) -> list[ModelSettingsRow]:
-    """Newest first."""
-    return MODEL_SETTINGS.list_all(db, "model = ?", model)

@@ -18,7 +18,7 @@ from runtime.logs import minute
 KEY_PREFIX = "sk-appl-"
 SCOPES = ("inference", "fine_tuning", "read", "metrics", "admin")
 _SHOWN_CHARACTERS = len(KEY_PREFIX) + 4
-insert, update, list_all, page = KEYS.insert, KEYS.update, KEYS.list_all, KEYS.page
+insert, update, first, list_all, page = KEYS.insert, KEYS.update, KEYS.first, KEYS.list_all, KEYS.page
 
 
 def create(db: Database, name: str, scopes: list[str], owner: str | None = None, **limits: Any) -> tuple[KeyRow, str]:
@@ -58,11 +58,6 @@ def find(db: Database, id_or_name: str) -> KeyRow | None:
     return KEYS.find(db, id_or_name) or db.one(KeyRow, of_name, [id_or_name])
 
 
-def of_subject(db: Database, subject: str) -> KeyRow | None:
-    """The newest key of this person's, revoked or not."""
-    return KEYS.first(db, "subject = ? AND subject != ''", subject, last=True)
-
-
 def owner_of(db: Database, key_id: str) -> str:
     """The owner of what is made with this key. An unknown key shares with no other: its own id is the owner."""
     return standing(db, key_id)[0]
@@ -86,11 +81,6 @@ def standing(db: Database, key_id: str | None) -> tuple[str, str]:
     return row["owner"] or row["id"], ended
 
 
-def is_revoked(db: Database, key_id: str | None) -> bool:
-    """None: the box itself, and what was made before there were keys."""
-    return bool(how_ended(db, key_id))
-
-
 def how_ended(db: Database, key_id: str | None) -> str:
     """As of `standing`."""
     return standing(db, key_id)[1]
@@ -107,16 +97,6 @@ def owner_has_left(db: Database, key_id: str) -> bool:
 
 def list_live(db: Database) -> list[KeyRow]:
     return list_all(db, "revoked_s IS NULL")
-
-
-def list_ended(db: Database, since_s: float) -> list[KeyRow]:
-    """Those that ended by themselves, and not before `since_s`."""
-    return list_all(db, "expires_s >= ? AND revoked_s IS NOT NULL AND revoked_s >= expires_s", since_s)
-
-
-def list_ending(db: Database, until_s: float) -> list[KeyRow]:
-    """Live ones that end by themselves until then."""
-    return list_all(db, "expires_s <= ? AND revoked_s IS NULL", until_s)
 
 
 def revoke(db: Database, id_or_name: str) -> KeyRow:
@@ -145,11 +125,6 @@ def create_session(
     return PAGE_SESSIONS.insert(db, row), cookie, page
 
 
-def is_session_live(db: Database, session_id: str, key_id: str, now_s: float) -> bool:
-    query = "SELECT 1 FROM page_sessions WHERE id = ? AND key_id = ? AND until_s > ?"
-    return db.value(query, [session_id, key_id, now_s]) is not None
-
-
 def list_sessions(db: Database, now_s: float, owner: str | None = None) -> list[PageSessionRow]:
     """Live logins with an owner's keys, None: with all; oldest first."""
     return db.all(
@@ -163,8 +138,3 @@ def list_sessions(db: Database, now_s: float, owner: str | None = None) -> list[
 def end_sessions(db: Database, key_id: str) -> int:
     """Returns how many there were."""
     return db.execute("DELETE FROM page_sessions WHERE key_id = ?", [key_id]).rowcount
-
-
-def forget_ended_sessions(db: Database, now_s: float) -> int:
-    """Deletes those whose time is over; returns how many."""
-    return db.execute("DELETE FROM page_sessions WHERE until_s <= ?", [now_s]).rowcount

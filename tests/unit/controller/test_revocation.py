@@ -129,12 +129,12 @@ async def test_expired_key_ends_like_a_revoked_one(control: Control):
     control.engines.lines = 0
     response = await control.sdk.responses.create(model="starter", input="1", background=True)
     await end_expired(control.context)
-    assert not keys.is_revoked(control.db, made["id"])
+    assert not keys.how_ended(control.db, made["id"])
     since_s = time.time() - 1
     keys.update(control.db, made["id"], expires_s=since_s)
     for _ in range(2):
         await end_expired(control.context)
-    assert keys.is_revoked(control.db, made["id"])
+    assert keys.how_ended(control.db, made["id"])
     assert control.gateway_keys[digest] == {"id": made["id"], "expires_s": since_s}
     row = jobs.get(control.db, job_id)
     assert (row.wanted, row.reason) == ("pause", wanted.KEY_REVOKED)
