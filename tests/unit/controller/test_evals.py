@@ -214,6 +214,18 @@ async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
     assert (await control.sdk.evals.runs.delete(run.id, eval_id=eval_id)).deleted
 
 
+async def test_deleted_eval_takes_its_runs_and_items(control: Control):
+    eval_id = await made(control)
+    await ended(control, eval_id, given(("a", "a"), ("b", "b")))
+    under_way = await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a")))
+    assert (await control.sdk.evals.runs.delete(under_way.id, eval_id=eval_id)).deleted
+    await control.context.tasks.idle("eval_runs")
+    assert control.db.value("SELECT count(*) FROM eval_items") == 2 and not control.context.background.degraded()
+    assert (await control.sdk.evals.delete(eval_id)).deleted
+    for table in ("evals", "eval_runs", "eval_items"):
+        assert control.db.value(f"SELECT count(*) FROM {table}") == 0
+
+
 async def test_run_after_kill_while_judging_judges_the_rest_once(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "AT_ONCE", 1)
     eval_id, stored = await made(control), EvalRunner._store
