@@ -185,7 +185,7 @@ class SqliteStateStore:
 
     def _deployments(self) -> tuple[DeploymentView, ...]:
         """Everything that needs engines of its own. An adapter's demand goes to its host."""
-        active = models.active_versions(self._db)
+        active = {row.id: row.active_version or "" for row in models.list_callable(self._db)}
         adapters = {row.name: row for row in callable_adapters(self._db)} | self._routing.policy_adapters()
         deployed = [row for row in deployments.list_all(self._db) if row.model in active]
         views = {row.model: self._deployment(row, active[row.model]) for row in deployed if row.model not in adapters}

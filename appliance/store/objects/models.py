@@ -82,11 +82,6 @@ def list_callable(db: Database) -> list[ModelRow]:
     return list_all(db, "active_version IS NOT NULL")
 
 
-def active_versions(db: Database) -> dict[str, str]:
-    """The active version of each model that can be called, from an index alone: each round of the scheduler asks."""
-    return dict(db.execute("SELECT id, active_version FROM models WHERE active_version IS NOT NULL"))
-
-
 def without_chat_template(db: Database) -> set[tuple[str, str]]:
     """(model, version) of those whose import found no chat template."""
     rows = db.execute("SELECT model, version FROM versions WHERE json_extract(meta, '$.chat_template') = 0")
