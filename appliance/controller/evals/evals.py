@@ -292,7 +292,6 @@ RUNS = Resource(
     (FINE_TUNING,),
     EVAL_RUNS.find_visible,
     param="run_id",
-    missing="No eval run found with id {}.",
     fields=("eval_id", "model", "status"),
 )
 

@@ -107,8 +107,7 @@ def form_of(given: Any, param: str) -> dict[str, Any] | None:
     if kind == "json_schema" and (place := next(unenforced_in_tools(given["json_schema"]["schema"]), "")):
         why = f"ranks do not enforce `{place}` of its schema; use a simpler form, or let the grader reward it"
         raise _invalid(param, why, "unsupported_value")
-    form: dict[str, Any] = given
-    return form
+    return dict(given)
 
 
 def teacher_of(

@@ -54,22 +54,9 @@ _CODES = {INTERNAL_ERROR: "server_error", KEY_ENDED: "invalid_prompt"}
 DAY_S = 86400.0
 ARRIVES_WITHIN_S = 1.0
 _LOOK_EVERY_S = 0.02
-RESPONSES = Resource(
-    "response",
-    URL,
-    (INFERENCE,),
-    ROWS.find_visible,
-    missing="Response with id {} not found.",
-    fields=("status",),
-)
-COMPLETIONS = Resource(
-    "completion",
-    "/v1/chat/completions",
-    (INFERENCE,),
-    ROWS.find_visible,
-    missing="Chat completion with id {} not found.",
-    code="chat_completion_not_found",
-)
+RESPONSES = Resource("response", URL, (INFERENCE,), ROWS.find_visible, fields=("status",))
+_NOT_FOUND = "chat_completion_not_found"
+COMPLETIONS = Resource("completion", "/v1/chat/completions", (INFERENCE,), ROWS.find_visible, code=_NOT_FOUND)
 _OF_KIND = {"response": (RESPONSES, "resp_"), COMPLETION: (COMPLETIONS, "chatcmpl-")}
 """And how the ids of engines begin, the only ones that can be on their way."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
 import time
 import tracemalloc
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.batches import Answers, Lines, parse_line, read_lines
+from appliance.controller.batches import Lines, parse_line, read_lines
 from appliance.controller.bus.asking import EngineAnswer
 from appliance.controller.files import storage
 from appliance.store.rows import BATCHES
@@ -21,8 +20,6 @@ from tests.simulator.control_plane import change
 from tests.unit.controller.conftest import Control
 
 URL = "/v1/chat/completions"
-ANSWER = {"id": "batch_req_1", "error": None, "response": {"status_code": 200, "request_id": "req_1", "body": {}}}
-"""A line of an output file, without its custom_id."""
 DEEP = json.loads("[" * 300 + "]" * 300)
 """orjson reads 1,024 levels and writes 254."""
 
@@ -219,21 +216,6 @@ async def test_restart_repeats_only_lines_in_flight(control: Control):
     rows = await content(control, batch.output_file_id)
     assert sorted(row["custom_id"] for row in rows) == [f"r{n}" for n in range(9)]
     assert {row["custom_id"] for row in rows[:5]} == answered_before
-
-
-def test_append_on_a_full_disk_leaves_no_half_line(tmp_path):
-    """The next line became one with it, and the batch could not be opened any more."""
-    answers = Answers(tmp_path, "batch_1")
-    answers.append([ANSWER | {"custom_id": "r0"}])
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (answers.paths["output"].stat().st_size + 9, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            answers.append([ANSWER | {"custom_id": "r1"}])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    Answers(tmp_path, "batch_1").append([ANSWER | {"custom_id": "r2"}])
-    assert Answers(tmp_path, "batch_1").custom_ids == {"r0", "r2"}
 
 
 def read(tmp_path: Path, data: bytes) -> Lines:

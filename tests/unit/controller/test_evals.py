@@ -154,9 +154,7 @@ async def test_responses_are_written_otherwise_and_asked_the_same(control: Contr
             "max_completions_tokens": 9,
         },
     )
-    more = {**SCHEMA, "item_schema": {**SCHEMA["item_schema"], "additionalProperties": True}}
-    of = await control.sdk.evals.create(data_source_config=more, testing_criteria=[CHECK])
-    run = await ended(control, of.id, source)
+    run = await ended(control, await made(control), source)
     assert run.status == "completed" and run.result_counts.passed == 1
     (body,) = sent
     assert body["max_completion_tokens"] == 9 and body["messages"] == turns
