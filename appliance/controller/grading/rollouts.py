@@ -48,7 +48,8 @@ class Rollouts:
     ):
         self._db, self._store, self._jobs_dir = db, store, jobs_dir
         self._routing, self._asking, self._grading, self._nudge = routing, asking, grading, nudge
-        self._followed: dict[str, tuple[asyncio.Task[None], asyncio.Event]] = {}
+        self._followed: dict[str, asyncio.Task[None]] = {}
+        self._news = asyncio.Event()  # the next `follow` sets it
         self._drawn: dict[str, SamplesFile] = {}  # by job, the file that is being drawn
         self._weights: dict[str, int] = {}  # by job, the step of its newest weights
 
@@ -67,24 +68,24 @@ class Rollouts:
     def follow(self) -> None:
         """Follow each job that learns from its own answers; called now and then."""
         rows = {row.id: row for row in jobs.list_unfinished(self._db) if row.wanted == "run"}
-        for job_id, (task, news) in list(self._followed.items()):
+        for job_id, task in list(self._followed.items()):
             if job_id not in rows or task.done():
                 task.cancel()
                 del self._followed[job_id]
                 self._weights.pop(job_id, None)
-            news.set()
         for row in rows.values():
             if row.id not in self._followed and row.resolved is not None and method_of(row.method).rolls_out:
-                news = asyncio.Event()
-                task = asyncio.create_task(self._follow(row.id, news), name=f"samples of {row.id}")
+                task = asyncio.create_task(self._follow(row.id), name=f"samples of {row.id}")
                 task.add_done_callback(_log_failure)
-                self._followed[row.id] = task, news
+                self._followed[row.id] = task
+        self._news.set()
+        self._news = asyncio.Event()
 
-    async def _follow(self, job_id: str, news: asyncio.Event) -> None:
+    async def _follow(self, job_id: str) -> None:
         plan: SamplesPlan | None = None
         try:
             while True:
-                news.clear()
+                news = self._news
                 plan = plan or await asyncio.to_thread(self._plan, job_id)
                 step = await asyncio.to_thread(self._newest, plan) if plan is not None else -1
                 missing = await asyncio.to_thread(plan.missing, step) if plan is not None and step >= 0 else []

@@ -122,7 +122,7 @@ class Run:
         return self.rollouts.starved(jobs.get(self.control.db, self.job_id))
 
     def close(self) -> None:
-        for task, _ in self.rollouts._followed.values():
+        for task in self.rollouts._followed.values():
             task.cancel()
 
 
