@@ -228,11 +228,11 @@ def _cannot_continue(message: str, code: str) -> ApiError:
 
 
 async def _stored(response_id: str, request: Request, caller: Caller) -> ResponseRow:
-    return await request.app.state.ROWS.find(response_id, caller.viewer)
+    return await request.app.state.responses.find(response_id, caller.viewer)
 
 
 async def _completion(completion_id: str, request: Request, caller: Caller) -> ResponseRow:
-    return await request.app.state.ROWS.find(completion_id, caller.viewer, COMPLETION)
+    return await request.app.state.responses.find(completion_id, caller.viewer, COMPLETION)
 
 
 # What the URL names, which may be on its way from a gateway.
