@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from appliance.controller.bus.asking import EngineAnswer
-from appliance.controller.http.peers import Listener
+from appliance.controller.interfaces.principal import Listener
 from appliance.store.records import keys
 from appliance.store.rows import RESPONSES
 from tests.unit.controller.conftest import ADMIN, Control
