@@ -79,31 +79,24 @@ class Answered:
 
 
 def insert_run(
-    context: ControllerContext,
-    of: EvalRow,
-    caller: Principal,
-    data_source: dict[str, Any],
-    *,
-    name: str = "",
-    metadata: dict[str, str] | None = None,
+    context: ControllerContext, of: EvalRow, caller: Principal, data_source: dict[str, Any], **more: Any
 ) -> EvalRunRow:
-    """Makes a run within the caller's bounds and starts its task. Call it in a transaction. Raises ApiError."""
+    """Makes a run within the caller's bounds and starts its task. Call it in a transaction. more: its name and
+    metadata. Raises ApiError."""
     context.quotas.check(caller, begins=True)
     row = EvalRunRow(
         id=new_id("evalrun_"),
         eval_id=of.id,
-        name=name,
         created_s=time.time(),
         key_id=caller.key_id,
         owner=caller.owner,
         model=data_source.get("model") or "",
         data_source=data_source,
-        metadata=metadata,
         bytes=len(orjson.dumps(data_source)),
+        **more,
     )
-    evals.insert_run(context.db, row)
     context.tasks.start(RUN_TASKS, row.id, row.key_id)
-    return row
+    return evals.insert_run(context.db, row)
 
 
 class EvalRunner:

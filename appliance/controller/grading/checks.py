@@ -31,10 +31,6 @@ from train.graders.grading import Graded
 from train.graders.hosts import ForkBroke, GraderHosts, WorkerBroke
 from train.graders.templates import MAX_TEXT, Sample
 from train.graders.worker import refusal
-from weights.format.foreign_json import is_deeper
-
-MAX_DEPTH = 128
-"""Levels of nesting in an item: it is written and read by recursion."""
 
 _LIMITS, _CHAT = Limits(), resolve(b"POST", b"/v1/chat/completions")
 
@@ -190,8 +186,6 @@ def routes(context: ControllerContext, grading: Grading) -> APIRouter:
     @router.post("/run")
     async def run(body: Run, caller: Caller) -> dict[str, Any]:
         grader = grader_of(context, body.grader, caller)
-        if is_deeper(body.item, MAX_DEPTH):
-            raise InvalidValue(f"'item' is nested deeper than {MAX_DEPTH} levels.", "item")
         sample, began_s = Sample(body.model_sample), time.perf_counter()
         judged = await grading.ask_judges(caller.key_id, grader, sample, body.item, ANSWER_WITHIN_S)
         (graded,) = await grading.grade(caller.key_id, grader, [(sample, body.item)], [judged])

@@ -84,10 +84,11 @@ class StoredResponses:
 
     def _add(self, copy: Any) -> bool:
         """Whether it is new. One transaction each, for a copy may have megabytes."""
-        row = objects.copy_row(copy, keys.owner_of(self._db, copy["key"]))
         with self._db.transaction():
+            owner, ended = keys.standing(self._db, copy["key"])
+            row = objects.copy_row(copy, owner)
             # A gateway keeps copies while the controller is away; they would bring back a person who was forgotten.
-            if not keys.owner_has_left(self._db, row.key_id):
+            if not (ended and keys.without_key(self._db, [owner])):
                 with suppress(DuplicateRow):  # a copy may arrive twice
                     ROWS.insert(self._db, row)
                     return True

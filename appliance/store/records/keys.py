@@ -86,15 +86,6 @@ def how_ended(db: Database, key_id: str | None) -> str:
     return standing(db, key_id)[1]
 
 
-def owner_has_left(db: Database, key_id: str) -> bool:
-    """Whether the key was revoked, and no other of its owner's lives."""
-    left = (
-        "SELECT 1 FROM keys AS gone WHERE id = ? AND revoked_s IS NOT NULL"
-        " AND NOT EXISTS (SELECT 1 FROM keys WHERE owner = gone.owner AND revoked_s IS NULL)"
-    )
-    return db.value(left, [key_id]) is not None
-
-
 def list_live(db: Database) -> list[KeyRow]:
     return list_all(db, "revoked_s IS NULL")
 
