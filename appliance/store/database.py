@@ -24,7 +24,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, get_ar
 import msgspec
 import orjson
 
-from appliance.store.errors import DatabaseUnusable, DuplicateRow, OtherSchema, RowNotFound, UnknownCursor
+from appliance.store.errors import DatabaseUnusable, OtherSchema, RowNotFound, UnknownCursor
 
 Row = TypeVar("Row")
 BUSY_TIMEOUT_MS = 5000
@@ -259,24 +259,16 @@ def _value(stored: Any, column: Column) -> Any:
 
 class Table(Generic[Row]):
     def __init__(
-        self,
-        name: str,
-        kind: type[Row],
-        *key: str,
-        called: str = "",
-        order: str = "seq",
-        parents: Mapping[str, str] | None = None,
+        self, name: str, kind: type[Row], *key: str, order: str = "seq", parents: Mapping[str, str] | None = None
     ):
         """Declares the table, which a database has from its next opening on. Changed columns are another schema.
 
         Args:
             key: the columns that name a row; ("id",) if none is given.
-            called: the column by which a DuplicateRow names it, if that is another.
             order: of `list_all`; "seq", the order of insertion, is a column of its own.
             parents: columns with the id of a row of another table, with which this one is deleted.
         """
         self._name, self._kind, self._key, self._order = name, kind, key or ("id",), order
-        self._called = (called,) if called else self._key
         self._columns = columns_of(kind)
         self._where = " AND ".join(f"{column} = ?" for column in self._key)
         self._into = f"INTO {name} ({', '.join(self._columns)}) VALUES ({', '.join('?' * len(self._columns))})"
@@ -292,14 +284,9 @@ class Table(Generic[Row]):
         TABLES[name] = {*self._columns} | ({"seq"} if is_ordered else set()), sql
 
     def insert(self, db: Database, row: Row) -> Row:
-        """Returns the row. Raises DuplicateRow."""
-        try:
-            db.execute(f"INSERT {self._into}", self._values(row))
-            return row
-        except sqlite3.IntegrityError as error:
-            if "UNIQUE" in str(error):
-                raise DuplicateRow(self._name, "/".join(str(getattr(row, one)) for one in self._called)) from error
-            raise
+        """Returns the row. Raises sqlite3.IntegrityError where one has its key."""
+        db.execute(f"INSERT {self._into}", self._values(row))
+        return row
 
     def insert_or_merge(self, db: Database, row: Row) -> None:
         """Insert the row, or put what it has (not None) into the one with its key."""

@@ -577,7 +577,7 @@ UNFINISHED = {
 }
 """Conditions for rows of work that has not ended, by table: those of partial indexes in schema.sql."""
 
-KEYS = Table("keys", KeyRow, called="name")
+KEYS = Table("keys", KeyRow)
 PAGE_SESSIONS = Table("page_sessions", PageSessionRow, parents={"key_id": "keys"})
 FILES = Table("files", FileRow)
 MODELS = Table("models", ModelRow)

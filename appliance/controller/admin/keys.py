@@ -10,6 +10,7 @@ import json
 import logging
 import secrets
 import shutil
+import sqlite3
 import time
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
@@ -28,7 +29,6 @@ from appliance.controller.interfaces.principal import ADMIN, ANY, FINE_TUNING, I
 from appliance.controller.jobs.wanted import ask, pause_jobs_of, pause_jobs_without_model
 from appliance.controller.openai.new_job import Priority
 from appliance.store.database import TABLES, Database, Part
-from appliance.store.errors import DuplicateRow
 from appliance.store.objects import evals, files, jobs, models
 from appliance.store.records import keys, usage
 from appliance.store.rows import UNFINISHED, KeyRow, columns
@@ -115,7 +115,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         _check(context, body)
         try:
             row, key = keys.create(db, body.name, list(dict.fromkeys(scopes)), body.owner, **body.columns())
-        except DuplicateRow as error:
+        except sqlite3.IntegrityError as error:
             message = f"A key named {shown(body.name)} exists; revoke it first or choose another name."
             raise Conflict(message, "name", "key_exists") from error
         context.spending.publish_keys()

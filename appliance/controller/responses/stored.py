@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import suppress
@@ -33,7 +34,6 @@ from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller
 from appliance.controller.responses import objects
 from appliance.controller.responses.objects import COMPLETION, Object, completion_object
 from appliance.store.database import HAS_PAIR, Part
-from appliance.store.errors import DuplicateRow
 from appliance.store.records import keys
 from appliance.store.rows import RESPONSES as ROWS
 from appliance.store.rows import UNFINISHED, AnswerKind, ResponseRow, TaskRow
@@ -89,7 +89,7 @@ class StoredResponses:
             row = objects.copy_row(copy, owner)
             # A gateway keeps copies while the controller is away; they would bring back a person who was forgotten.
             if not (ended and keys.without_key(self._db, [owner])):
-                with suppress(DuplicateRow):  # a copy may arrive twice
+                with suppress(sqlite3.IntegrityError):  # a copy may arrive twice
                     ROWS.insert(self._db, row)
                     return True
         return False

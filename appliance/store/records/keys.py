@@ -25,7 +25,7 @@ def create(db: Database, name: str, scopes: list[str], owner: str | None = None,
     """Store a new key; returns its row and the key itself, which nobody can read again. `owner` defaults to the name;
     `limits` are fields of KeyRow.
 
-    Raises DuplicateRow when a live key has this name; a revoked key's name is free.
+    Raises sqlite3.IntegrityError when a live key has this name; a revoked key's name is free.
     """
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     made: dict[str, Any] = {"sha256": fingerprint(key), "prefix": key[:_SHOWN_CHARACTERS], "created_s": time.time()}
