@@ -168,8 +168,7 @@ class Validate(StrictBody):
     grader: dict[str, Any]
 
 
-class Run(StrictBody):
-    grader: dict[str, Any]
+class Run(Validate):
     model_sample: Annotated[str, Field(max_length=MAX_TEXT)]
     item: Any = None
 

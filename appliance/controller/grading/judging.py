@@ -53,15 +53,10 @@ class Sampled(NamedTuple):
     text: str
 
 
-def answers_at_once(max_tokens: int) -> int:
-    """How many answers of up to this many tokens one request has."""
-    return max(1, min(MOST_ANSWERS, MOST_TOKENS // max_tokens))
-
-
 def sampling_request(
     model: str, prompt: Sequence[int], *, n: int, seed: int, max_tokens: int, ends: Sequence[int], form: Any = None
 ) -> dict[str, Any]:
-    """The body. n: answers, up to `answers_at_once`. seed: answer i has the random numbers of seed + i. ends: tokens
+    """The body. n: answers, up to MOST_ANSWERS. seed: answer i has the random numbers of seed + i. ends: tokens
     that end an answer. form: the `response_format` that answers are held to."""
     return {
         "model": model,
@@ -93,11 +88,6 @@ def samples_of(body: Any, n: int) -> list[Sampled]:
     except (KeyError, TypeError) as error:
         raise ValueError(f"an engine's samples lack tokens or log-probabilities: {error}") from error
     raise ValueError(f"{len(samples)} of {n} samples, or one without tokens or log-probabilities")
-
-
-def scoring_request(model: str, tokens: Sequence[int]) -> dict[str, Any]:
-    """The body; `prompt_logprobs` 0: of the token itself alone."""
-    return {"model": model, "prompt": list(tokens), "max_tokens": MADE, "temperature": 0.0, "prompt_logprobs": 0}
 
 
 def scores_of(body: Any, tokens: Sequence[int], last: int) -> list[float]:
@@ -219,7 +209,9 @@ class Grading:
     async def _teach(self, row: JobRow, teacher: str, prompt: Prompt, samples: Sequence[Sampled]) -> Verdict:
         """The teacher's log-probability of each token of an answer; None with the reason in "errors"."""
         texts = [[*prompt.tokens, *one.ids] for one in samples]
-        bodies = [scoring_request(teacher, tokens) for tokens in texts]
+        # `prompt_logprobs` 0: of the token itself alone.
+        fields = {"model": teacher, "max_tokens": MADE, "temperature": 0.0, "prompt_logprobs": 0}
+        bodies = [{**fields, "prompt": tokens} for tokens in texts]
         ask = partial(self._asking.ask, row.key_id, teacher, URL, within_s=ANSWER_WITHIN_S)
         answers = await asyncio.gather(*map(ask, bodies))
         if fatal := next((one for one in answers if one.code == ENGINES_DIED), None):
