@@ -147,16 +147,14 @@ class Rollouts:
     ) -> tuple[list[Sampled], Verdict]:
         """The answers to one prompt. Raises CannotGoOn."""
         room, form = plan.counts.room, plan.spec.options.get("response_format")
-        each = max(1, min(judging.MOST_ANSWERS, judging.MOST_TOKENS // room))
+        each, name = max(1, min(judging.MOST_ANSWERS, judging.MOST_TOKENS // room)), policy_name(row.id)
 
         async def ask(first: int) -> list[Sampled]:
             count, seed = min(each, n - first), prompt.seed + first
             body = judging.sampling_request(
                 model, prompt.tokens, n=count, seed=seed, max_tokens=room, ends=plan.facts.ends, form=form
             )
-            answer = await self._asking.ask(
-                row.key_id, policy_name(row.id), judging.URL, body, within_s=judging.ANSWER_WITHIN_S
-            )
+            answer = await self._asking.ask(row.key_id, name, judging.URL, body, within_s=judging.ANSWER_WITHIN_S)
             if answer.error:
                 raise ValueError(answer.error)
             return judging.samples_of(answer.body, count)
