@@ -31,10 +31,9 @@ from appliance.controller.files.storage import FILES
 from appliance.controller.grading.checks import check_code, check_completion, check_form, check_schema, grader_of
 from appliance.controller.grading.judging import Grading, Judged
 from appliance.controller.http.resource import Resource, list_object, part
-from appliance.controller.http.routers import make_router
-from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, NotFound, shown
+from appliance.controller.interfaces.errors import ApiError, BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
-from appliance.store.database import Part
+from appliance.store.database import Part, owned_by
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.objects import files as file_rows
@@ -287,6 +286,7 @@ RUNS = Resource(
     param="run_id",
     fields=("eval_id", "model", "status"),
 )
+ITEMS = Resource("output_item", f"{RUNS.prefix}/{{run_id}}/output_items", RUNS.scopes, EVAL_ITEMS.find)
 
 
 def _known_run(eval_id: str, run_id: str, request: Request, caller: Caller) -> EvalRunRow:
@@ -371,7 +371,9 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
         eval_id: str, caller: Caller, part: Annotated[Part, part(20, order="asc")], status: RunStatus = None
     ) -> dict[str, Any]:
         EVALS.known(db, eval_id, caller)
-        return list_object(evals.page_runs(db, eval_id, viewer=caller.viewer, status=status, **part), view)
+        # An administrator may run another's eval, too. The status is no scope: it changes, and a cursor stays.
+        scope, given = {"eval_id": eval_id, **owned_by(caller.viewer)}, "(? IS NULL OR status = ?)"
+        return list_object(EVAL_RUNS.page(db, scope, where=given, parameters=[status, status], **part), view)
 
     @of_runs.get("/{run_id}")
     def retrieve_run(run: Run) -> dict[str, Any]:
@@ -389,20 +391,18 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
         await runner.delete(run.id)
         return {"object": "eval.run.deleted", "deleted": True, "run_id": run.id}
 
-    of_items = make_router(f"{RUNS.prefix}/{{run_id}}/output_items", *RUNS.scopes)
+    of_items = ITEMS.router()
 
     @of_items.get("")
     def list_items(run: Run, part: Annotated[Part, part(20, order="asc")], status: ItemStatus = None) -> dict[str, Any]:
-        part["order_by"] = "place"  # of the data
-        given = "(? IS NULL OR status = ?)"
-        page = EVAL_ITEMS.page(db, {"run_id": run.id}, where=given, parameters=[status, status], **part)
+        scope = {"run_id": run.id} | ({"status": status} if status else {})
+        page = EVAL_ITEMS.page(db, scope, **part | {"order_by": "place"})
         return list_object(page, lambda row: shapes.item_object(row, run))
 
     @of_items.get("/{item_id}")
     def retrieve_item(run: Run, item_id: str) -> dict[str, Any]:
-        if (row := EVAL_ITEMS.first(db, "id = ? AND run_id = ?", item_id, run.id)) is None:
-            message = f"No output item found with id {shown(item_id)}."
-            raise NotFound(message, "output_item_id", "output_item_not_found")
+        if (row := EVAL_ITEMS.find(db, item_id)) is None or row.run_id != run.id:
+            raise ITEMS.absent(item_id)
         return shapes.item_object(row, run)
 
     return [of_evals, of_runs, of_items]

@@ -5,21 +5,11 @@ viewer: the owner who asks, and who sees only what is his; None for an admin or 
 
 from __future__ import annotations
 
-from typing import Unpack
-
-from appliance.store.database import Database, Page, Part, owned_by
+from appliance.store.database import Database
 from appliance.store.rows import EVAL_RUNS, EVALS, UNFINISHED, EvalRunRow
 
 insert, update, find, page = EVALS.insert, EVALS.update, EVALS.find_visible, EVALS.page_visible
 insert_run, find_run, update_run = EVAL_RUNS.insert, EVAL_RUNS.find, EVAL_RUNS.update
-
-
-def page_runs(
-    db: Database, eval_id: str, *, viewer: str | None, status: str | None, **part: Unpack[Part]
-) -> Page[EvalRunRow]:
-    """Those of the viewer: an administrator may run another's eval, too."""
-    scope, where = {"eval_id": eval_id, **owned_by(viewer)}, "(? IS NULL OR status = ?)"
-    return EVAL_RUNS.page(db, scope=scope, where=where, parameters=[status, status], **part)
 
 
 def unfinished_ids(db: Database, object_id: str) -> list[str]:
