@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from types import NoneType, UnionType
@@ -217,15 +218,11 @@ class Column(NamedTuple):
     kind: Any
 
 
-_COLUMNS: dict[Any, dict[str, Column]] = {}
-
-
+@cache
 def columns_of(kind: Any) -> dict[str, Column]:
     """The columns of a dataclass, from the types of its fields: a Literal allows its words alone, and what SQLite has
     no type for is JSON."""
-    if kind not in _COLUMNS:
-        _COLUMNS[kind] = {name: _column(name, hint) for name, hint in get_type_hints(kind).items()}
-    return _COLUMNS[kind]
+    return {name: _column(name, hint) for name, hint in get_type_hints(kind).items()}
 
 
 def _column(name: str, hint: Any) -> Column:
