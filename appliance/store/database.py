@@ -66,7 +66,6 @@ def sql_list(words: Iterable[str]) -> str:
 
 class _OfThread(threading.local):
     connection: sqlite3.Connection | None = None
-    depth = 0
 
 
 class Database:
@@ -141,24 +140,13 @@ class Database:
 
         Keep it short: other writers wait. Never await inside: other coroutines on this thread would join it.
         """
-        here = self._of_thread
-        if here.depth:
+        connection = self._connection
+        if connection.in_transaction:
             yield
             return
-        with self._writing:
-            connection = self._connection
+        with self._writing, connection:  # which commits, or rolls back
             connection.execute("BEGIN IMMEDIATE")
-            here.depth = 1
-            try:
-                yield
-                connection.execute("COMMIT")
-            except BaseException:
-                # On a full disk SQLite itself has rolled back; a transaction that could not be committed is still open.
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
-            finally:
-                here.depth = 0
+            yield
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
         connection = self._connection
