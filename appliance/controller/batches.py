@@ -32,17 +32,15 @@ from appliance.controller.context.tasks import Kind, TaskFailed, finished
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES, ExpiresAfter
 from appliance.controller.http.resource import Resource, object_of, part
-from appliance.controller.http.routers import Metadata, StrictBody
+from appliance.controller.http.routers import Metadata, StrictBody, json_of
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, message_of, shown
 from appliance.controller.interfaces.principal import INFERENCE, Caller
-from appliance.gateway.core.config import Limits
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import files as file_rows
 from appliance.store.rows import BATCHES as ROWS
 from appliance.store.rows import BatchRow, BatchStatus, FileRow, TaskRow, columns
 from train.data.records import MARK, foreign_file
-from weights.format.foreign_json import is_deeper
 
 T = TypeVar("T")
 TASKS = "batches"
@@ -410,17 +408,12 @@ class _Request(BaseModel):
 
 def _checked(raw: bytes, endpoint: str, before: Lines) -> tuple[str, str]:
     """(custom_id, model). Raises TaskFailed."""
+    data, why = json_of(raw.removeprefix(MARK))
+    if not isinstance(data, dict):
+        raise TaskFailed("invalid_json_line", f"This line is not a JSON object: {why or 'it is another value'}.")
     try:
-        data = parse_line(raw)
-        if is_deeper(data, Limits().json_depth + 1):
-            # It can be parsed, but neither be shown nor written again for an engine.
-            raise TaskFailed("invalid_json_line", f"It is nested deeper than {Limits().json_depth} levels.", "body")
         line = _Request.model_validate(data)
-    except orjson.JSONDecodeError as error:
-        raise TaskFailed("invalid_json_line", f"This line is not parseable as valid JSON: {error}.") from error
     except ValidationError as error:
-        if not isinstance(data, dict):
-            raise TaskFailed("invalid_json_line", "This line is not a JSON object.") from error
         first = error.errors()[0]
         param = ".".join(map(str, first["loc"]))
         message, code = message_of(param, dict(first))
