@@ -49,7 +49,7 @@ from appliance.controller.devices.mode import POWER_EVERY_S, EnergyMeter, PowerK
 from appliance.controller.engines.engine_sizes import EngineSizes, SettingsCheck
 from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.engines.versions import AdapterSource, VersionProvider
-from appliance.controller.grading.judging import Grading, Judging
+from appliance.controller.grading.judging import Grading
 from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.interfaces.principal import Listener
 from appliance.controller.jobs.events import JobEvents
@@ -172,8 +172,8 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     # Jobs: their events, and the samples of those that learn from their own answers.
     events = JobEvents(db, paths.files, config.controller.organization)
     graders = GraderHosts()
-    judging = Judging(db, asking, Grading(db, graders, asking))
-    rollouts = Rollouts(db, weights, paths.jobs, routing, asking, judging, inbox.nudge)
+    grading = Grading(db, graders, asking)
+    rollouts = Rollouts(db, weights, paths.jobs, routing, asking, grading, inbox.nudge)
     runs = JobRuns(db, weights, paths.jobs, paths.shm_root, events, tiers, routing, inbox, rollouts)
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.

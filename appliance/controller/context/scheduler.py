@@ -87,7 +87,7 @@ class Scheduler:
                 *self._memory.notes(),
                 *(f"{trouble['model']}: {trouble['message']}" for trouble in now["troubles"]),
                 *(f"{model}: {text}" for model, text in now["notes"].items()),
-                *(f"{model}: {text}" for model, text in models.settings_notes(self._db).items()),
+                *(f"{name}: {row.note}" for name, row in models.settings_in_force(self._db).items() if row.note),
                 *now["waits"],
             ],
             "plan_s": now["plan_s"],
