@@ -195,7 +195,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         config.serve.max_replicas,
         routing,
         QueuedDemand(db, bus, routing, asking, floor),
-        DemandLearning(routing.traffic, bus.arrivals.take, config.scheduler, len(home)),
+        DemandLearning(routing.traffic, bus.take_arrivals, config.scheduler, len(home)),
         memory,
         weights,
         rollouts.starved,

@@ -68,8 +68,8 @@ class HoldLimits:
 class GatewayConfig:
     """Everything the gateway process needs to know.
 
-    `name` identifies this gateway on the bus. `private_socket` is where it listens to
-    the box itself, which names a key by its id. `controller_socket` is the controller's socket for gateways; the file
+    `name` is this gateway's in traces. `private_socket` is where it listens to the box itself, which names a key by its
+    id. `controller_socket` is the controller's socket for gateways; the file
     `token_path` holds the token that proves to it that a gateway wrote a head."""
 
     controller_socket: str

@@ -22,22 +22,19 @@ class GatewayEnd:
 
     opened: ClassVar[list[GatewayEnd]] = []
 
-    def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self.name, self._reader, self._writer = name, reader, writer
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._reader, self._writer = reader, writer
         self.opened.append(self)
 
     @classmethod
-    async def connect(cls, path: Path, name: str = "g1") -> GatewayEnd:
-        return cls(name, *await asyncio.open_unix_connection(path, limit=2**24))
+    async def connect(cls, path: Path) -> GatewayEnd:
+        return cls(*await asyncio.open_unix_connection(path, limit=2**24))
 
     async def table(self) -> dict[str, Any]:
         return json.loads(await asyncio.wait_for(self._reader.readline(), 60))
 
     async def report(self, generation: int, replicas: dict[str, int] | None = None, **models: dict[str, Any]) -> None:
-        rows = {name: {"inflight": count} for name, count in (replicas or {}).items()}
-        await self.send(
-            {"type": "load", "gateway": self.name, "generation": generation, "replicas": rows, "models": models}
-        )
+        await self.send({"type": "load", "generation": generation, "replicas": replicas or {}, "models": models})
 
     async def send(self, message: Any) -> None:
         self._writer.write((message if isinstance(message, bytes) else json.dumps(message).encode()) + b"\n")
@@ -96,12 +93,13 @@ async def test_gateway_gets_the_table_and_every_change(bus: Bus, tmp_path: Path)
     assert (await gateway.table())["keys"] == {}
 
 
-async def test_load_is_of_the_last_report(bus: Bus, tmp_path: Path):
+async def test_load_is_of_the_last_report_and_arrivals_of_all(bus: Bus, tmp_path: Path):
     gateway = await GatewayEnd.connect(tmp_path / "bus.sock")
     for inflight in (2, 5):
-        await gateway.report(100, {"r1": inflight}, m={"inflight": inflight, "held": 1, "last_request_s": 5.0})
+        await gateway.report(100, {"r1": inflight}, m={"inflight": inflight, "arrived_prompts": {"4": inflight}})
         await reported(bus, "r1", inflight)
-    assert bus.load().models["m"] == ModelLoad(inflight=5, held=1, last_request_s=5.0)
+    assert bus.load().models["m"] == ModelLoad(inflight=5, arrived_prompts={4: 5})
+    assert bus.take_arrivals() == {"m": {4: 7}} and not bus.take_arrivals()
 
 
 async def test_wait_drained_needs_the_newest_table_and_no_request(bus: Bus, tmp_path: Path):
@@ -137,12 +135,12 @@ async def test_wait_drained_forgets_a_lost_gateway_after_its_grace(tmp_path: Pat
 
 async def test_reconnected_gateway_keeps_its_load(tmp_path: Path):
     async with running(tmp_path, gateway_gone_after_s=60) as (bus, path):
-        first = await GatewayEnd.connect(path, "g1")
+        first = await GatewayEnd.connect(path)
         generation = bus.set_models(models(r1="draining"))
         await first.report(generation, {"r1": 3})
         await reported(bus, "r1", 3)
         await first.close()
-        second = await GatewayEnd.connect(path, "g1")
+        second = await GatewayEnd.connect(path)
         waiting = asyncio.create_task(bus.wait_drained("r1"))
         await second.report(generation, {"r1": 1})
         await reported(bus, "r1", 1)  # not 4: the lost connection's report is superseded
@@ -152,7 +150,7 @@ async def test_reconnected_gateway_keeps_its_load(tmp_path: Path):
 
 
 async def test_wait_drained_after_a_restart_waits_for_a_report(tmp_path: Path):
-    async with running(tmp_path, gateway_expected_s=60) as (bus, path):
+    async with running(tmp_path, gateway_gone_after_s=60) as (bus, path):
         bus.set_models(models(r1="draining"))
         waiting = asyncio.create_task(bus.wait_drained("r1"))
         gateway = await GatewayEnd.connect(path)
@@ -167,7 +165,7 @@ async def test_wait_drained_after_a_restart_waits_for_a_report(tmp_path: Path):
 
 
 async def test_wait_without_gateways_ends_after_the_start(tmp_path: Path):
-    async with running(tmp_path, gateway_expected_s=0.2) as (bus, _):
+    async with running(tmp_path, gateway_gone_after_s=0.2) as (bus, _):
         generation = bus.set_models(models(r1="draining"))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(bus.wait_applied(generation), 0.01)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from appliance.controller.bus.bus import Arrivals, ModelLoad, Report
 from appliance.controller.bus.demand_learning import LOOK_S, DemandLearning, Traffic
 from appliance.gateway.core.table import bucket
 from scheduler.core.config import SchedulerConfig
@@ -15,36 +16,18 @@ BEGAN_S = 1000.0
 MODEL = DeploymentView("m", "v1", max_replicas=8, ttft_target_s=2.0)
 
 
-def said(requests: int, *, started_s: float = BEGAN_S + 1) -> Report:
-    row = ModelLoad(arrived_prompts={bucket(PROMPT_TOKENS, 1.0): requests})
-    return Report("g", 1, models={"m": row}, started_s=started_s)
-
-
-def counted(*reports: Report) -> int:
-    arrivals = Arrivals(BEGAN_S)
-    for report in reports:
-        arrivals.add(report)
-    return arrivals.take()["m"].total()
-
-
-def test_arrivals_repeated_reports_count_once():
-    assert counted(said(3), said(3), said(5)) == 5
-
-
-@pytest.mark.parametrize("restarted", [2, 7, 12])
-def test_arrivals_restarted_gateway_counts_from_zero(restarted):
-    assert counted(said(7), said(restarted, started_s=BEGAN_S + 50)) == 7 + restarted
-
-
 class Box:
     """The gateway, the learner, and a clock."""
 
     def __init__(self) -> None:
         self.now_s, self.traffic, self.model = BEGAN_S, Traffic(("m", "adapter"), RATE), MODEL
-        self.arrivals, self.count = Arrivals(BEGAN_S), 0
+        self.arrived = 0
         self.learning = DemandLearning(
-            lambda model: self.traffic, self.arrivals.take, SchedulerConfig(), 8, lambda: self.now_s
+            lambda model: self.traffic, self.take_arrivals, SchedulerConfig(), 8, lambda: self.now_s
         )
+
+    def take_arrivals(self) -> dict[str, Counter[int]]:
+        return {"m": Counter({bucket(PROMPT_TOKENS, 1.0): self.arrived})}
 
     def live(self, minutes: float, work_per_s) -> DeploymentView:
         """Requests at this rate of work (replica-seconds per second)."""
@@ -52,8 +35,7 @@ class Box:
         while self.now_s < end_s:
             self.now_s += LOOK_S
             due += work_per_s(self.now_s) * LOOK_S * RATE / PROMPT_TOKENS
-            self.count, due = self.count + int(due), due % 1
-            self.arrivals.add(said(self.count))
+            self.arrived, due = int(due), due % 1
             seen = self.seen()
         return seen
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.controller.bus.bus import ModelLoad, ReplicaLoad, Report
+from appliance.controller.bus.bus import ModelLoad, Report
 from appliance.store.objects import jobs, models
 from appliance.store.records import canaries
 from appliance.store.rows import CanaryRow, JobRow, VersionRow
@@ -117,7 +117,7 @@ def load(*reported, tokens, **more):
 async def test_what_is_asked_of_adapters_is_asked_of_their_base(routing, bus):
     await routing.open("r1", "starter", "v1", SOCKET)
     bus.reported = Report(
-        replicas={"r1": ReplicaLoad(4)},
+        replicas={"r1": 4},
         models={
             "starter": load(1, 0, 5.0, 0.1, tokens=(50, 900.0, 60)),
             "ft:a": load(2, 3, 9.0, 0.4, tokens=(20, 800.0, 80), computed_part=0.5),
