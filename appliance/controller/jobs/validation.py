@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from itertools import islice
@@ -131,15 +132,15 @@ class JobValidation:
             compare = partial(_compare_rows, *paths.values())
             messages += await to_thread.run_sync(compare, limiter=context.file_threads)
         dataset = settings.dataset_of(reports["training_file"])
+        bounds = settings.DeviceBounds(row.min_devices, row.max_devices)
+        wish = settings.Wish(context, base, method, row.hyperparameters, dataset, bounds)
         if tokenizer is not None and method.cut_refuses:
-            bounds = settings.DeviceBounds(row.min_devices, row.max_devices)
-            fields = settings.resolve(context, base, method, row.hyperparameters, dataset, bounds)
+            fields = wish.resolve()
             await self._check_cut(row, tokenizer, method.data_length(fields["max_length"], fields["options"]), reports)
         if (now := self._validating(row.id)) is None:
             return
         # Of the row as it is now: an operator may have changed it during the check.
-        bounds = settings.DeviceBounds(now.min_devices, now.max_devices)
-        chosen = settings.choose(context, base, method, row.hyperparameters, dataset, bounds)
+        chosen = replace(wish, bounds=settings.DeviceBounds(now.min_devices, now.max_devices)).choose()
         # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
         resolved = {**chosen.resolved, "base_version": base.version.version}
         if (verdict := chosen.verdict) is None:
@@ -147,8 +148,8 @@ class JobValidation:
         if not verdict.fits:
             instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
             raise TaskFailed("insufficient_memory", " ".join(verdict.problems) + instead)
-        cut = settings.cut_warning(method, dataset, resolved)
-        messages += [("warn", text) for text in (*verdict.warnings, *cut)]
+        warnings = (*verdict.warnings, *settings.cut_warning(method, dataset, resolved))
+        messages += [("warn", text) for text in warnings]
         count = reports["training_file"].n_examples
         messages.append(("info", f"Files validated, {count} training examples, moving job to queued state"))
         with self._db.transaction():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
@@ -69,15 +69,12 @@ class BoxFacts:
         """Its devices are parts of the host: they share the host's memory, and one may use what another leaves."""
         return kind_of(self.device_kind).on_host
 
-    def room_per_device(self, used_devices: int) -> int:
-        if self.on_host:
-            return self.devices * self.device_memory_bytes // max(1, used_devices)
-        return self.device_memory_bytes
-
     def room_per_rank(self, ranks: int) -> int:
         """Bytes that weights, states and activations of a job may take on each of its devices."""
+        if self.on_host:
+            return self.devices * self.device_memory_bytes // ranks
         residual = estimate.residual_bytes(self.device_kind, self.device_memory_bytes, self.asleep_per_device)
-        return self.room_per_device(ranks) - residual
+        return self.device_memory_bytes - residual
 
     def takes(self, memory: estimate.RankMemory) -> int:
         """Bytes that a rank takes of its device: a logical CPU device has the host's memory, so offloading saves
@@ -134,9 +131,6 @@ class Verdict:
         """Of a job, as `JobRow.estimate` has it."""
         return {"store_bytes": self.numbers["host"]["needed_bytes"], "host_bytes": self.numbers["job_bytes"]}
 
-    def as_dict(self) -> dict[str, Any]:
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
-
 
 def gb(count_bytes: int) -> str:
     """1,234,567,890 bytes are "1.23 GB"; small ones in MB."""
@@ -162,7 +156,9 @@ def job(
     needed += version * method.policies(fields.get("options", {}))
     offloaded = shown * memory[shown].host_bytes
     problems = [] if fitting else [_too_large(memory, box)]
-    problems += _over_budget("The result takes", version, box)
+    if budget is not None and version > budget:
+        limit = f"the store's budget is {gb(budget)} (weights.budget_bytes)"
+        problems.append(f"The result takes {gb(version)} of shared memory; {limit}.")
     beyond_host = _offload_problem(offloaded, needed, box)
     problems += beyond_host
     instead = _instead(shape, fields, sizes, box, method) if not fitting or beyond_host else []
@@ -334,9 +330,9 @@ def fit(
         for names in combinations(requested, len(requested) - left_out):
             if fitting := layouts(shape, fields, sizes, box, method, load=load, kept=names):
                 changed = [name for name in requested if name not in names]
-                settings = [f"{name} {_word(fields[name])}" for name in changed]
-                taken = ", ".join(f"{name} {_word(value)}" for name, value in fitting[0].fields.items())
-                warning = f"It does not fit with {' and '.join(settings)}; it takes {taken}, which trains the same."
+                settings = " and ".join(f"{name} {fields[name]}".lower() for name in changed)
+                taken = ", ".join(f"{name} {value}".lower() for name, value in fitting[0].fields.items())
+                warning = f"It does not fit with {settings}; it takes {taken}, which trains the same."
                 return fitting, warning if changed else ""
     return [], ""
 
@@ -370,17 +366,6 @@ def _instead(
         of_more = (tried("the same job", {}, of={fields["micro_batch"]: (count,)}) for count in more)
         answers.append(next(filter(None, of_more), ""))
     return list(filter(None, answers))[:3]
-
-
-def _word(value: Any) -> str:
-    return str(value).lower()
-
-
-def _over_budget(what: str, count_bytes: int, box: BoxFacts) -> list[str]:
-    budget = box.store_budget_bytes
-    if budget is None or count_bytes <= budget:
-        return []
-    return [f"{what} {gb(count_bytes)} of shared memory; the store's budget is {gb(budget)} (weights.budget_bytes)."]
 
 
 def _devices(count: int) -> str:

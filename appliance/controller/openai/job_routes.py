@@ -6,7 +6,7 @@ The API writes the wanted state and wakes the scheduler; it never waits for devi
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -302,14 +302,14 @@ async def _plan(context: ControllerContext, body: JobPlan, caller: Principal) ->
         dataset = auto.DatasetStats(examples, TYPICAL_TOKENS * method.sequences * examples, 2 * TYPICAL_TOKENS)
     bounds = settings.DeviceBounds(max_devices=body.devices)
     try:
-        chosen = settings.choose(context, base, method, body.hyperparameters, dataset, bounds)
+        chosen = settings.Wish(context, base, method, body.hyperparameters, dataset, bounds).choose()
     except InvalidHyperparameter as error:
         raise refused(error, "hyperparameters") from error
     fields, best = chosen.resolved, next(iter(chosen.layouts), None)
     assert chosen.verdict is not None, "without a least number of devices there is a number of them"
-    answer = chosen.verdict.as_dict()
+    verdict = chosen.verdict
     if counted:
-        answer["warnings"] += settings.cut_warning(method, dataset, fields)
+        verdict = replace(verdict, warnings=(*verdict.warnings, *settings.cut_warning(method, dataset, fields)))
     common = {name: fields[name] for name in _CHOSEN if fields["full"] is False or name != "lora_rank"}
     return {
         "object": "plan",
@@ -324,7 +324,7 @@ async def _plan(context: ControllerContext, body: JobPlan, caller: Principal) ->
             "longest_example_tokens": dataset.longest_example_tokens,
             "steps": auto.steps(method.rows(dataset), fields),
         },
-        **answer,
+        **asdict(verdict),
         "device_hours": best["hours"] * best["devices"] if best and best["hours"] is not None else None,
         "layouts": [{name: value for name, value in one.items() if name in _OF_LAYOUT} for one in chosen.layouts[:3]],
     }
