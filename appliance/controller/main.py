@@ -39,23 +39,21 @@ from appliance.controller.access.limits import USAGE_EVERY_S, Disk, Quotas, Spen
 from appliance.controller.app import create_app
 from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus, first_generation
-from appliance.controller.bus.demand_learning import DemandLearning
 from appliance.controller.context.context import ControllerContext, Doctor
-from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.context.scheduler import Scheduler
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.cordons import DeviceWatch
 from appliance.controller.devices.mode import POWER_EVERY_S, EnergyMeter, PowerKeeper
 from appliance.controller.engines.engine_sizes import EngineSizes, SettingsCheck
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.engines.versions import AdapterSource, VersionProvider
+from appliance.controller.engines.versions import AdapterSource, LibraryOps, VersionProvider
 from appliance.controller.grading.judging import Grading, Judging
 from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.http.peers import Listener
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import removal
 from appliance.controller.scheduling.job_runs import TIDY_EVERY_S, JobRuns
-from appliance.controller.scheduling.state_store import QueuedDemand, SqliteStateStore, job_host_bytes
+from appliance.controller.scheduling.state_store import DemandLearning, QueuedDemand, SqliteStateStore, job_host_bytes
 from appliance.memory.box_memory import LOOK_EVERY_S, BoxMemory, Means
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
@@ -194,7 +192,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         floor,
         config.serve.max_replicas,
         routing,
-        QueuedDemand(db, bus, routing, asking, floor),
+        QueuedDemand(db, bus, routing, asking),
         DemandLearning(routing.traffic, bus.take_arrivals, config.scheduler, len(home)),
         memory,
         weights,

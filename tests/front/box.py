@@ -25,7 +25,7 @@ import uvloop
 from appliance.controller.app import create_app
 from appliance.controller.bus.bus import Bus
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.model_files import LibraryOps
+from appliance.controller.engines.versions import LibraryOps
 from appliance.controller.http.peers import Listener
 from appliance.controller.main import _listen
 from appliance.models.hub import HubSettings
@@ -47,7 +47,7 @@ class ImportingOps(SimulatedModelOps):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         library = ModelLibrary(folder, hub_settings=HubSettings(allowed=False))
-        real = LibraryOps(library, None, None, self.let_go)  # type: ignore[arg-type]
+        real = LibraryOps(library, None, None, self.let_go, None)  # type: ignore[arg-type]
         self.library, self.run = real.library, real.run  # type: ignore[assignment, method-assign]
 
 

@@ -16,13 +16,13 @@ from appliance.backup import LastBackup
 from appliance.controller.access.limits import Quotas, Spending
 from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus
-from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.context.scheduler import Scheduler
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.cordons import DeviceWatch
 from appliance.controller.devices.mode import PowerKeeper
 from appliance.controller.engines.engine_sizes import EngineSizes, SettingsCheck
 from appliance.controller.engines.routing_table import BusRouting
+from appliance.controller.engines.versions import LibraryOps
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.interfaces.principal import Principal

@@ -9,7 +9,6 @@ from typing import Any
 from appliance.controller.access.limits import Spending
 from appliance.controller.access.model_access import resolve
 from appliance.controller.bus.bus import Bus, ModelLoad
-from appliance.controller.bus.demand_learning import Traffic
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.store.database import Database
 from appliance.store.objects import models
@@ -66,6 +65,16 @@ class _Callable:
     def host(self) -> str | None:
         """The model on whose engines it is served; None: its own."""
         return self.adapter.host if self.adapter is not None else self.pins
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Traffic of one model: names, its own and those of the adapters on its engines. prefill_tokens_per_s, kv_tokens:
+    of one replica, None where unknown."""
+
+    names: tuple[str, ...] = ()
+    prefill_tokens_per_s: float | None = None
+    kv_tokens: int | None = None
 
 
 class BusRouting:

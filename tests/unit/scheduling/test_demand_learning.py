@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from appliance.controller.bus.demand_learning import LOOK_S, DemandLearning, Traffic
+from appliance.controller.engines.routing_table import Traffic
+from appliance.controller.scheduling.state_store import LOOK_S, DemandLearning
 from appliance.gateway.core.table import bucket
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView
@@ -78,4 +79,4 @@ def test_learned_standby_of_an_unlimited_model_simulates_few_numbers():
     box = Box()
     box.model = DeploymentView("m", "v1", max_replicas=65536, ttft_target_s=2.0)
     box.live(0.1, lambda now_s: 0.1)
-    assert len(box.learning._learned["m"]._shadows) < 200
+    assert len(box.learning._learners["m"]._shadows) < 200

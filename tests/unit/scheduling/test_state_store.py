@@ -202,7 +202,7 @@ class Asked(QueuedDemand):
         routing = SimpleNamespace(
             host=lambda name: hosts.get(name, name), demand=lambda model: self.reported, policies=policies
         )
-        super().__init__(db, self.bus, routing, SimpleNamespace(models=lines), 0)  # type: ignore[arg-type]
+        super().__init__(db, self.bus, routing, SimpleNamespace(models=lines))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from unittest.mock import AsyncMock
 
 import pytest
 
-from appliance.controller.context.model_files import LibraryOps
-from appliance.controller.engines.versions import VersionProvider
+from appliance.controller.engines.versions import LibraryOps, VersionProvider
 from appliance.store.objects import jobs, models
 from appliance.store.records import tier_removals
 from appliance.store.rows import VersionRow
@@ -199,9 +199,12 @@ async def test_remove_waits_for_readers_of_the_version(flow, publish, store):
     library = type("Library", (), {"remove": lambda self, name, version: True})()
     lease = take_lease(stored)
     rows = [VersionRow("starter", "v1", "job", 10, 1.0)]
-    removing = asyncio.create_task(LibraryOps(library, store, flow, lambda name: None).remove("starter", rows))
+    told = AsyncMock()
+    ops = LibraryOps(library, store, flow, lambda name: None, told)
+    removing = asyncio.create_task(ops.remove("starter", rows))
     await asyncio.sleep(0.1)
     assert not removing.done() and store.find(*V1)
     lease.release()
     await removing
     assert store.find(*V1) is None
+    told.assert_awaited_once_with([V1])
