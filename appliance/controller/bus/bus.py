@@ -17,7 +17,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,6 @@ class Report(Struct, frozen=True, tag_field="type", tag="load"):
     canaries: dict[str, CanaryLoad] = {}
     notes: list[str] = []
     certificate_expires_s: float | None = None
-
-    def of_canary(self, model: str, since_s: float) -> Mapping[str, VersionLoad]:
-        """Counts by version of the canary of this model that began then."""
-        counted = self.canaries.get(model)
-        return counted.versions if counted is not None and counted.since_s == since_s else {}
 
 
 class Usage(Struct, frozen=True, tag_field="type", tag="usage"):
