@@ -399,6 +399,27 @@ class WindowRow:
     serving_floor: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CordonRow:
+    """Keeps a device out of use. name: the device's UUID, where it has one, else its id "<node>/<index>": when a GPU
+    drops off the bus, the driver numbers those behind it again. drain: {"reason", "by", "since_s"} by a person. fault:
+    why the box cordoned it; "" if it did not. retry_s: when the box tries it again; None: it waits for a person."""
+
+    name: str
+    drain: dict[str, Any] | None = None
+    fault: str = ""
+    retry_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """A node that has joined. lost: {"reason", "since_s"} once it is gone without notice."""
+
+    id: str
+    devices: list[dict[str, Any]]
+    lost: dict[str, Any] | None = None
+
+
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
@@ -599,6 +620,8 @@ AUDIT = Table("audit", AuditRow)
 OPERATIONS = Table("operations", OperationRow)
 TASKS = Table("tasks", TaskRow, "kind", "id", order="created_s")
 WINDOWS = Table("windows", WindowRow)
+CORDONS = Table("cordons", CordonRow, "name", order="name")
+NODES = Table("nodes", NodeRow, order="id")
 JOB_JUDGES = Table("job_judges", JobJudgeRow, "job_id", order="job_id", parents={"job_id": "jobs"})
 EVALS = Table("evals", EvalRow)
 EVAL_RUNS = Table("eval_runs", EvalRunRow, parents={"eval_id": "evals"})

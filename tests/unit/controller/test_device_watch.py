@@ -22,7 +22,7 @@ def watch(db):
 
 
 def faults(db):
-    return {device_id: row["fault"] for device_id, row in cordons.read(db).items() if row["fault"]}
+    return {device_id: row.fault for device_id, row in cordons.read(db).items() if row.fault}
 
 
 def cordoned(db):
