@@ -117,8 +117,7 @@ class ModelRow:
 @dataclass(frozen=True, slots=True)
 class VersionRow:
     """One set of weights of a model. shm_path: its directory in shared memory while it is there; disk_path: its copy
-    on disk once persisted. pinned: no retention rule drops it. held_back: its job did not
-    let it answer, and nothing else has since.
+    on disk once persisted. held_back: its job did not let it answer, and nothing else has since.
 
     One that a job published is a checkpoint too, by its public name `MODEL:ckpt-step-N`: id: of the API's checkpoint.
     metrics: as of its step.
@@ -132,7 +131,6 @@ class VersionRow:
     disk_path: str | None = None
     shm_path: str | None = None
     meta: dict[str, Any] = field(default_factory=dict)
-    pinned: int = 0
     held_back: int = 0
     id: str = ""
     checkpoint: str | None = None

@@ -75,11 +75,6 @@ class Change(StrictBody):
     number: Annotated[int, Field(ge=0, le=1 << 53)] | None = None
 
 
-class Pin(StrictBody):
-    version: Text
-    pinned: bool
-
-
 class Rollback(StrictBody):
     version: Text | None = None
 
@@ -174,7 +169,6 @@ def model_view(
             {
                 **columns(v, "version created_s bytes source"),
                 "kind": "adapter" if v.meta.get("adapter") else "version",
-                "pinned": bool(v.pinned),
                 "held_back": bool(v.held_back),
                 "tiers": context.tiers.tiers_of_version(v),
             }
@@ -219,7 +213,7 @@ def _check(context: ControllerContext, row: DeploymentRow, changed: Collection[s
         nodes.refuse_more_replicas("min_replicas", row.min_replicas, row.tensor_parallel)
 
 
-# --- which version answers: roll back, pin, begin and end a canary
+# --- which version answers: roll back, begin and end a canary
 
 
 def _version_routes(context: ControllerContext, router: APIRouter, running: Canaries) -> None:
@@ -238,14 +232,6 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
             await activation.change(context, row, to, caller, "model.rollback", f"rolls back to {to}")
             record(context, caller, "model.rollback", row.id, before=row.active_version, to=to)
             return {"model": row.id, "from": row.active_version, "to": to}
-
-    @router.post("/models/{name:path}/pin")
-    @audited("model.pin")
-    async def pin(name: str, body: Pin, caller: Caller) -> dict[str, Any]:
-        row = stored_version(db, stored_model(db, name).id, body.version)
-        models.update_version(db, name, row.version, pinned=int(body.pinned))
-        context.tiers.nudge()
-        return {"model": name, **body.model_dump()}
 
     @router.put("/models/{name:path}/canary")
     async def begin(name: str, body: Canary, caller: Caller) -> dict[str, Any]:

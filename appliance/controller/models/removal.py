@@ -85,12 +85,11 @@ def drop_older_checkpoints(db: Database, job: JobRow) -> list[VersionRow]:
 
 
 def _rests_on(db: Database, row: VersionRow) -> bool:
-    """Whether anything would miss this checkpoint: it answers or is compared, it is pinned, or what was made of it, or
+    """Whether anything would miss this checkpoint: it answers or is compared, or what was made of it, or
     is being made or judged by it, needs it."""
     names = _names(row)
     return (
-        bool(row.pinned)
-        or bool(_answers(db, row))
+        bool(_answers(db, row))
         or bool(jobs.list_unfinished_with(db, names, ""))
         or bool(jobs.list_unfinished_judged_by(db, row.model, names, False))
         or any(adapter.base_version == row.version for adapter in models.adapters_on(db, row.model))
