@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,22 +81,8 @@ class Asking:
 
     @property
     def models(self) -> Collection[str]:
-        """The models that are asked for."""
+        """The models that are asked for, which may be woken meanwhile."""
         return self._wanted.keys()
-
-    @contextmanager
-    def wanted(self, model: str) -> Iterator[None]:
-        """The model may be woken meanwhile."""
-        self._wanted[model] += 1
-        if self._wanted[model] == 1:
-            self._wants_changed()
-        try:
-            yield
-        finally:
-            self._wanted[model] -= 1
-            if not self._wanted[model]:
-                del self._wanted[model]
-                self._wants_changed()
 
     def why(self, key_id: str | None, model: str) -> str:
         """Why requests of this key wait; empty: none of them does."""
@@ -122,25 +107,29 @@ class Asking:
             body: or a function that makes it for each attempt. Its exceptions are raised.
             within_s: after this time the answer is a 504.
         """
+        request_id = request_id or new_id("req_")
+        self._wanted[model] += 1
+        if self._wanted[model] == 1:
+            self._wants_changed()
         try:
             async with asyncio.timeout(within_s):
-                with self.wanted(model):
-                    return await self._asked(key_id, model, url, body, request_id or new_id("req_"))
+                while True:
+                    content = orjson.dumps(body if isinstance(body, dict) else await body())
+                    answer, retry_s = await self._post(key_id, url, content, request_id)
+                    if retry_s is None:
+                        return answer
+                    self._refusals[key_id, model] = answer.error
+                    # Or all requests of a key would come again at once for one that may go.
+                    await asyncio.sleep(retry_s * random.uniform(1, 3))  # noqa: S311
         except TimeoutError:
             why = f"no answer within {within_s:.0f} s: {self.why(key_id, model) or 'its engines are busy'}"
             return EngineAnswer(504, error_object(why, "server_error", None, "timeout"))
         finally:
             self._refusals.pop((key_id, model), None)
-
-    async def _asked(self, key_id: str | None, model: str, url: str, body: Body, request_id: str) -> EngineAnswer:
-        while True:
-            content = orjson.dumps(body if isinstance(body, dict) else await body())
-            answer, retry_s = await self._post(key_id, url, content, request_id)
-            if retry_s is None:
-                return answer
-            self._refusals[key_id, model] = answer.error
-            # Or all requests of a key would come again at once for one that may go.
-            await asyncio.sleep(retry_s * random.uniform(1, 3))  # noqa: S311
+            self._wanted[model] -= 1
+            if not self._wanted[model]:
+                del self._wanted[model]
+                self._wants_changed()
 
     async def close(self) -> None:
         await self._client.aclose()

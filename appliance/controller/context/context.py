@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -45,16 +45,15 @@ class Doctor:
     """Runs the doctor's checks beside a running box, in a process of its own, once at a time; its result is kept for
     `KEPT_S`."""
 
-    def __init__(self, command: Sequence[str], clock: Callable[[], float] = time.time) -> None:
-        self._command, self._clock = command, clock
-        self._looking = asyncio.Lock()
-        self._result: dict[str, Any] = {"at_s": float("-inf")}
+    def __init__(self, *command: str) -> None:
+        self._command, self._one = command, asyncio.Lock()
+        self._result: dict[str, Any] = {"at_s": 0.0}
 
     async def look(self) -> dict[str, Any]:
         """{"exit_code", "data": findings as `appliance.boot.doctor.Finding` has them, "at_s"}. Raises
         OperationFailed."""
-        async with self._looking:
-            if not 0 <= self._clock() - self._result["at_s"] < KEPT_S:
+        async with self._one:
+            if not 0 <= time.time() - self._result["at_s"] < KEPT_S:
                 try:
                     status, out, err = await run_command(*self._command, within_s=LIMIT_S)
                 except TimeoutError:
@@ -63,7 +62,7 @@ class Doctor:
                 if status != 0:
                     why = (err.decode(errors="replace").strip() or "they said nothing").splitlines()[-1]
                     raise OperationFailed(f"The checks ended with an error: {why}", code="doctor_failed")
-                self._result = json.loads(out) | {"at_s": self._clock()}
+                self._result = json.loads(out) | {"at_s": time.time()}
             return self._result
 
 

@@ -144,18 +144,15 @@ class SettingsCheck:
             tensor_parallel=devices,
             **self._sizes.spec_fields(model, version, devices, settings),
         )
-        async with self._one:
-            return await self._ask(spec)
-
-    async def _ask(self, spec: ReplicaSpec) -> str:
         warm, log_path = self._home.warm_socket("serve"), Path(self._home.log_dir) / "settings-check.log"
         try:
-            child = await Child.spawn(warm, ENTRY, {"spec": spec.to_json()}, log_path=log_path, name=spec.replica_id)
-            try:
-                async with asyncio.timeout(TIMEOUT_S):
-                    event: dict[str, Any] | None = await child.next_event()
-            finally:
-                await child.kill_and_wait()
+            async with self._one:
+                child = await Child.spawn(warm, ENTRY, {"spec": spec.to_json()}, log_path=log_path, name=check_id)
+                try:
+                    async with asyncio.timeout(TIMEOUT_S):
+                        event: dict[str, Any] | None = await child.next_event()
+                finally:
+                    await child.kill_and_wait()
         except (RuntimeLayerError, TimeoutError) as error:
             why = str(error) or f"no answer within {TIMEOUT_S:.0f} s"
             raise OperationFailed(f"vLLM cannot be asked about these settings now: {why}") from error
