@@ -51,7 +51,7 @@ from appliance.controller.grading.judging import Grading, Judging
 from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.http.peers import Listener
 from appliance.controller.jobs.events import JobEvents
-from appliance.controller.models import removal
+from appliance.controller.models import lifecycle
 from appliance.controller.scheduling.job_runs import TIDY_EVERY_S, JobRuns
 from appliance.controller.scheduling.state_store import DemandLearning, QueuedDemand, SqliteStateStore, job_host_bytes
 from appliance.memory.box_memory import LOOK_EVERY_S, BoxMemory, Means
@@ -316,7 +316,7 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
     keep_every("host memory", lambda: parts.memory.look(parts.loop.status()), LOOK_EVERY_S, at_once=True)
     keep_every("what is degraded", partial(_report_degraded, context), DEGRADED_EVERY_S)
     keep_every("usage", context.spending.flush, USAGE_EVERY_S)
-    tidy = partial(parts.runs.tidy, context.scheduler.unload_adapters, partial(removal.remove_bytes, context))
+    tidy = partial(parts.runs.tidy, context.scheduler.unload_adapters, partial(lifecycle.remove_bytes, context))
     keep_every("snapshots of finished jobs", tidy, TIDY_EVERY_S, at_once=True)
     keep("tiers", parts.flow.run)
     if config.alerts.is_on:

@@ -36,7 +36,7 @@ from appliance.controller.interfaces.principal import Caller
 from appliance.controller.jobs import settings as job_settings
 from appliance.controller.models import activation
 from appliance.controller.models.activation import Canaries
-from appliance.controller.models.imported import adapter_base, register
+from appliance.controller.models.lifecycle import adapter_base, register
 from appliance.models.errors import TemplateRefused
 from appliance.models.trial import try_template
 from appliance.store.database import Database, Part

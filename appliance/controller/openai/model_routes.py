@@ -27,7 +27,7 @@ from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflic
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal
 from appliance.controller.jobs.wanted import pause_jobs_without_model
 from appliance.controller.models import archive
-from appliance.controller.models.removal import doomed, remove
+from appliance.controller.models.lifecycle import doomed, remove
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import keys

@@ -16,7 +16,7 @@ from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents, serve_if_allowed
-from appliance.controller.models import removal
+from appliance.controller.models import lifecycle
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.rows import JobRow, VersionRow
@@ -190,7 +190,7 @@ class JobRuns:
         row = jobs.get(self._db, job_id)
         self._tiers.nudge()
         if row.resolved["publish"] == "checkpoints":
-            self._gone += removal.drop_older_checkpoints(self._db, row)
+            self._gone += lifecycle.drop_older_checkpoints(self._db, row)
         if row.resolved["publish"] == "epoch":
             # Requested: each epoch's weights go live at once, in the engine that already serves the model.
             serve_if_allowed(self._db, row, event["version"])
