@@ -14,7 +14,7 @@ from appliance.controller.interfaces.principal import Caller
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.wanted import JOBS, pause_reason
-from appliance.controller.models import capacity
+from appliance.controller.models.capacity import Estimator
 from appliance.controller.openai.job_routes import job_object, job_phase
 from appliance.controller.openai.new_job import Devices, Moment, Priority
 from appliance.store.objects import jobs
@@ -79,9 +79,8 @@ def _changes(context: ControllerContext, row: JobRow, fields: dict[str, Any]) ->
         sizes = settings.DeviceBounds(least, most).check(row.resolved, settings.nodes_of(context))
         changes |= {"allowed_sizes": sizes} if row.resolved else {}
         if row.resolved and (base := resolve(context.db, row.model)) is not None:
-            shape, box = settings.shape_of(base), settings.box_facts(context)
-            verdict = capacity.job(shape, row.resolved, sizes, box, method_of(row.method))
-            changes["estimate"] = (row.estimate or {}) | {"memory": verdict.memory()}
+            estimator = Estimator(settings.shape_of(base), settings.box_facts(context), method_of(row.method))
+            changes["estimate"] = (row.estimate or {}) | {"memory": estimator.verdict(row.resolved, sizes).memory()}
     return changes
 
 

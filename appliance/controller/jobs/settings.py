@@ -15,7 +15,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue
 from appliance.controller.models import capacity
-from appliance.controller.models.capacity import BoxFacts, Verdict
+from appliance.controller.models.capacity import BoxFacts, Estimator, Verdict
 from appliance.store.objects import jobs, models
 from appliance.store.rows import VersionRow
 from runtime.devices.kinds import kind_of
@@ -140,7 +140,7 @@ def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
 class Settings:
     """resolved: fields of a TrainSpec. by_batch: numbers of devices that divide the work of a step. verdict: whether it
     fits, at which of the requested ones of them; None if there are none. layouts: that fit, the best first, which
-    `resolved` has, as `capacity.described` has them."""
+    `resolved` has, as `Estimator.described` has them."""
 
     resolved: dict[str, Any]
     by_batch: list[int]
@@ -183,8 +183,9 @@ class Wish:
             return Settings(resolved, by_batch, None, [])
         speed, memory = jobs.factors(self.context.db, self.base.name, method.name, resolved["full"])
         box = replace(box_facts(self.context), memory_factor=memory, speed_factor=speed)
-        shape, kept = shape_of(self.base), [name for name in capacity.LAYOUT if self._is_set(name)]
-        load, steps = method.load(dataset, resolved), auto.steps(method.rows(dataset), resolved)
+        kept = [name for name in capacity.LAYOUT if self._is_set(name)]
+        estimator = Estimator(shape_of(self.base), box, method, method.load(dataset, resolved))
+        steps = auto.steps(method.rows(dataset), resolved)
         fitting, changed = list[capacity.Layout](), ""
         for parts in self._row_parts(resolved, box):
             shared = resolved | {"sequence_parallel": parts}
@@ -192,16 +193,16 @@ class Wish:
             # A micro-batch that nobody asked for never costs a number of devices.
             by_micro = {n: bounds.divided({**shared, "micro_batch": n}, nodes)[1] for n in auto.micro_batches(shared)}
             by_micro = {n: of_micro for n, of_micro in by_micro.items() if of_micro and set(sizes) <= set(of_micro)}
-            fitting, changed = capacity.fit(shape, shared, by_micro, box, method, load, kept) if by_micro else ([], "")
+            fitting, changed = estimator.fit(shared, by_micro, kept) if by_micro else ([], "")
             if fitting:
                 resolved = shared
                 break
-        resolved = resolved | (fitting[0].fields if fitting else capacity.leanest(resolved, box))
+        resolved = resolved | (fitting[0].fields if fitting else estimator.leanest())
         by_batch, sizes = bounds.divided(resolved, nodes)
-        verdict = capacity.job(shape, resolved, sizes, box, method)
+        verdict = estimator.verdict(resolved, sizes)
         if changed:
             verdict = replace(verdict, warnings=(changed, *verdict.warnings))
-        described = [capacity.described(one, resolved, box, method, load, steps) for one in fitting]
+        described = [estimator.described(one, resolved, steps) for one in fitting]
         return Settings(resolved, by_batch, verdict, described)
 
     def _row_parts(self, resolved: dict[str, Any], box: BoxFacts) -> list[int]:
