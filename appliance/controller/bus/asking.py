@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import msgspec
 import orjson
 
 from appliance.controller.interfaces.errors import error_object
@@ -150,8 +149,8 @@ class Asking:
             why = f"The gateway is away: {type(error).__name__} {error}".strip()
             return EngineAnswer(503, error_object(why, "server_error", None, "gateway_away")), AWAY_RETRY_S
         try:
-            body = await asyncio.to_thread(_parsed, url, response.content)
-        except (orjson.JSONDecodeError, msgspec.DecodeError):
+            body = await asyncio.to_thread(orjson.loads, response.content)
+        except orjson.JSONDecodeError:
             message = "The engine's answer is not JSON."
             return EngineAnswer(502, error_object(message, "server_error", None, ENGINE_FAILED)), None
         answer = EngineAnswer(response.status_code, body)
@@ -160,11 +159,3 @@ class Asking:
         if answer.status not in (429, 503):
             return answer, None
         return answer, float(response.headers.get("retry-after", QUOTA_RETRY_S))
-
-
-def _parsed(url: str, content: bytes) -> Any:
-    """The JSON of an answer, with vectors as they came: 2,048 are 170 MB, and all threads wait while those are read."""
-    if url != "/v1/embeddings":
-        return orjson.loads(content)
-    fields = {name: bytes(raw) for name, raw in msgspec.json.decode(content, type=dict[str, msgspec.Raw]).items()}
-    return {name: orjson.Fragment(raw) if name == "data" else orjson.loads(raw) for name, raw in fields.items()}

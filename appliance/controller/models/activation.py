@@ -32,7 +32,6 @@ from appliance.store.errors import RowNotFound
 from appliance.store.objects import models
 from appliance.store.records import canaries, deployments
 from appliance.store.rows import CanaryRow, ModelRow, VersionRow, columns
-from runtime.background_tasks import RunningTasks
 
 _LOCKS: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # names come and go
 
@@ -83,14 +82,12 @@ class Canaries:
 
     def __init__(self, context: ControllerContext):
         self._context, self._db = context, context.db
-        self.tasks = RunningTasks()
 
     async def look(self, now_s: float) -> None:
-        """A task for each canary whose model is not being changed, which ends it if it ends automatically: a swap may
-        take minutes, in which another model's bad canary has to be rolled back."""
+        """End the canaries that end automatically, but for those whose model is being changed."""
         for row in models.running_canaries(self._db):
             if not lock(row.model).locked():
-                self.tasks.add(asyncio.create_task(self._look_at(row.model, now_s), name=f"canary {row.name}"))
+                await self._look_at(row.model, now_s)
         served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
         for name in {row.name for row in canaries.list_all(self._db, "state != 'running'")} - served:
             self._context.model_ops.let_go(name)  # not before: an engine that starts would hold its version again

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import orjson
+import pytest
 
 from appliance.controller.bus import asking
 from appliance.controller.bus.asking import Asking, EngineAnswer
@@ -77,17 +78,19 @@ async def test_request_that_gives_way_is_sent_again(db: Database):
     assert not gateway.asking.why("key_ann", "m") and gateway.said.count("first") + gateway.said.count("second") == 5
 
 
-async def test_request_is_sent_again_once_the_gateway_is_back(db: Database, monkeypatch):
+@pytest.mark.parametrize("error", [httpx.ConnectError("no"), httpx.ReadError("cut")])
+async def test_ask_while_the_gateway_is_away_sends_again_and_refuses_what_is_not_json(db: Database, monkeypatch, error):
     monkeypatch.setattr(asking, "AWAY_RETRY_S", 0.01)
-    gateway, left = Gateway(db), [httpx.ConnectError("no"), httpx.ReadError("cut")]
+    gateway, left = Gateway(db), [error]
 
     async def answer(_: httpx.Request) -> httpx.Response:
         if left:
             raise left.pop()
-        return httpx.Response(200, json={})
+        return httpx.Response(200, content=b"[")
 
     gateway.answer = answer
-    assert (await gateway.ask("hi")).status == 200 and len(gateway.said) == 3
+    refused = await gateway.ask("hi")
+    assert (refused.status, refused.code, len(gateway.said)) == (502, asking.ENGINE_FAILED, 2)
 
 
 async def test_request_that_waits_too_long_is_answered_with_the_reason(db: Database):
@@ -108,15 +111,3 @@ async def test_request_is_refused_with_401_only_once_its_key_has_ended(db: Datab
     gateway.answer = answer
     body = {"text": ""}
     assert (await gateway.asking.ask(key, "m", URL, body)).status == 401 and len(gateway.said) == 3
-
-
-async def test_ask_for_embeddings_keeps_vectors_as_they_came(db: Database):
-    gateway, contents = Gateway(db), [b'{"data":[{"embedding":[1e-3]}],"usage":{"prompt_tokens":2}}', b'{"data":[}']
-
-    async def vectors(_: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, content=contents["ab".index(gateway.said[-1])])
-
-    gateway.answer = vectors
-    answer, bad = [await gateway.asking.ask("key_ann", "m", "/v1/embeddings", {"text": text}) for text in "ab"]
-    assert orjson.dumps(answer.body) == contents[0] and answer.body["usage"] == {"prompt_tokens": 2}
-    assert (bad.status, bad.code) == (502, asking.ENGINE_FAILED)
