@@ -39,8 +39,7 @@ from appliance.controller.access.limits import USAGE_EVERY_S, Disk, Quotas, Spen
 from appliance.controller.app import create_app
 from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus, first_generation
-from appliance.controller.context.context import ControllerContext, Doctor
-from appliance.controller.context.scheduler import Scheduler
+from appliance.controller.context.context import ControllerContext, Doctor, Scheduler
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.cordons import DeviceWatch
 from appliance.controller.devices.mode import POWER_EVERY_S, EnergyMeter, PowerKeeper

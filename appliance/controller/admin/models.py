@@ -26,8 +26,7 @@ from appliance.controller.access.model_access import (
     stored_version,
     unknown_model,
 )
-from appliance.controller.context.context import ControllerContext, name_of, record
-from appliance.controller.context.scheduler import ModelStates, SchedulerStatus
+from appliance.controller.context.context import ControllerContext, ModelStates, SchedulerStatus, name_of, record
 from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.http.resource import RECENT, list_object
 from appliance.controller.http.routers import Status, StrictBody, answer, audited

@@ -23,8 +23,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from starlette.types import Receive, Scope
 
-from appliance.controller.context import context
-from appliance.controller.context.scheduler import SchedulerStatus
+from appliance.controller.context.context import SchedulerStatus, record
 from appliance.controller.http.error_handlers import RESPONSES
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, Forbidden
@@ -185,7 +184,7 @@ class StrictRoute(APIRoute):
         kept = {name: answer[name] for name in self.fields if answer.get(name)}
         target = "/".join(str(value) for value in request.path_params.values())
         target = target or str(answer.get("id") or answer.get("name") or "")
-        context.record(request.app.state.context, caller, self.action, target, **body | kept)
+        record(request.app.state.context, caller, self.action, target, **body | kept)
 
 
 # --- answers made on threads, and what they need of the loop

@@ -20,8 +20,7 @@ from appliance.controller.access.model_access import (
     unknown_model,
     usable_model,
 )
-from appliance.controller.context.context import ControllerContext, record
-from appliance.controller.context.scheduler import ModelStates
+from appliance.controller.context.context import ControllerContext, ModelStates, record
 from appliance.controller.http.routers import Status, StrictBody, audited, make_router, needs
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, Forbidden, InvalidValue, shown
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal

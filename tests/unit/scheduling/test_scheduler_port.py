@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from appliance.controller import retention
-from appliance.controller.context.scheduler import Scheduler
+from appliance.controller.context.context import Scheduler
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import Mode, write_mode
 from appliance.controller.interfaces.errors import SwapFailed
