@@ -22,7 +22,7 @@ from appliance.controller.grading.judging import Grading
 from appliance.controller.http import error_handlers
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import ADMIN, READ
-from appliance.controller.jobs.validation import JobValidation
+from appliance.controller.jobs.phases import JobValidation
 from appliance.controller.models.activation import Canaries
 from appliance.controller.openai import job_routes, model_routes
 from appliance.controller.responses import stored as responses

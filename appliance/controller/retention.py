@@ -9,7 +9,7 @@ from pathlib import Path
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
 from appliance.controller.http.resource import IDEMPOTENCY_KEEP_S
-from appliance.controller.jobs.validation import remove_copies
+from appliance.controller.jobs.phases import remove_copies
 from appliance.store.database import Database
 from appliance.store.objects import evals, files
 from appliance.store.rows import UNFINISHED

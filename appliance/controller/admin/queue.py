@@ -13,7 +13,7 @@ from appliance.controller.interfaces.errors import BadRequest, Conflict, Invalid
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message
-from appliance.controller.jobs.wanted import JOBS, pause_reason
+from appliance.controller.jobs.phases import JOBS, pause_reason
 from appliance.controller.models.capacity import Estimator
 from appliance.controller.openai.job_routes import job_object, job_phase
 from appliance.controller.openai.new_job import Devices, Moment, Priority

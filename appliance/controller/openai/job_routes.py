@@ -22,8 +22,7 @@ from appliance.controller.http.routers import StrictBody, make_router, needs, un
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
 from appliance.controller.jobs import settings
-from appliance.controller.jobs.validation import VALIDATIONS, lines_of
-from appliance.controller.jobs.wanted import JOBS, ask
+from appliance.controller.jobs.phases import JOBS, VALIDATIONS, ask, lines_of
 from appliance.controller.openai.new_job import (
     Hyperparameters,
     JobCreate,

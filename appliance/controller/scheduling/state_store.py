@@ -17,7 +17,7 @@ from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_in_force, mode_windows, policy_of, read_mode
 from appliance.controller.engines.routing_table import BusRouting, Traffic
 from appliance.controller.jobs.events import TRAINING_FAILED, JobEvents, add_message, fail
-from appliance.controller.jobs.wanted import pause_reason
+from appliance.controller.jobs.phases import pause_reason
 from appliance.controller.models import capacity
 from appliance.gateway.core.table import BUCKETS_PER_DOUBLING, OPEN
 from appliance.memory.box_memory import BoxMemory
