@@ -116,14 +116,14 @@ class JobEvents:
             with self._db.transaction():
                 handler(jobs.get(self._db, job_id), event)
 
-    def started(self, job_id: str, devices: list[str], *, resumed: bool) -> None:
+    def started(self, job_id: str, devices: list[str]) -> None:
         """The group of the job runs on these devices."""
         db = self._db
         with db.transaction():
             row = jobs.get(db, job_id)
             jobs.set_phase(db, job_id, "running", devices=devices, reason="")
             # The snapshot's step, not the last one reported: a sudden end loses the training after the snapshot.
-            what = f"continues at step {row.snapshot['step']}" if resumed and row.snapshot else "started"
+            what = f"continues at step {row.snapshot['step']}" if row.snapshot else "started"
             text = f"Fine-tuning job {what} on {len(devices)} device(s)"
             add_message(db, job_id, text, data={"devices": devices})
 

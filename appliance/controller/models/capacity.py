@@ -186,15 +186,8 @@ class Estimator:
             "devices": shown,
             "device": memory[shown].as_dict()
             | {"device_bytes": box.takes(memory[shown]), "room_bytes": box.room_per_rank(shown)},
-            "offload": {"host_bytes": offloaded, "host_memory_bytes": box.host_memory_bytes},
             "job_bytes": {size: size * box.rank_host_bytes(of_size) + needed for size, of_size in memory.items()},
-            "host": {
-                "version_bytes": version,
-                "snapshot_bytes": snapshot,
-                "needed_bytes": needed,
-                "room_bytes": box.store_room_bytes,
-                "budget_bytes": budget,
-            },
+            "host": {"needed_bytes": needed, "room_bytes": box.store_room_bytes},
         }
         return Verdict(not problems, tuple(problems), tuple(instead), numbers, waits, tuple(warnings), fitting)
 

@@ -111,10 +111,11 @@ class SqliteStateStore:
 
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
         row = self._open(job_id)
-        if row is not None:
-            usage.devices_held(self._db, job_id, len(devices), time.time())
-        if row is not None and (row.phase != "running" or row.devices != list(devices)):
-            self._events.started(job_id, list(devices), resumed=row.snapshot is not None)
+        if row is None:
+            return
+        usage.devices_held(self._db, job_id, len(devices), time.time())
+        if row.phase != "running" or row.devices != list(devices):
+            self._events.started(job_id, list(devices))
 
     def job_coming(self, job_id: str, devices: tuple[str, ...], answering: int) -> None:
         row = self._open(job_id)
@@ -233,6 +234,10 @@ class SqliteStateStore:
         # One that is too large for the box now keeps its sizes and waits: the box may get its devices back.
         sizes, with_memory = tuple(row.allowed_sizes or (1,)), self._memory.job_sizes(row)
         sizes = tuple(size for size in sizes if size in with_memory) or sizes
+        lacks = self._memory.waits_for(row)
+        if not lacks and row.phase == "queued" and row.snapshot is None:
+            needed = (row.estimate or {}).get("memory", {}).get("store_bytes", 0)
+            lacks = capacity.store_full(needed, room) if needed > (room := self._store.room_bytes()) else ""
         if row.eta_s is not None and row.devices:
             self._remaining_device_s[row.id] = row.eta_s * len(row.devices)
         return JobView(
@@ -248,15 +253,8 @@ class SqliteStateStore:
             owner=row.owner,
             sampled_by=self._routing.host(policy) if (policy := policy_name(row.id)) in self._routing.policies else "",
             starved=self._starved(row),
-            lacks=self._memory.waits_for(row) or self._waits_for_store(row),
+            lacks=lacks,
         )
-
-    def _waits_for_store(self, row: JobRow) -> str:
-        """Why shared memory has no room for a job that has not begun, in a sentence; "" if it has."""
-        if row.phase != "queued" or row.snapshot is not None:
-            return ""
-        needed = (row.estimate or {}).get("memory", {}).get("store_bytes", 0)
-        return capacity.store_full(needed, room) if needed > (room := self._store.room_bytes()) else ""
 
     def _deployment(self, row: DeploymentRow, version: str) -> DeploymentView:
         most = max(row.min_replicas, self._max_replicas) if row.max_replicas is None else row.max_replicas
