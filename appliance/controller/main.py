@@ -240,7 +240,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         tiers=tiers,
         nodes=nodes,
         health=health,
-        power=PowerKeeper(config.power.limits_w, db, floor, home, kind_of(home[0].kind).power_control()),
+        power=PowerKeeper(config.power.limits_w, db, home, kind_of(home[0].kind).power_control()),
         doctor=Doctor(*doctor),
         main_troubles=lambda: BoxFile.read(paths.data_dir).troubles,
         last_backup=partial(read_last, paths.last_backup),

@@ -104,11 +104,10 @@ class PowerKeeper:
         self,
         limits_w: Mapping[str, float],
         db: Database,
-        serving_floor: int,
         devices: Collection[Device],
         control: PowerControl | None,
     ):
-        self._limits_w, self._db, self._floor, self._devices = limits_w, db, serving_floor, devices
+        self._limits_w, self._db, self._devices = limits_w, db, devices
         self._control = control if limits_w else None
         self._limit_w: float | None = None
         self._refused: dict[str, str] = {}
@@ -117,8 +116,7 @@ class PowerKeeper:
         """Called every `POWER_EVERY_S`: a device that was reset has lost its limit."""
         if self._control is None:
             return
-        mode = mode_in_force(self._db, self._floor, time.time()).policy.kind
-        self._limit_w = self._limits_w.get(mode)
+        self._limit_w = self._limits_w.get(mode_in_force(self._db, 0, time.time()).policy.kind)
         drained = cordons.drained(self._db)
         kept = {d.uuid: d.id for d in self._devices if d.uuid and drained.isdisjoint((d.id, d.uuid))}
         refused = await asyncio.to_thread(_set, self._control, kept, self._limit_w)

@@ -158,9 +158,7 @@ class JobValidation:
         chosen = replace(wish, bounds=settings.DeviceBounds(now.min_devices, now.max_devices)).choose()
         # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
         resolved = {**chosen.resolved, "base_version": base.version.version}
-        if (verdict := chosen.verdict) is None:
-            raise TaskFailed("invalid_devices", settings.no_size(resolved, chosen.by_batch), "min_devices")
-        if not verdict.fits:
+        if not (verdict := chosen.verdict).fits:
             instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
             raise TaskFailed("insufficient_memory", " ".join(verdict.problems) + instead)
         warnings = (*verdict.warnings, *settings.cut_warning(method, dataset, resolved))

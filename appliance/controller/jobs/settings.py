@@ -138,13 +138,11 @@ def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """resolved: fields of a TrainSpec. by_batch: numbers of devices that divide the work of a step. verdict: whether it
-    fits, at which of the requested ones of them; None if there are none. layouts: that fit, the best first, which
-    `resolved` has, as `Estimator.described` has them."""
+    """resolved: fields of a TrainSpec. verdict: whether it fits, and on how many devices. layouts: those that fit, the
+    best first, which `resolved` has, as `Estimator.described` has them."""
 
     resolved: dict[str, Any]
-    by_batch: list[int]
-    verdict: Verdict | None
+    verdict: Verdict
     layouts: list[dict[str, Any]]
 
 
@@ -175,12 +173,13 @@ class Wish:
         return resolved
 
     def choose(self) -> Settings:
-        """As `resolve`, with the best layout that fits the box."""
+        """As `resolve`, with the best layout that fits the box. Raises BadRequest too, if the requested numbers of
+        devices do not divide a step."""
         bounds, method, dataset, resolved = self.bounds, self.method, self.dataset, self.resolve()
         nodes = nodes_of(self.context)
         by_batch, sizes = bounds.divided(resolved, nodes)
         if not sizes:
-            return Settings(resolved, by_batch, None, [])
+            raise BadRequest(no_size(resolved, by_batch), param="min_devices", code="invalid_devices")
         speed, memory = jobs.factors(self.context.db, self.base.name, method.name, resolved["full"])
         box = replace(box_facts(self.context), memory_factor=memory, speed_factor=speed)
         kept = [name for name in capacity.LAYOUT if self._is_set(name)]
@@ -198,12 +197,12 @@ class Wish:
                 resolved = shared
                 break
         resolved = resolved | (fitting[0].fields if fitting else estimator.leanest())
-        by_batch, sizes = bounds.divided(resolved, nodes)
+        sizes = bounds.divided(resolved, nodes)[1]
         verdict = estimator.verdict(resolved, sizes)
         if changed:
             verdict = replace(verdict, warnings=(changed, *verdict.warnings))
         described = [estimator.described(one, resolved, steps) for one in fitting]
-        return Settings(resolved, by_batch, verdict, described)
+        return Settings(resolved, verdict, described)
 
     def _row_parts(self, resolved: dict[str, Any], box: BoxFacts) -> list[int]:
         """How many ranks may share a row: as asked for; or one, and more where nothing else fits."""

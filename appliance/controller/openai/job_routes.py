@@ -305,7 +305,6 @@ async def _plan(context: ControllerContext, body: JobPlan, caller: Principal) ->
     except InvalidHyperparameter as error:
         raise refused(error, "hyperparameters") from error
     fields, best = chosen.resolved, next(iter(chosen.layouts), None)
-    assert chosen.verdict is not None, "without a least number of devices there is a number of them"
     verdict = chosen.verdict
     if counted:
         verdict = replace(verdict, warnings=(*verdict.warnings, *settings.cut_warning(method, dataset, fields)))

@@ -203,7 +203,7 @@ def driver() -> Driver:
 
 @pytest.fixture
 def keeper(db, driver) -> PowerKeeper:
-    return PowerKeeper({"serve": 450.0}, db, 0, [Device("n0/0", "n0", 0, uuid="GPU-a")], driver)
+    return PowerKeeper({"serve": 450.0}, db, [Device("n0/0", "n0", 0, uuid="GPU-a")], driver)
 
 
 async def test_power_limit_follows_the_mode(db, keeper, driver):
