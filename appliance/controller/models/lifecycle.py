@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from appliance.controller.access.model_access import base_of, known_model, made_by_jobs, may_use
@@ -153,41 +151,34 @@ async def register(
 # --- deletion
 
 
-@dataclass(frozen=True, slots=True)
-class Doomed:
-    """What a name to delete means: a version of the model, or with None the whole model, whether any of its
-    versions answers or not (its job may have failed after it published some)."""
-
-    name: str
-    model: ModelRow
-    version: VersionRow | None
-
-
-def doomed(context: ControllerContext, name: str) -> Doomed:
-    """Raises NotFound."""
-    if (model := models.find(context.db, name)) is not None:
-        return Doomed(name, model, None)
-    found = known_model(context.db, name)
-    return Doomed(name, found.model, found.version)
+def doomed(db: Database, name: str) -> tuple[ModelRow, VersionRow | None]:
+    """What a name to delete means: a version of the model, or with None the whole model, whether any of its versions
+    answers or not (its job may have failed after it published some). Raises NotFound."""
+    if (model := models.find(db, name)) is not None:
+        return model, None
+    found = known_model(db, name)
+    return found.model, found.version
 
 
-async def remove(context: ControllerContext, found: Doomed, caller: Principal) -> None:
-    """Delete a model with all its versions, or one version by its checkpoint's or pinned name. `found` is of this very
+async def remove(
+    context: ControllerContext, name: str, model: ModelRow, version: VersionRow | None, caller: Principal
+) -> None:
+    """Delete a model with all its versions, or one version by its checkpoint's or pinned name; both of this very
     moment.
 
     Rows first: from then on nothing new can use the bytes; then the replicas leave; then the bytes go. A crash in
     between leaves unreferenced bytes, which the weight store's sweep deletes. Raises Conflict.
     """
-    db, model, version = context.db, found.model, found.version
+    db = context.db
     with db.transaction():
-        refuse_if_in_use(context, found, caller)
+        _refuse_if_in_use(db, name, model.id, version, caller)
         if version is None:
             versions = models.list_versions(db, model.id)
             models.delete(db, model.id)
         else:
             versions = [version]
             models.delete_version(db, model.id, version.version)
-    context.scheduler.nudge(f"{found.name} was deleted")
+    context.scheduler.nudge(f"{name} was deleted")
     if version is None:
         await context.scheduler.withdraw(model.id)
     await remove_bytes(context, *versions)
@@ -243,27 +234,24 @@ def _names(row: VersionRow) -> set[str]:
     return {f"{row.model}@{row.version}"} | ({row.checkpoint} if row.checkpoint else set())
 
 
-def refuse_if_in_use(
-    context: ControllerContext, found: Doomed, caller: Principal, leaving: Collection[str] = ()
-) -> None:
-    """Raises Conflict, whose message does not name another owner's objects. leaving: jobs and models that go first."""
-    db, model, one = context.db, found.model.id, found.version.version if found.version is not None else None
-    if found.version is not None and (how := _answers(db, found.version)):
-        raise Conflict(f"{found.name} is {how}", param="model", code="version_in_use")
-    names = {found.name, *([model] if found.version is None else _names(found.version))}
+def _refuse_if_in_use(db: Database, name: str, model: str, version: VersionRow | None, caller: Principal) -> None:
+    """Raises Conflict, whose message does not name another owner's objects."""
+    if version is not None and (how := _answers(db, version)):
+        raise Conflict(f"{name} is {how}", param="model", code="version_in_use")
+    names = {name, *([model] if version is None else _names(version))}
     trained = jobs.list_unfinished_with(db, {*names, model}, model)
-    for job in [*trained, *jobs.list_unfinished_judged_by(db, model, names, one is None)]:
-        if job.wanted == "cancel" or job.id in leaving:
+    for job in [*trained, *jobs.list_unfinished_judged_by(db, model, names, version is None)]:
+        if job.wanted == "cancel":
             continue
         # A job whose key may not use the model any more cannot start again, so it does not block the deletion.
-        may_judge = job not in trained and any(may_use(db, job.key_id, name) for name in names)
+        may_judge = job not in trained and any(may_use(db, job.key_id, one) for one in names)
         if job.phase == "running" or may_judge or (job in trained and base_of(db, job) is not None):
             user = job.id if caller.viewer in (None, job.owner) else "of another owner"
-            _in_use(f"{found.name} is used by the fine-tuning job {user}; cancel the job or wait for its end.")
+            _in_use(f"{name} is used by the fine-tuning job {user}; cancel the job or wait for its end.")
     for adapter in models.adapters_on(db, model):
-        if one in (None, adapter.base_version) and adapter.model not in leaving:
-            name = adapter.model if models.is_visible(db, adapter.model, caller.viewer) else "of another owner"
-            _in_use(f"The adapter {name} is served on {adapter.base} {adapter.base_version}; delete the adapter first.")
+        if version is None or version.version == adapter.base_version:
+            user = adapter.model if models.is_visible(db, adapter.model, caller.viewer) else "of another owner"
+            _in_use(f"The adapter {user} is served on {adapter.base} {adapter.base_version}; delete the adapter first.")
 
 
 def _in_use(why: str) -> NoReturn:

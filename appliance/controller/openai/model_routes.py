@@ -90,11 +90,11 @@ def routes(context: ControllerContext) -> APIRouter:
     async def delete(name: str, caller: Caller) -> dict[str, Any]:
         if not caller_may_use(db, caller, name):
             raise unknown_model(name)
-        found = doomed(context, name)
-        if found.model.kind == "base" and not caller.is_admin:
+        model, version = doomed(db, name)
+        if model.kind == "base" and not caller.is_admin:
             raise Forbidden(ADMIN)
-        _refuse_unless_own(found.model, caller, "delete")
-        await remove(context, found, caller)
+        _refuse_unless_own(model, caller, "delete")
+        await remove(context, name, model, version, caller)
         return {"id": name, "object": "model", "deleted": True}
 
     # A POST, because names contain slashes: a GET or DELETE of "a/share" refers to the model of that name.
