@@ -209,7 +209,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     )
 
     # What the routes need of all this.
-    scheduler = Scheduler(loop, effects, journal, routing, db, bus, nodes, weights, memory, floor, config.scheduler)
+    scheduler = Scheduler(loop, effects, journal, routing, db, bus, weights, memory, floor, config.scheduler)
     doctor = [sys.executable, "-P", "-m", "appliance.boot.doctor", "--runs", "--config", str(paths.config_file)]
     context = ControllerContext(
         db=db,

@@ -73,14 +73,13 @@ class Scheduler:
         routing: BusRouting,
         db: Database,
         bus: Bus,
-        nodes: Nodes,
         weights: WeightStore,
         memory: BoxMemory,
         serving_floor: int,
         config: SchedulerConfig,
     ):
         self._loop, self._effects, self._journal, self._routing = loop, effects, journal, routing
-        self._db, self._bus, self._nodes, self._weights, self._memory = db, bus, nodes, weights, memory
+        self._db, self._bus, self._weights, self._memory = db, bus, weights, memory
         self._serving_floor, self._config = serving_floor, config
 
     def status(self) -> SchedulerStatus:
