@@ -48,7 +48,7 @@ from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.engines.versions import AdapterSource, LibraryOps, VersionProvider
 from appliance.controller.grading.judging import Grading, Judging
 from appliance.controller.grading.rollouts import Rollouts
-from appliance.controller.http.peers import Listener
+from appliance.controller.interfaces.principal import Listener
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import lifecycle
 from appliance.controller.scheduling.job_runs import TIDY_EVERY_S, JobRuns
