@@ -158,7 +158,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     sizes = EngineSizes(db, config.serve, of_engines, asleep)
     routing = BusRouting(bus, db, sizes, spending)
     transport = httpx.AsyncHTTPTransport(uds=str(paths.asking_socket), limits=httpx.Limits(max_connections=None))
-    asking = Asking(db, transport, lambda: bus.models, inbox.nudge)
+    asking = Asking(db, transport, lambda: bus.table["models"], inbox.nudge)
 
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
     tiers = Tiers(weights, config.weights, paths)
@@ -324,7 +324,7 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
 
 async def _report_degraded(context: ControllerContext) -> None:
     others = {trouble["name"].partition(":")[0] for trouble in context.main_troubles()}
-    context.bus.set_degraded(sorted({*context.background.names(), *others}))
+    context.bus.publish(degraded=sorted({*context.background.names(), *others}))
 
 
 def _server(app: ASGIApp) -> uvicorn.Server:

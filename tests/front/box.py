@@ -101,7 +101,7 @@ class Front:
         assert bus is not None and self._loop is not None
 
         async def publish() -> None:
-            await asyncio.wait_for(bus.wait_applied(bus.set_models({MODEL: row})), 30)
+            await asyncio.wait_for(bus.wait_applied(bus.publish(models={MODEL: row})), 30)
 
         asyncio.run_coroutine_threadsafe(publish(), self._loop).result(40)
 

@@ -107,8 +107,9 @@ class Bus:
     on_load: called after every report. on_usage: called with the rows of every usage message. They must not block;
     their errors are recorded in `background` and break no connection.
 
-    models, keys, generation: of the last published table; keys by SHA-256 in hex. first_generation: above any of an
-    earlier controller's, or a gateway that still routes by an old table would count as having applied a new one.
+    table: as last published (`appliance.gateway.core.table`): models by name, keys by SHA-256 in hex, and capabilities
+    that the box lacks now. first_generation: above any of an earlier controller's, or a gateway that still routes by an
+    old table would count as having applied a new one.
     """
 
     def __init__(
@@ -118,15 +119,13 @@ class Bus:
         self.on_load: Callable[[], Any] = lambda: None
         self.on_usage: Callable[[list[dict[str, Any]]], Any] = lambda rows: None
         self.generation = first_generation
-        self.models: dict[str, Any] = {}
-        self.keys: dict[str, Any] = {}
-        self._degraded: list[str] = []
+        self.table: dict[str, Any] = {"models": {}, "keys": {}, "degraded": []}
         self._writer: asyncio.StreamWriter | None = None  # of the gateway's connection
         self._alone_since_s = time.monotonic()  # while there is no connection
         self._report = Report()  # the gateway's last one
         self._arrived: dict[str, Counter[int]] = {}
         self._changed = asyncio.Event()
-        self._server: asyncio.Server | None = None
+        self._server: asyncio.Server
 
     async def start(self) -> None:
         """Listen. A socket file that a killed controller left is replaced."""
@@ -135,8 +134,6 @@ class Bus:
         self._server = await asyncio.start_unix_server(self._serve, sock=private_socket(self._path), limit=LINE_BYTES)
 
     async def stop(self) -> None:
-        if self._server is None:
-            return
         self._server.close()
         if self._writer is not None:
             self._writer.close()
@@ -145,39 +142,22 @@ class Bus:
 
     # --- publishing
 
-    def set_models(self, models: dict[str, Any]) -> int:
-        """Publish the table's models (appliance.gateway.core.table). Returns the generation that carries them."""
-        if models != self.models:
-            self.models = models
-            self._publish()
+    def publish(self, **parts: Any) -> int:
+        """Publish these parts of the table in place of the ones before. Returns the generation that carries them."""
+        if any(self.table[name] != part for name, part in parts.items()):
+            self.table |= parts
+            self.generation += 1
+            self._send_table()
         return self.generation
 
-    def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
-        """keys: SHA-256 in hex -> {"id", "name", "scopes"} and those of "models", "requests_per_minute",
-        "tokens_per_minute", "spent_until_s", "spent_quota" that limit the key; replaces the previous set."""
-        if keys != self.keys:
-            self.keys = keys
-            self._publish()
-
-    def set_degraded(self, names: list[str]) -> None:
-        """Capabilities that the box lacks now, for the gateway's /health."""
-        if names != self._degraded:
-            self._degraded = names
-            self._publish()
-
-    def _publish(self) -> None:
-        self.generation += 1
+    def _send_table(self) -> None:
         if self._writer is None:
             return
         if self._writer.transport.get_write_buffer_size() > LINE_BYTES:
             self._writer.transport.abort()  # it does not read; once it connects again it gets the newest table
-        else:
-            self._send_table(self._writer)
-
-    def _send_table(self, writer: asyncio.StreamWriter) -> None:
-        table = {"models": self.models, "keys": self.keys, "degraded": self._degraded}
-        table |= {"type": "table", "generation": self.generation}
-        writer.write(orjson.dumps(table, option=orjson.OPT_APPEND_NEWLINE))
+            return
+        message = {"type": "table", "generation": self.generation, **self.table}
+        self._writer.write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))
 
     # --- listening
 
@@ -238,7 +218,7 @@ class Bus:
         if self._writer is not None:
             self._writer.close()
         self._writer = writer
-        self._send_table(writer)
+        self._send_table()
         try:
             while line := await reader.readline():
                 self._take(line, writer)

@@ -162,7 +162,7 @@ class BusRouting:
         for name, row in self._names.items():
             chats = (row.of, row.version) not in silent or row.of in given
             table[name] = self._model(name, row) | {"owners": audiences.get(row.of, []), "chats": chats}
-        return self._bus.set_models(table)
+        return self._bus.publish(models=table)
 
     async def offer_policy(self, name: str, base: str, base_version: str, version: str) -> None:
         """Have gateways serve a model in training, to the box alone."""

@@ -308,7 +308,7 @@ class QueuedDemand:
             reported, name = routing.demand(host), queued.get(host)
             if (name is None and host not in sampled) or reported.requests:
                 return reported
-            row = self._bus.models.get(name or host, {})
+            row = self._bus.table["models"].get(name or host, {})
             awake = any(replica["state"] == OPEN for replica in row.get("replicas", ()))
             in_the_way = bool(requested - {host, name or host}) and not free_devices
             for_samples = host in sampled and (awake or name is not None)

@@ -86,16 +86,16 @@ async def reported(bus: Bus, replica_id: str, inflight: int) -> None:
 
 
 async def test_gateway_gets_the_table_and_every_change(bus: Bus, tmp_path: Path):
-    bus.keys_changed({"ab" * 32: {"id": "k", "name": "n", "scopes": ["inference"]}})
+    bus.publish(keys={"ab" * 32: {"id": "k", "name": "n", "scopes": ["inference"]}})
     gateway = await GatewayEnd.connect(tmp_path / "bus.sock")
     first = await gateway.table()
     assert first["type"] == "table" and first["generation"] == 101 and first["models"] == {}
     assert first["keys"] == {"ab" * 32: {"id": "k", "name": "n", "scopes": ["inference"]}}
-    assert bus.set_models(models(r1="open")) == 102
+    assert bus.publish(models=models(r1="open")) == 102
     second = await gateway.table()
     assert second["generation"] == 102 and second["models"] == models(r1="open") and second["keys"] == first["keys"]
-    assert bus.set_models(models(r1="open")) == 102, "the same table again is not news"
-    bus.keys_changed({})
+    assert bus.publish(models=models(r1="open")) == 102, "the same table again is not news"
+    bus.publish(keys={})
     assert (await gateway.table())["keys"] == {}
 
 
@@ -110,10 +110,10 @@ async def test_load_is_of_the_last_report_and_arrivals_of_all(bus: Bus, tmp_path
 
 async def test_wait_drained_needs_the_newest_table_and_no_request(bus: Bus, tmp_path: Path):
     gateway = await GatewayEnd.connect(tmp_path / "bus.sock")
-    opened = bus.set_models(models(r1="open"))
+    opened = bus.publish(models=models(r1="open"))
     await gateway.report(opened, {"r1": 1})
     await reported(bus, "r1", 1)
-    draining = bus.set_models(models(r1="draining"))
+    draining = bus.publish(models=models(r1="draining"))
     waiting = asyncio.create_task(bus.wait_drained("r1"))
     # Idle, but by the old table: a request may be on its way to r1 this moment.
     await gateway.report(opened, {"r1": 0})
@@ -129,7 +129,7 @@ async def test_wait_drained_needs_the_newest_table_and_no_request(bus: Bus, tmp_
 async def test_wait_drained_forgets_a_lost_gateway_after_its_grace(tmp_path: Path):
     async with running(tmp_path, gateway_gone_after_s=0.1) as (bus, path):
         gateway = await GatewayEnd.connect(path)
-        generation = bus.set_models(models(r1="draining"))
+        generation = bus.publish(models=models(r1="draining"))
         await gateway.report(generation, {"r1": 3})
         await reported(bus, "r1", 3)
         await gateway.close()
@@ -142,7 +142,7 @@ async def test_wait_drained_forgets_a_lost_gateway_after_its_grace(tmp_path: Pat
 async def test_reconnected_gateway_keeps_its_load(tmp_path: Path):
     async with running(tmp_path, gateway_gone_after_s=60) as (bus, path):
         first = await GatewayEnd.connect(path)
-        generation = bus.set_models(models(r1="draining"))
+        generation = bus.publish(models=models(r1="draining"))
         await first.report(generation, {"r1": 3})
         await reported(bus, "r1", 3)
         await first.close()
@@ -157,7 +157,7 @@ async def test_reconnected_gateway_keeps_its_load(tmp_path: Path):
 
 async def test_wait_drained_after_a_restart_waits_for_a_report(tmp_path: Path):
     async with running(tmp_path, gateway_gone_after_s=60) as (bus, path):
-        bus.set_models(models(r1="draining"))
+        bus.publish(models=models(r1="draining"))
         waiting = asyncio.create_task(bus.wait_drained("r1"))
         gateway = await GatewayEnd.connect(path)
         table = await gateway.table()
@@ -172,7 +172,7 @@ async def test_wait_drained_after_a_restart_waits_for_a_report(tmp_path: Path):
 
 async def test_wait_without_gateways_ends_after_the_start(tmp_path: Path):
     async with running(tmp_path, gateway_gone_after_s=0.2) as (bus, _):
-        generation = bus.set_models(models(r1="draining"))
+        generation = bus.publish(models=models(r1="draining"))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(bus.wait_applied(generation), 0.01)
         await bus.wait_applied(generation)

@@ -21,9 +21,9 @@ class RecordingBus:
     def __init__(self):
         self.table, self.generation, self.reported = {}, 0, Report()
 
-    def set_models(self, table):
-        if table != self.table:
-            self.table, self.generation = table, self.generation + 1
+    def publish(self, models):
+        if models != self.table:
+            self.table, self.generation = models, self.generation + 1
         return self.generation
 
     def load(self):

@@ -241,7 +241,7 @@ async def test_lines_wake_their_model_and_keep_it_awake(db, tmp_path):
     asked.reported = Demand(inflight=3)
     assert demand("starter") == Demand(inflight=3), "people speak for themselves"
     asked.reported = Demand()
-    asked.bus.set_models(OPEN | {"adapter": OPEN["starter"]})
+    asked.bus.publish(models=OPEN | {"adapter": OPEN["starter"]})
     awake = asked.demands(1)("starter")
     assert awake.requests == 0 and awake.last_request_s is not None
 
@@ -256,7 +256,7 @@ async def test_running_job_keeps_the_model_it_asks_awake_in_every_mode(db, tmp_p
     assert asked.demands(0)("starter") == Demand(), "nothing is asked yet"
     lines = tuple(policies) or ("starter",)
     assert Asked(db, tmp_path, lines, policies).demands(0)("starter").held == 1
-    asked.bus.set_models(OPEN)
+    asked.bus.publish(models=OPEN)
     awake = asked.demands(0)("starter")
     assert awake.requests == 0 and awake.last_request_s is not None
     jobs.set_phase(db, job.id, "suspended")
