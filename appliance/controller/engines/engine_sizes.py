@@ -85,10 +85,6 @@ class EngineSizes:
         """The largest LoRA rank that engines of this model accept; 0: none."""
         return adapter_rank_limit(self._engine, task=model.task, arch=model.arch)
 
-    def context(self, model: ModelRow, version: VersionRow | None = None) -> int | None:
-        """Tokens that one request may have; None if the model does not say."""
-        return self.size(model, version).max_model_len
-
     def _served(self, model: ModelRow, version: VersionRow | None) -> tuple[ModelRow, VersionRow | None]:
         version = version or models.active(self._db, model)
         adapter = version.meta.get("adapter") if version is not None else None

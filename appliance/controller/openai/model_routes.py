@@ -152,7 +152,7 @@ def _shown(context: ControllerContext, found: Resolved, caller: Principal, state
         "object": "model",
         "created": int(made_s),
         "owned_by": found.model.owned_by,
-        "max_model_len": context.sizes.context(found.model, found.version),
+        "max_model_len": context.sizes.size(found.model, found.version).max_model_len,
         "state": states.word(found.name),
         "state_details": states.message(found.name),
         **(_audience(context.db, found.model) if own else {}),
