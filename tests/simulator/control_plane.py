@@ -52,21 +52,9 @@ class SimulatedScheduler:
         self.replicas: list[dict[str, Any]] = []
         self.queue: list[dict[str, Any]] = []
         self.troubles: list[dict[str, Any]] = []
-        self.awake: dict[str, str] = {}
-        self.quiet: set[str] = set()
-        self.devices = [
-            {
-                "id": f"n0/{i}",
-                "node": "n0",
-                "index": i,
-                "kind": "cpu",
-                "name": "simulated",
-                "memory_bytes": 2**30,
-                "uuid": "",
-                "health": "ok",
-                "holder": None,
-            }
-            for i in range(devices)
+        alike = {"node": "n0", "kind": "cpu", "name": "simulated", "memory_bytes": 2**30, "uuid": "", "health": "ok"}
+        self.devices: list[dict[str, Any]] = [
+            {"id": f"n0/{i}", "index": i, "holder": None, **alike} for i in range(devices)
         ]
 
     def nudge(self, reason: str, by: str = "") -> None:
@@ -81,17 +69,8 @@ class SimulatedScheduler:
 
     def explain(self, policy: Policy | None) -> dict[str, Any]:
         """An idle box with nothing to move."""
-        kind = policy.kind if policy else "auto"
-        return {
-            "policy": kind,
-            "steps": [],
-            "waiting": {},
-            "notes": {},
-            "standby": {},
-            "idle": {},
-            "jobs": {},
-            "models": {model: [[at]] for model, at in self.awake.items()},
-        }
+        nothing: dict[str, Any] = {name: {} for name in ("waiting", "notes", "standby", "idle", "jobs", "models")}
+        return {"policy": policy.kind if policy else "auto", "steps": [], **nothing}
 
     def status(self) -> dict[str, Any]:
         return {
@@ -103,7 +82,13 @@ class SimulatedScheduler:
             "notes": [],
             "troubles": self.troubles,
             "queue": self.queue,
-            "memory": {"budget_bytes": 2**30, "used_bytes": 0},
+            "memory": {
+                "budget_bytes": 2**30,
+                "used_bytes": 0,
+                "room_bytes": 2**30,
+                "host_bytes": None,
+                "asleep_per_device": 2,
+            },
             "plan_s": 0.001,
         }
 
@@ -188,20 +173,9 @@ class SimulatedTiers:
     """A disk that has every version, but no bytes of any."""
 
     def status(self) -> list[dict[str, Any]]:
-        nothing: dict[str, Any] = {"busy": None, "damaged": 0, "last_error": None, "last_error_s": None}
-        return [
-            {
-                "name": "disk",
-                "where": "/data",
-                "versions": 1,
-                "snapshots": 0,
-                "bytes": 10,
-                "limit_bytes": None,
-                "backlog": 0,
-                "backlog_bytes": 0,
-                **nothing,
-            }
-        ]
+        counts: dict[str, Any] = {"versions": 1, "snapshots": 0, "bytes": 10, "backlog": 0, "backlog_bytes": 0}
+        nothing = dict.fromkeys(("busy", "limit_bytes", "last_error", "last_error_s"))
+        return [{"name": "disk", "where": "/data", "damaged": 0, **counts, **nothing}]
 
     def tiers_of_version(self, row: object) -> list[str]:
         return ["disk"]
@@ -244,9 +218,6 @@ class SimulatedEngines(Asking):
     @lines.setter
     def lines(self, places: int) -> None:
         self.rows.places = places
-
-    def awake(self) -> None:
-        self.lines = 4
 
     async def _posted(self, request: httpx.Request) -> httpx.Response:
         assert request.headers["x-appliance-class"] == "batch"
@@ -299,9 +270,8 @@ async def nothing_found() -> dict[str, Any]:
 
 def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerContext:
     """A context whose files lie under `folder`."""
-    files_dir, jobs_dir = folder / "files", folder / "jobs"
-    batches_dir, uploads_dir = folder / "batches", folder / "uploads"
-    for path in (files_dir, jobs_dir, batches_dir, uploads_dir):
+    folders = {f"{name}_dir": folder / name for name in ("files", "jobs", "batches", "uploads")}
+    for path in folders.values():
         path.mkdir(exist_ok=True)
     settings, engines = ControllerConfig(**config), SimulatedEngines(db)
     bus = Bus(folder / "bus.sock", settings, first_generation=1)
@@ -319,28 +289,20 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
         "power": SimpleNamespace(status=dict),
         "doctor": SimpleNamespace(look=nothing_found),
     }
+    url = "http://127.0.0.1:8000"
     return ControllerContext(
         db=db,
         tasks=Tasks(db),
         config=settings,
-        files_dir=files_dir,
-        jobs_dir=jobs_dir,
-        batches_dir=batches_dir,
-        uploads_dir=uploads_dir,
-        box={
-            "id": "0123abcd",
-            "version": "0.1.0",
-            "url": "http://127.0.0.1:8000/v1",
-            "public_url": "http://127.0.0.1:8000",
-            "data_dir": str(folder),
-        },
+        box={"id": "0123abcd", "version": "0.1.0", "url": f"{url}/v1", "public_url": url, "data_dir": str(folder)},
         background=BackgroundTasks(),
         bus=bus,
         spending=spending,
-        quotas=Quotas(db, settings, Disk(files_dir, settings.disk_floor_bytes)),
+        quotas=Quotas(db, settings, Disk(folder / "files", settings.disk_floor_bytes)),
         graders=GraderHosts(),
         main_troubles=list,
         last_backup=lambda: None,
+        **folders,
         **stands_in,
     )
 

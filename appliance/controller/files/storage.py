@@ -41,11 +41,11 @@ from appliance.store.ids import new_id
 from appliance.store.objects import files
 from appliance.store.rows import BATCHES, UNFINISHED, FileRow, UploadRow, columns
 from appliance.store.rows import UPLOADS as uploads
-from runtime.replace_file import replace_file
 from train.data.check import DataReport
 from train.data_checks.process import check_apart
 from train.data_checks.process import checked as check_here
 from train.methods.method import Method
+from weights.format.names import replace_file
 
 Purpose = Literal["assistants", "batch", "evals", "fine-tune", "vision", "user_data"]
 INCOMING_PREFIX = ".incoming-"
