@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -38,10 +39,8 @@ def test_what_a_step_moved(verb: str, detail: dict[str, Any], expected: tuple[An
 
 async def test_a_hand_over_says_who_asked_and_how_fast_it_was(control: Control):
     why = {"asked_by": "ops", "asked_for": "mode train"}
-    steps = (
-        StepRecord(0, "c", "suspend_group", "j", "done", 10.0, 12.0, SNAPSHOT),
-        StepRecord(1, "c", "wake_replica", "r", "done", 12.0, 14.0, IN_PLACE),
-    )
+    suspended = StepRecord(0, "c", "suspend_group", "j", "done", 10.0, 12.0, SNAPSHOT)
+    steps = [asdict(suspended), asdict(StepRecord(1, "c", "wake_replica", "r", "done", 12.0, 14.0, IN_PLACE))]
     HANDOVERS.insert(control.db, HandoverRow(7, "mode train: …", 10.0, state="done", ended_s=14.0, steps=steps, **why))
     shown = await ask(control, "GET", "/handovers/7")
     assert shown | why | {"seconds": 4.0, "bytes": 28_000_000_000} == shown
