@@ -51,7 +51,7 @@ from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.engines.versions import AdapterSource, VersionProvider
 from appliance.controller.grading.judging import Grading, Judging
 from appliance.controller.grading.rollouts import Rollouts
-from appliance.controller.http.peers import Listener
+from appliance.controller.interfaces.principal import Listener
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import removal
 from appliance.controller.scheduling.job_runs import TIDY_EVERY_S, JobRuns

@@ -11,7 +11,7 @@ from pathlib import Path
 import uvicorn
 
 from appliance.controller.app import create_app
-from appliance.controller.http.peers import Listener
+from appliance.controller.interfaces.principal import Listener
 from appliance.store.database import Database
 from tests.simulator.control_plane import simulated_context
 
