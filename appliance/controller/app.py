@@ -63,7 +63,6 @@ def create_app(context: ControllerContext) -> FastAPI:
             yield
         finally:
             await context.background.stop()
-            await canaries.tasks.stop()
             await context.tasks.stop()
             await context.graders.stop()
 

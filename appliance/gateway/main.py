@@ -39,8 +39,7 @@ from appliance.gateway.server.state import State
 from appliance.ui.site import site
 from runtime.logs import configure_logging, timestamp
 from runtime.network import private_socket
-from runtime.processes import garbage
-from runtime.processes.kernel import DiesAs, dies_as
+from runtime.processes.kernel import DiesAs, dies_as, settle_garbage
 
 log = logging.getLogger("appliance.gateway")
 
@@ -320,7 +319,7 @@ async def _serve(config: GatewayConfig, private: socket.socket | None) -> None:
         loop.add_signal_handler(number, stop.set)
     gateway = Gateway(config)
     gateway.state.background.keep("bus", gateway.run_bus)
-    garbage.settle()
+    settle_garbage()
     port = await gateway.listen(config.host, config.port, private)
     line = {"time": timestamp(time.time()), "level": "info", "process": "gateway", "event": "listening"}
     print(orjson.dumps({**line, "host": config.host, "port": port}).decode(), flush=True)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 
-from appliance.store.database import sql_list
+from appliance.store.database import Table, sql_list
 from appliance.store.ids import new_id
-from appliance.store.table import Table
 from scheduler.core.workload import PolicyKind
 from scheduler.handover.effects import StepRecord
 
@@ -544,10 +543,9 @@ UNFINISHED_RESPONSE: tuple[str, ...] = ("queued", "in_progress")
 class ResponseRow:
     """An answer of /v1/responses, or a chat completion, kept for its owner.
 
-    key_id: that asked, empty for the box itself. input: the items it was asked with, without those of earlier turns, a
-    JSON array. response: the object, as JSON. request: the body of one in background, until it has ended. bytes: of
-    input, response, request and metadata. model, metadata: of a completion alone, whose `response` is without the
-    second, for that can be changed.
+    key_id: that asked, empty for the box itself. input: the items it was asked with, without those of earlier turns.
+    response: the object. request: the body of one in background, until it has ended. bytes: of input, response and
+    request. model, metadata: of a completion alone, whose `response` is without the second, for that can be changed.
     """
 
     id: str
@@ -555,12 +553,12 @@ class ResponseRow:
     status: ResponseStatus
     created_s: float
     bytes: int
-    input: str
-    response: str
+    input: list[Any]
+    response: dict[str, Any]
     previous_id: str | None = None
     owner: str = ""
     background: int = 0
-    request: str | None = None
+    request: dict[str, Any] | None = None
     kind: AnswerKind = "response"
     model: str | None = None
     metadata: dict[str, str] | None = None
@@ -579,7 +577,7 @@ UNFINISHED = {
 }
 """Conditions for rows of work that has not ended, by table: those of partial indexes in schema.sql."""
 
-KEYS = Table("keys", KeyRow, called="name")
+KEYS = Table("keys", KeyRow)
 PAGE_SESSIONS = Table("page_sessions", PageSessionRow, parents={"key_id": "keys"})
 FILES = Table("files", FileRow)
 MODELS = Table("models", ModelRow)

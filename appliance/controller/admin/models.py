@@ -299,7 +299,7 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/models/{name:path}/settings")
     def show_settings(name: str) -> dict[str, Any]:
         """An adapter has none: a command that shows its deployment shows its base's too."""
-        rows = models.settings_history(db, stored_model(db, name).id)
+        rows = MODEL_SETTINGS.list_all(db, "model = ?", stored_model(db, name).id)
         return {
             "object": "model.settings",
             "model": name,

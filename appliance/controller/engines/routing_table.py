@@ -147,7 +147,8 @@ class BusRouting:
         self._sizes = {name: self._engine_sizes.size(row, None) for name, row in rows.items()}
         audiences = models.audiences(self._db)
         silent = models.without_chat_template(self._db)
-        given = models.settings_with_chat_template(self._db) if silent else set()
+        in_force = models.settings_in_force(self._db) if silent else {}
+        given = {name for name, row in in_force.items() if row.settings.get("chat_template")}
         table = {name: self._model(name, row) for name, row in self._names.items()}
         for name, row in self._names.items():
             table[name]["owners"] = audiences.get(row.of, [])

@@ -124,7 +124,9 @@ class StrictRequest(Request):
 
     async def json(self) -> Any:
         """Raises BadRequest."""
-        self.content = await asyncio.to_thread(parse_json, await self.body())
+        self.content, why = await asyncio.to_thread(json_of, await self.body())
+        if why:
+            raise BadRequest(f"We could not parse the JSON body of your request: {why}.", code="invalid_json")
         return self.content
 
     async def form(self, **_: Any) -> FormData:  # type: ignore[override]
@@ -133,18 +135,15 @@ class StrictRequest(Request):
             return await super().form(max_files=1, max_fields=16, max_part_size=1024)
 
 
-def parse_json(text: bytes) -> Any:
-    """Raises BadRequest."""
+def json_of(text: bytes) -> tuple[Any, str]:
+    """The value, and why there is none. It raises nothing: orjson's error keeps the text, and itself in a cycle."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        reason = error.msg
-    else:
-        if text.count(b"[") + text.count(b"{") <= MAX_DEPTH or not is_deeper(value, MAX_DEPTH):
-            return value
-        reason = f"it is nested deeper than {MAX_DEPTH} levels"
-    # Not orjson's error, which keeps the body as a text, and itself in a cycle.
-    raise BadRequest(f"We could not parse the JSON body of your request: {reason}.", code="invalid_json")
+        return None, error.msg
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH or not is_deeper(value, MAX_DEPTH):
+        return value, ""
+    return None, f"it is nested deeper than {MAX_DEPTH} levels"
 
 
 class StrictRoute(APIRoute):

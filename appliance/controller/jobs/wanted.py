@@ -81,7 +81,7 @@ def _taken_over(db: Database, row: JobRow, caller: Principal) -> JobRow:
     """The job as the caller resumes it. One whose key was revoked becomes a job of the caller's key, and loses what
     that key may not claim; not if an admin resumes it. Raises NotFound once the caller's or the job's key may not use
     the model that the job trains."""
-    if not caller.is_admin and keys.is_revoked(db, row.key_id):
+    if not caller.is_admin and keys.how_ended(db, row.key_id):
         most = max_priority(db, caller)
         claims: dict[str, Any] = {} if most > 0 else {"preemptible": 1, "deadline_s": None}
         claims["priority"] = min(row.priority, most)
@@ -99,7 +99,7 @@ def pause_reason(db: Database, row: JobRow) -> str | None:
     """The reason to show in place of the planner's; None: show the planner's."""
     if row.wanted != "pause":
         return None
-    if keys.is_revoked(db, row.key_id):
+    if keys.how_ended(db, row.key_id):
         return KEY_REVOKED
     return None if may_use(db, row.key_id, row.model) else MODEL_WITHDRAWN
 

@@ -41,7 +41,7 @@ from appliance.controller.openai.new_job import (
 )
 from appliance.store.database import PAGE_BYTES, Database, Part
 from appliance.store.objects import jobs
-from appliance.store.rows import VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow
+from appliance.store.rows import JOB_EVENTS, VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow
 from train.data_checks.process import CheckFailed, report_apart
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS, method_of
@@ -125,13 +125,13 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.get("/{job_id}/events")
     def events(job_id: str, caller: Caller, part: Annotated[Part, part(20)]) -> dict[str, Any]:
         JOBS.known(db, job_id, caller)
-        return list_object(jobs.page_events(db, job_id, **part), event_object)
+        return list_object(JOB_EVENTS.page(db, {"job_id": job_id}, **part), event_object)
 
     @router.get("/{job_id}/errors")
     def errors(job_id: str, caller: Caller) -> dict[str, Any]:
         """What was wrong with the job's data, by line; none if it was not that."""
         JOBS.known(db, job_id, caller)
-        events = jobs.page_events(db, job_id, after=None, limit=_ERROR_EVENTS).data
+        events = JOB_EVENTS.page(db, {"job_id": job_id}, limit=_ERROR_EVENTS).data
         return storage.errors_object(*lines_of(reversed(events)))
 
     @router.get("/{job_id}/checkpoints")

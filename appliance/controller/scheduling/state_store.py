@@ -24,7 +24,7 @@ from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.objects.models import callable_adapters
 from appliance.store.records import audit, deployments, usage
-from appliance.store.rows import AuditRow, DeploymentRow, JobRow
+from appliance.store.rows import JOBS, MODEL_SETTINGS, AuditRow, DeploymentRow, JobRow
 from scheduler.core.failures import Failure
 from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Workload
 from scheduler.handover.effects import Outcome
@@ -78,7 +78,7 @@ class SqliteStateStore:
     def after_restart(self, adopted: Collection[str] = ()) -> None:
         """Requeue jobs that a crash left "running", except those whose ranks still run (`adopted`)."""
         usage.close_left_open(self._db, set(adopted))
-        for row in jobs.list_in_phase(self._db, "running"):
+        for row in JOBS.list_all(self._db, "phase = 'running'"):
             if row.id in adopted:
                 continue
             self.job_waiting(row.id, "the box was restarted")
@@ -88,7 +88,8 @@ class SqliteStateStore:
         ids = {row.id for row in unfinished}
         self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
         mode = read_mode(self._db)
-        self._settings, self._demand = models.settings_digests(self._db), self._queued_demand.demands(free_devices)
+        self._settings = {model: row.digest for model, row in models.settings_in_force(self._db).items()}
+        self._demand = self._queued_demand.demands(free_devices)
         return Workload(
             policy=policy_of(mode, self._serving_floor),
             policy_since_s=mode.since_s,
@@ -160,7 +161,7 @@ class SqliteStateStore:
 
     def settings_failed(self, model: str, failed: Build, served: Build, reason: str) -> bool:
         with self._db.transaction():
-            rows = models.settings_history(self._db, model)
+            rows = MODEL_SETTINGS.list_all(self._db, "model = ?", model)
             if (rows[0].digest if rows else "") != failed.settings:
                 return True
             before = next((row for row in rows if row.digest == served.settings), None)
@@ -184,7 +185,7 @@ class SqliteStateStore:
 
     def _deployments(self) -> tuple[DeploymentView, ...]:
         """Everything that needs engines of its own. An adapter's demand goes to its host."""
-        active = models.active_versions(self._db)
+        active = {row.id: row.active_version or "" for row in models.list_callable(self._db)}
         adapters = {row.name: row for row in callable_adapters(self._db)} | self._routing.policy_adapters()
         deployed = [row for row in deployments.list_all(self._db) if row.model in active]
         views = {row.model: self._deployment(row, active[row.model]) for row in deployed if row.model not in adapters}
@@ -300,7 +301,7 @@ class QueuedDemand:
         routing, queued = self._routing, dict[str, str]()
         for name in self._asking.models:
             queued.setdefault(routing.host(name), name)
-        running = [policy_name(row.id) for row in jobs.list_in_phase(self._db, "running")]
+        running = [policy_name(row.id) for row in JOBS.list_all(self._db, "phase = 'running'")]
         policies = [name for name in routing.policies if name in running or name in self._asking.models]
         sampled = {routing.host(name) for name in [*policies, *jobs.teachers_of_running(self._db)]}
         requested = {name for name, row in self._bus.load().models.items() if row.inflight or row.held}

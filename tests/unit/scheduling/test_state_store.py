@@ -15,7 +15,7 @@ from appliance.controller.scheduling.state_store import QueuedDemand, job_host_b
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.records import audit, canaries, deployments, windows
-from appliance.store.rows import CanaryRow, JobJudgeRow, VersionRow, WindowRow
+from appliance.store.rows import JOB_EVENTS, CanaryRow, JobJudgeRow, VersionRow, WindowRow
 from scheduler.core.workload import Build, Demand, Policy
 from scheduler.loop.mode_schedule import Window
 from tests.unit.scheduling.fakes import NO_ROUTING, states_of
@@ -74,7 +74,7 @@ def test_a_queued_job_says_in_events_what_it_waits_for_and_what_it_gets(states, 
     for free in (1, 0, 1):
         states.job_waiting("ftjob-1", f"Needs 2 devices; {free} of training's 4 are left by jobs ahead of it.")
     states.job_coming("ftjob-1", ("n0/0", "n0/1"), 1)
-    gets, waits = [one.message for one in jobs.page_events(db, "ftjob-1", after=None, limit=50).data]
+    gets, waits = [one.message for one in JOB_EVENTS.page(db, {"job_id": "ftjob-1"}, limit=50).data]
     assert "Needs 2 devices; 1 of" in waits and "n0/0, n0/1" in gets and jobs.get(db, "ftjob-1").reason == gets
 
 
@@ -149,14 +149,14 @@ def test_settings_that_served_are_put_in_force_again_and_it_is_said(db, states, 
         0
     ].build == old
     assert row.note == "no engine starts with settings 1, so those before, 0, serve again: the engine refused"
-    assert models.settings_notes(db) == {"starter": row.note} and refreshed
+    assert models.settings_in_force(db) == {"starter": row} and row.note and refreshed
     (told,) = audit.page(db).data
     assert (told.action, told.target, told.key_id) == ("model.settings", "starter", None)
     assert told.detail == {"failed": 1, "back_to": 0, "reason": "the engine refused"}
     assert states.settings_failed("starter", new, old, "again"), "they are in force no more"
     assert models.current_settings(db, "starter") == row
     models.add_settings(db, "starter", {"max_num_seqs": 4}, new.settings, "someone", 2.0)
-    assert not models.settings_notes(db), "what a person set is not the box's"
+    assert not models.settings_in_force(db)["starter"].note, "what a person set is not the box's"
     assert not states.settings_failed("starter", new, Build("v1", 1, "kept no more"), "the engine refused")
 
 

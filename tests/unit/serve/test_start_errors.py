@@ -1,13 +1,28 @@
-"""What vLLM says of its own options is said of the box's settings."""
+"""What vLLM refuses or lacks at a start is told in the box's own settings, without its classes and options."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
+from pydantic import ValidationError
+from vllm.config import CacheConfig, SchedulerConfig
 
 from appliance.config import BoxConfig
+from serve.engine.main import in_words
 from serve.engine.start_errors import in_our_words, out_of_memory
+
+
+def test_what_vllm_refuses_is_told_without_its_classes_and_arguments():
+    with pytest.raises(ValidationError) as refused:
+        CacheConfig(block_size=0)
+    assert in_words(refused.value) == "block-size: Input should be greater than 0"
+    with pytest.raises(ValidationError) as refused:
+        SchedulerConfig(max_model_len=64, is_encoder_decoder=False, max_num_seqs=8, max_num_batched_tokens=7)
+    assert in_words(refused.value).startswith(
+        "max_num_batched_tokens (7) must be greater than or equal to max_num_seqs"
+    )
+
 
 KV = (
     "ValueError: To serve at least one request with the model's max seq len (8192), (0.35 GiB KV cache is needed, "

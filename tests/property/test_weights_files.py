@@ -1,18 +1,22 @@
-"""Slices in = slices out, for every N -> M, every dtype, every cut."""
+"""Files of weights: slices in = slices out for every N -> M, and any bytes at all are refused by name or load whole."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import struct
 import tempfile
 from pathlib import Path
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
+from weights.format.errors import IntegrityError
 from weights.format.layout import ALIGN_BYTES, DTYPE_BITS, Layout, TensorSpec
 from weights.format.torch_views import Strided, narrow, part
-from weights.memory.segment import forget_mappings
+from weights.memory.segment import mappings
 from weights.memory.store import WeightStore
 
 worlds = st.integers(1, 9)
@@ -96,7 +100,7 @@ def test_n_writers_m_readers_through_the_store(tensors, writers, readers, max_fi
                 parts = [bytes(lease.view(spec.name)[own_bytes(spec, rank, readers)]) for rank in range(readers)]
                 assert b"".join(parts) == content(spec)
         store.remove(stored)
-        forget_mappings()
+        mappings.clear()
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.sampled_from([0, 1]))
@@ -115,3 +119,53 @@ def test_slices_cut_again_by_zero_cover_a_matrix_once(rows, columns, shards, gro
             assert found == held[first:last].tolist()
             seen += found
     assert sorted(seen) == list(matrix)
+
+
+odd_numbers = st.one_of(
+    st.integers(-2, 40), st.sampled_from([2**31, 2**63 - 1, 2**63, 2**64, -(2**63), 1.5, float("nan"), True, None, "8"])
+)
+entries = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from([*DTYPE_BITS, "f32", "", None, 3]),
+        "shape": st.one_of(st.lists(odd_numbers, max_size=4), odd_numbers),
+        "data_offsets": st.one_of(st.lists(odd_numbers, max_size=3), odd_numbers),
+    }
+)
+
+
+def judge(raw: bytes) -> bool:
+    """Whether the layout accepts `raw`; what it accepts must load in the library."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "model.safetensors"
+        path.write_bytes(raw)
+        try:
+            layout = Layout.read(directory)
+        except IntegrityError:
+            return False
+        with safe_open(path, "numpy") as opened:
+            assert set(opened.keys()) == {placed.spec.name for placed in layout}
+            for placed in layout:
+                assert tuple(opened.get_slice(placed.spec.name).get_shape()) == placed.spec.shape
+        return True
+
+
+@given(st.dictionaries(st.text(max_size=8), entries, max_size=4), st.binary(max_size=64))
+def test_random_headers(body, data):
+    text = json.dumps(body).encode()
+    judge(struct.pack("<Q", len(text)) + text + data)
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes(raw):
+    judge(raw)
+
+
+@given(st.integers(0, 10**6), st.integers(0, 7), st.integers(-3, 3))
+def test_mutations_of_a_good_file(position, bit, resize):
+    """Flipping a bit, cutting or extending a good file yields a refusal or a file that still loads whole."""
+    layout = Layout.plan([TensorSpec("a", "F32", (2, 3)), TensorSpec("b", "BF16", (5,)), TensorSpec("c", "U8", ())])
+    header = layout.files[0].header
+    raw = bytearray(header + bytes(layout.nbytes - len(header)))
+    raw[position % len(header)] ^= 1 << bit
+    raw = raw[:resize] if resize < 0 else raw + bytes(resize)
+    assert not (judge(bytes(raw)) and resize)
