@@ -116,8 +116,7 @@ class ModelRow:
 @dataclass(frozen=True, slots=True)
 class VersionRow:
     """One set of weights of a model. shm_path: its directory in shared memory while it is there; disk_path: its copy
-    on disk once persisted. pinned: no retention rule drops it. held_back: its job did not
-    let it answer, and nothing else has since.
+    on disk once persisted. held_back: its job did not let it answer, and nothing else has since.
 
     One that a job published is a checkpoint too, by its public name `MODEL:ckpt-step-N`: id: of the API's checkpoint.
     metrics: as of its step.
@@ -131,7 +130,6 @@ class VersionRow:
     disk_path: str | None = None
     shm_path: str | None = None
     meta: dict[str, Any] = field(default_factory=dict)
-    pinned: int = 0
     held_back: int = 0
     id: str = ""
     checkpoint: str | None = None
@@ -229,7 +227,7 @@ class JobRow:
         "refused", "undecided"), "reason", "activated": None until it has ended}; None: there is none.
     joules: that its devices have counted, in `metered_s` device-seconds; None: nothing was counted.
     allowed_sizes: numbers of devices it may run on that its batch size divides by.
-    estimate: of its layout before it began (`appliance.controller.models.capacity.described`), with "memory":
+    estimate: of its layout before it began (`appliance.controller.models.capacity.Estimator.described`), with "memory":
         {"store_bytes": of shared memory for its result and a snapshot, "host_bytes": by number of devices}; and
         "measured": {"device_bytes", "tokens_per_s"} once it has ended.
     """
@@ -396,6 +394,27 @@ class WindowRow:
     for_s: float | None = None
     train_devices: int | None = None
     serving_floor: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CordonRow:
+    """Keeps a device out of use. name: the device's UUID, where it has one, else its id "<node>/<index>": when a GPU
+    drops off the bus, the driver numbers those behind it again. drain: {"reason", "by", "since_s"} by a person. fault:
+    why the box cordoned it; "" if it did not. retry_s: when the box tries it again; None: it waits for a person."""
+
+    name: str
+    drain: dict[str, Any] | None = None
+    fault: str = ""
+    retry_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """A node that has joined. lost: {"reason", "since_s"} once it is gone without notice."""
+
+    id: str
+    devices: list[dict[str, Any]]
+    lost: dict[str, Any] | None = None
 
 
 BatchStatus = Literal[
@@ -597,6 +616,8 @@ AUDIT = Table("audit", AuditRow)
 OPERATIONS = Table("operations", OperationRow)
 TASKS = Table("tasks", TaskRow, "kind", "id", order="created_s")
 WINDOWS = Table("windows", WindowRow)
+CORDONS = Table("cordons", CordonRow, "name", order="name")
+NODES = Table("nodes", NodeRow, order="id")
 JOB_JUDGES = Table("job_judges", JobJudgeRow, "job_id", order="job_id", parents={"job_id": "jobs"})
 EVALS = Table("evals", EvalRow)
 EVAL_RUNS = Table("eval_runs", EvalRunRow, parents={"eval_id": "evals"})

@@ -82,7 +82,13 @@ class SimulatedScheduler:
             "notes": [],
             "troubles": self.troubles,
             "queue": self.queue,
-            "memory": {"budget_bytes": 2**30, "used_bytes": 0},
+            "memory": {
+                "budget_bytes": 2**30,
+                "used_bytes": 0,
+                "room_bytes": 2**30,
+                "host_bytes": None,
+                "asleep_per_device": 2,
+            },
             "plan_s": 0.001,
         }
 

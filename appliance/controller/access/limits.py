@@ -154,7 +154,7 @@ class Spending:
 
     def publish_keys(self) -> None:
         """Permissions or quotas of keys changed: the gateways get the keys of now."""
-        self._bus.keys_changed(key_table(self._db, time.time()))
+        self._bus.publish(keys=key_table(self._db, time.time()))
 
     def take(self, rows: list[dict[str, Any]]) -> None:
         """rows: {"key", "model", "version", "requests", "errors", "prompt_tokens", "completion_tokens"}, perhaps

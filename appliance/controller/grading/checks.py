@@ -119,7 +119,7 @@ def teacher_of(
     teacher = resolve_model(context.db, name)
     if teacher is None:
         raise unknown_model(name, param)
-    context_tokens = context.sizes.context(teacher.model, teacher.version) or LONGEST
+    context_tokens = context.sizes.size(teacher.model, teacher.version).max_model_len or LONGEST
     room, why = min(LONGEST, context_tokens) - MADE, ""
     if teacher.model.task != "generate":
         why = "it makes embeddings, and a teacher says how likely a text is"

@@ -25,8 +25,7 @@ from starlette.datastructures import FormData
 from starlette.types import Receive, Scope
 
 from appliance.controller.access.limits import disk_may_be_full
-from appliance.controller.context import context
-from appliance.controller.context.scheduler import SchedulerStatus
+from appliance.controller.context.context import SchedulerStatus, record
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import RESPONSES, BadRequest, BodyTooLarge, Forbidden
 from appliance.controller.interfaces.principal import Principal, read_principal
@@ -203,7 +202,7 @@ class StrictRoute(APIRoute):
         kept = {name: answer[name] for name in self.fields if answer.get(name)}
         target = "/".join(str(value) for value in request.path_params.values())
         target = target or str(answer.get("id") or answer.get("name") or "")
-        context.record(request.app.state.context, caller, self.action, target, **body | kept)
+        record(request.app.state.context, caller, self.action, target, **body | kept)
 
 
 # --- answers made on threads, and what they need of the loop

@@ -47,7 +47,7 @@ def finish(box: ControlledBox) -> Callable[[float | None], None]:
         def tell() -> None:
             job_id = jobs.page(box.context.db, viewer=None, after=None, limit=1).data[0].id
             events = box.job_events
-            events.started(job_id, ["n0/0"], resumed=False)
+            events.started(job_id, ["n0/0"])
             if loss is None:
                 fail(box.context.db, job_id, "diverged", "it diverged")
                 return

@@ -125,7 +125,7 @@ async def test_finish_begins_a_login_with_the_scopes_of_the_groups(way: Way) -> 
     assert answer.headers["x-appliance-cookie"].startswith(f"{made['id']}=") and made["page"]
     (row,) = keys.list_all(way.db)
     assert row.scopes == ["inference", "fine_tuning"] and row.owner == row.name and row.name.startswith("ann-")
-    (known,) = way.bus.keys.values()
+    (known,) = way.bus.table["keys"].values()
     assert [one["id"] for one in known["sessions"].values()] == [made["id"]]
     (told,) = audit.page(way.db, after=None, limit=5).data
     assert (told.action, told.key_id, told.outcome) == ("session.create", row.id, "done")
@@ -220,5 +220,5 @@ async def test_finish_without_a_group_any_more_ends_earlier_logins(way: Way) -> 
     way.provider.claims["groups"] = ["other"]
     assert (await way.back()).status_code == 403
     assert keys.list_sessions(way.db, time.time()) == []
-    assert [row.get("sessions") for row in way.bus.keys.values()] == [None]
+    assert [row.get("sessions") for row in way.bus.table["keys"].values()] == [None]
     assert [row.scopes for row in keys.list_all(way.db)] == [[]]
