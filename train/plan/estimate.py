@@ -141,6 +141,10 @@ class ModelShape:
         )
 
     @property
+    def attention_heads(self) -> int:
+        return self.queries // self.head_dim if self.head_dim else 0
+
+    @property
     def heads(self) -> int:
         """Elements of a token's queries and of its keys."""
         return (self.queries or self.hidden) + self.kv_heads * self.head_dim

@@ -20,10 +20,11 @@ from train.methods.packed_objective import PackedObjective, to_batch
 from train.model.model import load_model
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, NothingGraded
+from train.plan.estimate import ModelShape
 from train.rollouts.rollouts import taught
 
 DISTILLATION = method_of("distillation")
-DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512, device_kind="cpu")
+DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(ModelShape(10_000_000), 512, device_kind="cpu")
 
 
 def test_it_has_the_hyperparameters_of_answers_and_how_many_there_are():
