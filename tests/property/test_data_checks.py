@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.train.data_checks.made import chat, repeats, write
+from tests.unit.train.test_data_checks import chat, repeats, write
 from train.data_checks.check import LIKE, grams, personal_data, words_of
 
 WORDS = [f"word{n}" for n in range(40)]

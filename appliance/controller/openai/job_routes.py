@@ -42,7 +42,7 @@ from appliance.controller.openai.new_job import (
 from appliance.store.database import PAGE_BYTES, Database, Part
 from appliance.store.objects import jobs
 from appliance.store.rows import VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow
-from train.data_checks.process import BadOption, CheckFailed, report_apart
+from train.data_checks.process import CheckFailed, report_apart
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS, method_of
 from train.plan import auto
@@ -373,10 +373,10 @@ def check_routes(context: ControllerContext) -> APIRouter:
         try:
             async with context.file_threads:
                 report = await report_apart(context.files_dir / row.id, row.id, **options)
-        except (BadOption, CheckFailed) as error:
-            code = "invalid_value" if isinstance(error, BadOption) else "invalid_training_file"
+        except CheckFailed as error:
             # Without the box's own paths.
-            raise BadRequest(f"{error}.".replace(f"{context.files_dir}/", ""), code=code) from error
+            message = f"{error}.".replace(f"{context.files_dir}/", "")
+            raise BadRequest(message, code="invalid_training_file") from error
         return report
 
     return router
