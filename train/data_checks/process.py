@@ -16,8 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.processes.ended import run_command
-from runtime.processes.kernel import Bounds
+from runtime.processes.kernel import Bounds, run_command
 from train.data.check import COUNTED_EXAMPLES, Count, DataReport, check_training_file
 from train.data.records import Record
 from train.methods import methods
