@@ -27,6 +27,7 @@ from train.methods.packed_objective import PackedObjective, to_batch
 from train.model.model import load_model, load_tokenizer
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, InvalidSpec, NothingGraded
+from train.plan.estimate import ModelShape
 from train.rollouts.rollouts import Form, advantages, graded, taught
 from train.rollouts.samples import SamplesFile
 from train.trainer.worker import prepare
@@ -34,7 +35,7 @@ from weights.format.names import policy_name
 from weights.memory.store import WeightStore
 
 REINFORCEMENT, DISTILLATION = method_of("reinforcement"), method_of("distillation")
-DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512, device_kind="cpu")
+DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(ModelShape(10_000_000), 512, device_kind="cpu")
 
 
 def test_its_hyperparameters_are_openais():
