@@ -21,7 +21,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-from runtime.processes.garbage import settle
+from runtime.processes.kernel import settle_garbage
 
 SHARED_MEMORY = Path("/dev/shm")
 BEFORE = pytest.StashKey[set[str]]()
@@ -46,7 +46,7 @@ gc.disable()
 
 def pytest_collection_finish() -> None:
     gc.enable()
-    settle()
+    settle_garbage()
 
 
 def pytest_unconfigure() -> None:

@@ -33,10 +33,9 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.tasks import Kind, TaskFailed, finished, is_full
 from appliance.controller.files import storage
 from appliance.controller.files.storage import FILES, ExpiresAfter
-from appliance.controller.http.error_handlers import message_of
 from appliance.controller.http.resource import Resource, object_of, part
 from appliance.controller.http.routers import Metadata, StrictBody
-from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, shown
+from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, message_of, shown
 from appliance.controller.interfaces.principal import INFERENCE, Caller
 from appliance.gateway.core.config import Limits
 from appliance.store.ids import new_id

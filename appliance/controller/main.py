@@ -51,7 +51,7 @@ from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.engines.versions import AdapterSource, VersionProvider
 from appliance.controller.grading.judging import Grading, Judging
 from appliance.controller.grading.rollouts import Rollouts
-from appliance.controller.http.peers import Listener
+from appliance.controller.interfaces.principal import Listener
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models import removal
 from appliance.controller.scheduling.job_runs import TIDY_EVERY_S, JobRuns
@@ -69,8 +69,7 @@ from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kinds import kind_of
 from runtime.logs import adopt_libraries, configure_logging
 from runtime.network import private_socket
-from runtime.processes import garbage
-from runtime.processes.kernel import DiesAs, die_with_parent, dies_as
+from runtime.processes.kernel import DiesAs, die_with_parent, dies_as, settle_garbage
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Device
 from scheduler.devices.discovery import discover_devices
@@ -243,7 +242,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         tiers=tiers,
         nodes=nodes,
         health=health,
-        power=PowerKeeper(config.power.limits_w, db, floor, home, kind_of(home[0].kind).power_control()),
+        power=PowerKeeper(config.power.limits_w, db, floor, home, kind_of(home[0].kind)),
         doctor=Doctor(doctor),
         main_troubles=lambda: BoxFile.read(paths.data_dir).troubles,
         last_backup=partial(read_last, paths.last_backup),
@@ -284,7 +283,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     )
     # The controller cannot run without these: an error in one ends it, and the main process restarts it. The app's
     # lifespan is entered here, once: two servers share it.
-    garbage.settle()
+    settle_garbage()
     async with app.router.lifespan_context(app), asyncio.TaskGroup() as tasks:
         deciding = tasks.create_task(loop.run(), name="scheduler loop")
         serving = [

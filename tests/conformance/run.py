@@ -27,7 +27,7 @@ import httpx
 import uvicorn
 
 from appliance.controller.app import create_app
-from appliance.controller.http.peers import Listener
+from appliance.controller.interfaces.principal import Listener
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from tests.conformance import seed

@@ -71,6 +71,8 @@ class Machine:
     control: bool = True
     opened: set[int] = field(default_factory=set)
     lacks: tuple[str, ...] = ()
+    limits_set: int = 0
+    set_limit_error: pynvml.NVMLError | None = None
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Machine:
         """Put it in place of this machine's driver."""
@@ -152,6 +154,11 @@ class _Functions:
         def handle_by_uuid(uuid: str) -> Gpu:
             return handle_by_index([gpu.uuid for gpu in machine.gpus].index(uuid))
 
+        def set_limit(gpu: Gpu, milliwatts: int) -> None:
+            if machine.set_limit_error is not None:
+                raise machine.set_limit_error
+            asked(gpu).limit_mw, machine.limits_set = milliwatts, machine.limits_set + 1
+
         def p2p(one: Gpu, other: Gpu, caps: int) -> int:
             assert caps == pynvml.NVML_P2P_CAPS_INDEX_NVLINK and one is not other
             if asked(one).switched and asked(other).switched:
@@ -199,7 +206,7 @@ class _Functions:
         self.nvmlDeviceGetEnforcedPowerLimit = about(lambda gpu: gpu.limit_mw)
         self.nvmlDeviceGetPowerManagementLimit = of_datacentre(lambda gpu: gpu.limit_mw)
         self.nvmlDeviceGetPowerManagementDefaultLimit = of_datacentre(lambda gpu: 700_000)
-        self.nvmlDeviceSetPowerManagementLimit = lambda gpu, mw: setattr(asked(gpu), "limit_mw", mw)
+        self.nvmlDeviceSetPowerManagementLimit = set_limit
         self.nvmlDeviceGetHandleByUUID = handle_by_uuid
         self.nvmlDeviceGetTotalEnergyConsumption = of_datacentre(lambda gpu: gpu.energy_mj)
         self.nvmlDeviceGetUtilizationRates = about(lambda gpu: types.SimpleNamespace(gpu=gpu.busy_percent, memory=20))

@@ -245,7 +245,7 @@ ROWS: list[tuple[str, Send, int, str | None, str | None]] = [
     ("path as filename", named(b"../../etc/x.jsonl"), 400, "file", "invalid_filename"),
     ("path as training file", job(training_file="/etc/passwd"), 400, "training_file", "file_not_found"),
     ("NUL in a filename", named(b"a\0.jsonl"), 400, "file", "invalid_filename"),
-    ("5 kB filename", named(b"a" * 5000), 400, None, "invalid_multipart"),
+    ("5 kB filename", named(b"a" * 5000), 400, None, "invalid_body"),
     ("symlink in an import", imported(linked), 202, None, "unsafe_link"),
     ("zip bomb as a file", file(zip_bomb), 200, "training_file", "invalid_training_file"),
     ("body coded as gzip", gzip_body, 415, None, "unsupported_content_encoding"),

@@ -12,7 +12,7 @@ from tests.e2e.box_support import WholeBox, gsm8k, wait_for, whole_box
 from tests.e2e.engine_support import save_model
 from tests.e2e.machines_support import deploy_tiny
 from weights.format.config import Location
-from weights.tiers.objects_s3 import S3Objects
+from weights.tiers.objects import S3Objects
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
 

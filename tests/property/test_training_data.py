@@ -8,9 +8,9 @@ from functools import cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.train_support.tiny import CHATML, tokenizer
-from tests.unit.train.data_checks.made import chat, repeats, write
+from tests.train_support.tiny import CHATML, tokenizer, trained_texts
 from tests.unit.train.test_chat import BEGIN, END, FORGETFUL, MARKED, OPENS
+from tests.unit.train.test_data_checks import chat, repeats, write
 from train.data.chat import ChatEncoder
 from train.data_checks.check import LIKE, grams, personal_data, words_of
 
@@ -117,12 +117,7 @@ def conversations(draw):
 def test_encode_trains_each_weighted_answer_in_the_context_of_its_request(template, messages):
     one = encoder(template)
     decode, end = one.tokenizer.decode, ENDS.get(template, "<|im_end|>")
-    found = {}
-    for ids, mask in one.encode({"messages": messages}):
-        edges = [n for n in range(len(ids)) if mask[n] and not (n and mask[n - 1])]
-        for start in edges:
-            stop = next((n for n in range(start, len(ids)) if not mask[n]), len(ids))
-            found[decode(ids[:start])] = decode(ids[start:stop])
+    found = dict(trained_texts(one, {"messages": messages}))
     expected = {
         decode(one.prompt({"messages": messages[:index]})): message["content"] + end
         for index, message in enumerate(messages)

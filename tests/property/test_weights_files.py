@@ -16,7 +16,7 @@ from safetensors import safe_open
 from weights.format.errors import IntegrityError
 from weights.format.layout import ALIGN_BYTES, DTYPE_BITS, Layout, TensorSpec
 from weights.format.torch_views import Strided, narrow, part
-from weights.memory.segment import forget_mappings
+from weights.memory.segment import mappings
 from weights.memory.store import WeightStore
 
 worlds = st.integers(1, 9)
@@ -100,7 +100,7 @@ def test_n_writers_m_readers_through_the_store(tensors, writers, readers, max_fi
                 parts = [bytes(lease.view(spec.name)[own_bytes(spec, rank, readers)]) for rank in range(readers)]
                 assert b"".join(parts) == content(spec)
         store.remove(stored)
-        forget_mappings()
+        mappings.clear()
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.sampled_from([0, 1]))

@@ -26,7 +26,7 @@ from weights.format.config import KeepRules
 from weights.format.errors import StoreFull, VersionExists, VersionLeased, VersionNotFound
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.lease import unpin
-from weights.memory.segment import forget_mappings
+from weights.memory.segment import mappings
 from weights.memory.store import WeightStore
 
 SIZES = (70_000, 140_000, 300_000)
@@ -177,7 +177,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "directory"):
-            forget_mappings()
+            mappings.clear()
             self.directory.cleanup()
 
 

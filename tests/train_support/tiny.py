@@ -17,6 +17,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from train.data.chat import ChatEncoder
 from train.data.formats import convert
 
 CHATML = (
@@ -158,6 +159,16 @@ def write_prompt_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
         return convert(record).record
 
     return _write(path, n_examples, seed, record_of)
+
+
+def trained_texts(encoder: ChatEncoder, example: dict[str, Any]) -> list[tuple[str, str]]:
+    """(all text before it, the text) of each run of trained tokens, row by row."""
+    decode, found = encoder.tokenizer.decode, []
+    for ids, mask in encoder.encode(example):
+        assert len(ids) == len(mask)
+        runs = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
+        found += [(decode(ids[:start]), decode(ids[start:end])) for start, end in runs]
+    return found
 
 
 def log_probs_of(model: torch.nn.Module, sequence: tuple[np.ndarray, np.ndarray]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from runtime.processes.child import Child
 from runtime.processes.kernel import group_pids
-from runtime.processes.warm_parents import WARM_ENV
+from runtime.processes.warm_parent import WARM_ENV
 from tests.claims import claim
 from tests.train_support.sampled import Sampler, counts_a, teaches
 from tests.train_support.tiny import (
@@ -65,7 +65,7 @@ METHODS = {
 # Of methods whose answers are judged: what a step says of the verdict.
 JUDGED = {"reinforcement": "train_mean_reward", "distillation": "reverse_kl"}
 
-# Two cores carry up to four ranks and whatever else runs: patience, where only a real hang would use it up.
+# Two cores carry up to four ranks and whatever else runs.
 PATIENT = PingLimits(ping_every_s=0.5, ping_timeout_s=20.0, phase_limit_s=120.0)
 
 

@@ -19,10 +19,10 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
-from runtime.replace_file import replace_file
 from train.data.packing import StepPlan
 from train.methods.methods import method_of
 from train.plan.spec import TrainSpec
+from weights.format.names import replace_file
 
 Verdict = dict[str, list[Any]]
 """One value for each answer, by name; "errors" are texts, empty where there was none."""
@@ -132,8 +132,7 @@ class SamplesPlan:
         self.staleness: int = spec.options["staleness"]
         self._train = _Prompts(spec.train_path, facts.train)
         self._valid = _Prompts(spec.valid_path, facts.valid) if spec.valid_path and facts.valid else None
-        shuffled = spec.data_order == "shuffled"
-        self._steps = StepPlan(len(self._train), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed, shuffled)
+        self._steps = StepPlan(len(self._train), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed)
 
     @property
     def policy_kind(self) -> Literal["adapter", "version"]:

@@ -89,7 +89,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @needs(*ANY)
     def me(caller: Caller) -> dict[str, Any]:
         """The key that asks, as `/keys` shows it. For the box itself: `id` and `owner` null, its scopes."""
-        row = keys.find(db, caller.key_id) if caller.key_id is not None else None
+        row = keys.find(db, caller.key_id or "")
         return key_view(row) if row else {"id": None, "name": "box", "owner": None, "scopes": sorted(caller.scopes)}
 
     @router.get("/keys")
@@ -126,8 +126,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         row = _live(context, id_or_name)
         _check(context, body, known=row.models or ())
         if row.subject and body.expires_s is not None:
-            why = "whose groups say who may still come: that key has no end"
-            raise InvalidValue(f"{row.name} comes by the login provider, {why}.", "expires_s")
+            raise InvalidValue(f"{row.name} comes by the login provider, whose groups end that key.", "expires_s")
         limits = body.columns()
         with db.transaction():
             keys.update(db, row.id, **limits)
@@ -163,12 +162,9 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         stopped = end_key(context, before.id, caller, "key.revoke")
         context.spending.publish_keys()
         context.scheduler.nudge(f"{before.id} was revoked")
-        return {
-            **key_view(keys.find(db, before.id) or before),
-            "stopped": stopped,
-            "already_revoked": before.revoked_s is not None,
-            "admin_keys": sum(ADMIN in one.scopes for one in keys.list_live(db)),
-        }
+        admins = sum(ADMIN in one.scopes for one in keys.list_live(db))
+        more = {"stopped": stopped, "already_revoked": before.revoked_s is not None, "admin_keys": admins}
+        return key_view(keys.find(db, before.id) or before) | more
 
     @router.get("/usage")
     @needs(READ, INFERENCE, FINE_TUNING)
@@ -207,7 +203,7 @@ def _check(context: ControllerContext, body: KeyLimits, known: Collection[str] =
             raise BadRequest(message, "models", "model_not_found")
     if body.expires_s is not None and body.expires_s <= time.time():
         past = f"expires_s is {body.expires_s:.0f}, {minute(body.expires_s)}, which is past"
-        raise InvalidValue(f"{past}; a key that shall end now is revoked instead.", "expires_s")
+        raise InvalidValue(f"{past}; revoke a key that is to end now.", "expires_s")
 
 
 # --- what ends with a key, however it ends: its logins and its tasks; its jobs are paused
@@ -246,7 +242,6 @@ async def end_expired(context: ControllerContext) -> None:
 # audit log, jobs. Revoked: the keys. Models that were trained on their files are listed. Repeating the request
 # continues where the last one stopped. A row belongs to its own owner, or to the owner of the key it was made with.
 
-
 _COUNTED = ("files", "uploads", "batches", "responses", "jobs", "evals")
 _WAITED_FOR = ("jobs", "batches", "responses", "eval_runs")
 _NAMED = (("audit", "target"), ("model_settings", "by_whom"), ("handovers", "asked_by"))
@@ -257,8 +252,6 @@ Owner = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class Forget(StrictBody):
-    """owner: as in keys."""
-
     owner: Owner
 
 

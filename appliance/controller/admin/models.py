@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter
 from pydantic import Field, StringConstraints, ValidationError
 
 from appliance.controller.access.model_access import (
@@ -30,7 +30,7 @@ from appliance.controller.context.context import ControllerContext, name_of, rec
 from appliance.controller.context.scheduler import ModelStates, SchedulerStatus
 from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.http.resource import RECENT, list_object
-from appliance.controller.http.routers import Status, StrictBody, answer, audited
+from appliance.controller.http.routers import Status, StrictBody, audited
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.jobs import settings as job_settings
@@ -133,12 +133,11 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
         context.scheduler.nudge(f"deployment of {name}", name_of(context, caller))
         return deployment_view(wanted, context.scheduler.status())
 
-    @router.get("/models/{name:path}", response_model=dict[str, Any])
-    async def show(name: str, caller: Caller, now: Status) -> Response:
+    @router.get("/models/{name:path}")
+    def show(name: str, now: Status) -> dict[str, Any]:
         """`canary`: the most recent one, running or ended."""
         canary = compared.view(last) if (last := canaries.find(db, name)) else None
-        states = ModelStates(db, now)
-        return await answer(lambda: model_view(context, stored_model(db, name), now, states) | {"canary": canary})
+        return model_view(context, stored_model(db, name), now, ModelStates(db, now)) | {"canary": canary}
 
 
 def model_view(
@@ -200,11 +199,8 @@ def _refuse_of_adapter(context: ControllerContext, name: str, given: Mapping[str
     base = next((row.base for row in models.callable_adapters(context.db) if row.name == name), None)
     field = next((field for field, value in given.items() if field not in _OF_ADAPTERS and value is not None), None)
     if base is not None and field is not None:
-        raise InvalidValue(
-            f"{name} is an adapter and is served by the engines of {base}: set {field} of {base}. "
-            f"An adapter's own are {' and '.join(_OF_ADAPTERS)}.",
-            field,
-        )
+        why = f"{name} is an adapter and is served by the engines of {base}: set {field} of {base}."
+        raise InvalidValue(f"{why} An adapter's own are {' and '.join(_OF_ADAPTERS)}.", field)
 
 
 def _check(context: ControllerContext, row: DeploymentRow, changed: Collection[str]) -> None:
@@ -416,10 +412,8 @@ def _import_routes(context: ControllerContext, router: APIRouter) -> None:
                 remedy = "delete it first or choose another name"
                 raise Conflict(f"The model {shown(name)} exists, or a job makes it; {remedy}.", "name", "model_exists")
         context.quotas.disk.check()  # only the import itself finds out how much more it needs
-        arguments = {
-            **columns(body, "source origin name revision as_version"),
-            "adapter": await _adapter(context, body),
-        }
+        arguments = columns(body, "source origin name revision as_version")
+        arguments["adapter"] = await _adapter(context, body)
         target, progress = name or body.source, {"done": 0, "total": None, "unit": "", "message": "starting"}
         with db.transaction():
             for twin in operations.list_all(db, "state = 'running' AND target = ?", target):
@@ -483,17 +477,16 @@ def import_kind(context: ControllerContext) -> Kind:
                 write_s = time.monotonic() + PROGRESS_EVERY_S
 
         given = task.arguments
-        source, adapter = given["source"], given["adapter"]
+        source, adapter, origin = given["source"], given["adapter"], given["origin"]
         try:
             if adapter is not None:
                 options = {**adapter, "base_path": Path(adapter["base_path"])}
                 made, origin = await ops.run(ops.library.import_adapter, source, report=report, **options), None
             else:
                 names = {"name": given["name"], "revision": given["revision"]}
-                made, origin = await ops.run(ops.library.import_model, source, report=report, **names), given["origin"]
-            caller = caller_of(db, task.key_id)
-            serves = not given["as_version"]
-            result = await register(context, made, caller, source=origin or made.source, adapter=adapter, serves=serves)
+                made = await ops.run(ops.library.import_model, source, report=report, **names)
+            more = {"source": origin or made.source, "adapter": adapter, "serves": not given["as_version"]}
+            result = await register(context, made, caller_of(db, task.key_id), **more)
         except OperationFailed as error:
             raise TaskFailed(error.code, str(error)) from error
         operations.update(db, row.id, state="succeeded", result=result, progress=progress, ended_s=time.time())

@@ -31,7 +31,7 @@ from appliance.store.records import audit, keys
 from appliance.store.rows import AuditRow
 from appliance.tiers.tiers import Tiers
 from runtime.background_tasks import BackgroundTasks
-from runtime.processes.ended import run_command
+from runtime.processes.kernel import run_command
 from train.graders.hosts import GraderHosts
 
 if TYPE_CHECKING:

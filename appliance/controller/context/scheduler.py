@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from appliance.controller.bus.bus import Bus
 from appliance.controller.devices.mode import Mode
 from appliance.controller.engines.routing_table import BusRouting
@@ -12,7 +14,6 @@ from appliance.memory.box_memory import BoxMemory
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records.box import SqliteJournal
-from runtime.devices.kinds import host_memory_bytes
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import AWAKE, Policy
@@ -71,7 +72,7 @@ class Scheduler:
                 "budget_bytes": self._weights.budget_bytes,
                 "used_bytes": usage.used_bytes,
                 "room_bytes": self._weights.room_bytes(),
-                "host_bytes": host_memory_bytes(),
+                "host_bytes": psutil.virtual_memory().total,
                 "reserve_bytes": host["reserve_bytes"],
                 "host": host,
                 "nodes": self._memory.nodes(),

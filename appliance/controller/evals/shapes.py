@@ -14,9 +14,9 @@ from pydantic import Field, ValidationError
 
 from appliance.controller.context.tasks import TaskFailed
 from appliance.controller.grading.checks import MAX_DEPTH
-from appliance.controller.http.error_handlers import first_error
 from appliance.controller.http.resource import object_of
 from appliance.controller.http.routers import Metadata, StrictBody
+from appliance.controller.interfaces.errors import first_error
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
 from train.data.records import MARK
 from train.graders import graders, templates

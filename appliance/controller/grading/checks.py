@@ -31,7 +31,6 @@ from train.graders.graders import (
     Multi,
     Python,
     ScoreModel,
-    check_threshold,
     judges,
     leaves,
     parse,
@@ -54,7 +53,6 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
     one that asks a model that the caller may not ask."""
     try:
         grader = parse(given)
-        check_threshold(grader)
     except MissingField as error:
         raise _missing(f"{param}.{error.param}") from None
     except InvalidGrader as error:

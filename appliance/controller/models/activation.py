@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
@@ -32,7 +33,6 @@ from appliance.store.errors import RowNotFound
 from appliance.store.objects import models
 from appliance.store.records import canaries, deployments
 from appliance.store.rows import CanaryRow, ModelRow, VersionRow, columns
-from runtime.background_tasks import RunningTasks
 
 _LOCKS: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # names come and go
 
@@ -83,21 +83,20 @@ class Canaries:
 
     def __init__(self, context: ControllerContext):
         self._context, self._db = context, context.db
-        self.tasks = RunningTasks()
 
     async def look(self, now_s: float) -> None:
         """A task for each canary whose model is not being changed, which ends it if it ends automatically: a swap may
         take minutes, in which another model's bad canary has to be rolled back."""
         for row in models.running_canaries(self._db):
             if not lock(row.model).locked():
-                self.tasks.add(asyncio.create_task(self._look_at(row.model, now_s), name=f"canary {row.name}"))
+                self._context.background.once(f"canary: {row.model}", partial(self._look_at, row.model, now_s))
         served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
         for name in {row.name for row in canaries.list_all(self._db, "state != 'running'")} - served:
             self._context.model_ops.let_go(name)  # not before: an engine that starts would hold its version again
 
     async def _look_at(self, name: str, now_s: float) -> None:
         # NotFound: the model may be deleted meanwhile.
-        with self._context.background.guard(f"canary: {name}"), suppress(NotFound):
+        with suppress(NotFound):
             async with lock(name):
                 row = models.find_canary(self._db, name)
                 if row is None:

@@ -63,12 +63,6 @@ def test_step_ends_only_what_it_has_sent(looks):
             is_open = event != "resolved"
 
 
-def test_step_undelivered_problem_is_sent_at_the_next_look():
-    known, first = step([FULL], {FULL.id: step([FULL], {}, 0, DAY_S)[0][FULL.id]}, SETTLE_S, DAY_S)
-    again = step([FULL], known, SETTLE_S + 1, DAY_S)[1]
-    assert [one.event for one in first + again] == ["problem", "problem"]
-
-
 @contextlib.contextmanager
 def http_server(status: int) -> Iterator[tuple[str, list[bytes]]]:
     bodies: list[bytes] = []

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.retention import keep_house
+from appliance.controller.app import keep_house
 from tests.unit.controller.conftest import Control, chat_lines
 
 BOUNDARY = "xxBOUNDARYxx"
@@ -112,11 +112,11 @@ def expiring(seconds: bytes, anchor: bytes = b"created_at") -> bytes:
         (form(PURPOSE), "file", "missing_required_parameter"),
         (form(file_part()), "purpose", "missing_required_parameter"),
         (form(file_part(), field(b"purpose", b"search")), "purpose", "invalid_value"),
-        (form(file_part(), file_part(), PURPOSE), None, "invalid_multipart"),
+        (form(file_part(), file_part(), PURPOSE), None, "invalid_body"),
         (form(PURPOSE, file_part(data=b"x" * 100))[:-60], "file", "missing_required_parameter"),
-        (expiring(b"3599"), "expires_after.seconds", "invalid_value"),
+        (expiring(b"3599"), "expires_after[seconds]", "invalid_value"),
         # Its first twenty digits are 3600; the rest once made a file that never ends and a list that answered 500.
-        (expiring(b"0" * 16 + b"3600" + b"9" * 400), "expires_after.seconds", "invalid_value"),
+        (expiring(b"0" * 16 + b"3600" + b"9" * 400), "expires_after[seconds]", "invalid_value"),
     ],
 )
 async def test_malformed_forms_are_named_and_leave_nothing(control: Control, body: bytes, param: str, code: str):

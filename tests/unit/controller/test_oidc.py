@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from appliance.controller.admin import logins
 from appliance.controller.app import create_app
 from appliance.controller.bus.bus import Bus
-from appliance.controller.http.peers import Listener
+from appliance.controller.interfaces.principal import Listener
 from appliance.store.database import Database
 from appliance.store.records import audit, keys, page_sessions
 from tests.simulator.control_plane import simulated_context
@@ -196,13 +196,6 @@ async def test_finish_with_a_bad_token_is_refused(way: Way, sign: Any) -> None:
 async def test_oidc_finish_of_another_browser_is_refused(way: Way, changes: dict[str, str]) -> None:
     answer = await way.back(**changes)
     assert answer.status_code == 403 and keys.list_all(way.db) == []
-
-
-async def test_oidc_finish_twice_is_refused(way: Way) -> None:
-    begun = (await way.http.post(f"{OIDC}/begin")).json()
-    body = {**way.provider.visited(begun["url"]), "binder": begun["binder"]}
-    assert (await way.http.post(f"{OIDC}/finish", json=body)).status_code == 201
-    assert (await way.http.post(f"{OIDC}/finish", json=body)).status_code == 403
 
 
 async def test_groups_of_userinfo_need_the_same_subject(way: Way) -> None:

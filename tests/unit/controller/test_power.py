@@ -4,63 +4,56 @@ from __future__ import annotations
 
 from typing import Any
 
+import pynvml
 import pytest
 
 from appliance.controller.devices.mode import EnergyMeter, Mode, PowerKeeper, of_job, write_mode
 from appliance.store.objects import jobs
 from appliance.store.records import usage
-from runtime.devices.kind import PowerLimits, PowerRefused, Reading
+from runtime.devices.kind import Reading
+from runtime.devices.kinds import kind_of
 from scheduler.core.workload import Device
+from tests.devices_support.nvml import Machine, eight_h100
 from tests.unit.controller.conftest import SCOPES, Control
 
 
-class Driver:
-    """The limits of two devices. refuses: to set any."""
-
-    def __init__(self) -> None:
-        self.limits_w = {"GPU-a": 700.0, "GPU-b": 700.0}
-        self.refuses = False
-        self.calls = 0
-
-    def limits(self) -> dict[str, PowerLimits]:
-        return {uuid: PowerLimits(limit_w, 700.0) for uuid, limit_w in self.limits_w.items()}
-
-    def set_limit(self, uuid: str, limit_w: float) -> None:
-        self.calls += 1
-        if self.refuses:
-            raise PowerRefused("only root may")
-        self.limits_w[uuid] = limit_w
-
-
 @pytest.fixture
-def driver() -> Driver:
-    return Driver()
+def driver(monkeypatch) -> Machine:
+    return eight_h100().install(monkeypatch)
 
 
 @pytest.fixture
 def keeper(db, driver) -> PowerKeeper:
-    return PowerKeeper({"serve": 450.0}, db, 0, [Device("n0/0", "n0", 0, uuid="GPU-a")], driver)
+    return PowerKeeper({"serve": 450.0}, db, 0, [Device("n0/0", "n0", 0, uuid="GPU-h100-0")], kind_of("cuda"))
 
 
 async def test_power_limit_follows_the_mode(db, keeper, driver):
     write_mode(db, Mode("serve"), 1.0)
     await keeper.look()
     await keeper.look()
-    assert driver.limits_w == {"GPU-a": 450.0, "GPU-b": 700.0} and driver.calls == 1, "b is not the box's to limit"
+    limits_mw = [gpu.limit_mw for gpu in driver.gpus]
+    assert limits_mw == [450_000, *[700_000] * 7] and driver.limits_set == 1, "the others are not the box's to limit"
     assert keeper.status() == {"set": True, "limit_w": 450.0, "refused": {}}
     write_mode(db, Mode("train"), 2.0)
     await keeper.look()
-    assert driver.limits_w["GPU-a"] == 700.0 and keeper.status()["limit_w"] is None
+    assert driver.gpus[0].limit_mw == 700_000 and keeper.status()["limit_w"] is None
 
 
 async def test_power_limit_that_the_driver_refuses_is_shown_and_tried_again(db, keeper, driver):
     write_mode(db, Mode("serve"), 1.0)
-    driver.refuses = True
+    driver.set_limit_error = pynvml.NVMLError_NoPermission()
     await keeper.look()
-    assert keeper.status()["refused"] == {"n0/0": "only root may"}
-    driver.refuses = False
+    assert keeper.status()["refused"] == {"n0/0": "the driver says: Insufficient Permissions"}
+    driver.set_limit_error = None
     await keeper.look()
-    assert keeper.status()["refused"] == {} and driver.limits_w["GPU-a"] == 450.0
+    assert keeper.status()["refused"] == {} and driver.gpus[0].limit_mw == 450_000
+
+
+async def test_power_limit_of_a_lost_gpu_is_left_out(db, keeper, driver):
+    write_mode(db, Mode("serve"), 1.0)
+    driver.gpus[0].handle_error = pynvml.NVMLError_GpuIsLost()
+    await keeper.look()
+    assert keeper.status()["refused"] == {} and driver.limits_set == 0 and driver.users == 0
 
 
 class Meters:

@@ -14,7 +14,7 @@ import pytest
 
 from appliance.controller.access.limits import GIB, Disk
 from appliance.controller.app import create_app
-from appliance.controller.http.peers import Listener
+from appliance.controller.interfaces.principal import Listener
 from appliance.store.database import Database
 from appliance.store.objects import responses
 from appliance.store.records import keys

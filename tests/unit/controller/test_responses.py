@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from appliance.controller.http.peers import Listener
+from appliance.controller.interfaces.principal import Listener
 from appliance.store.objects import responses
 from appliance.store.records import keys
 from tests.unit.controller.conftest import Control

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from appliance.controller import retention
-from appliance.controller.retention import DAY_S
+from appliance.controller import app
+from appliance.controller.app import DAY_S
 from appliance.store.database import Database
 from appliance.store.objects import batches, files, jobs
 from appliance.store.records import audit, operations, usage
@@ -81,10 +81,12 @@ def counts(db: Database, folder: Path) -> dict[str, int]:
 def test_everything_that_grows_goes_after_its_days_and_nothing_that_is_needed(tmp_path: Path, db: Database):
     filled(db, tmp_path)
     before = counts(db, tmp_path)
-    retention.keep_house(simulated_context(tmp_path, db, retention=dict.fromkeys(DAYS)), NOW_S)
+    app.keep_house(simulated_context(tmp_path, db, retention=dict.fromkeys(DAYS)), NOW_S)
     assert counts(db, tmp_path) == before, "null is for ever"
-    retention.keep_house(simulated_context(tmp_path, db, retention=DAYS), NOW_S)
+    app.keep_house(simulated_context(tmp_path, db, retention=DAYS), NOW_S)
     assert counts(db, tmp_path) == LEFT
     for file_id in ("file-in_progress-20", "file-of-live-20"):
         assert files.find(db, file_id, viewer=None, now_s=0)
     assert not (tmp_path / "jobs" / "job-20").exists() and (tmp_path / "jobs" / "live-20").exists()
+    app.keep_house(simulated_context(tmp_path, db, retention=DAYS | {"records_days": 1.0}), NOW_S)
+    assert counts(db, tmp_path)["handovers"] == 1, "the newest stays: their numbers are never used again"

@@ -21,7 +21,7 @@ from tests.unit.scheduler.fakes import Handle
 from tests.unit.weights.conftest import check, write
 from weights.format.errors import VersionLeased
 from weights.format.names import Name
-from weights.memory.segment import forget_mappings
+from weights.memory.segment import mappings
 from weights.memory.store import WeightStore
 
 BASE, SNAPSHOT, TUNED = Name("version", "m", "v1"), Name("snapshot", "job-1", "step-7"), Name("adapter", "ft:m", "s1")
@@ -48,7 +48,7 @@ class OneNode:
 def nodes():
     folder = Path(tempfile.mkdtemp(prefix="n-"))  # short, because Unix sockets lie below it
     yield OneNode(folder, "n0"), OneNode(folder, "n1")
-    forget_mappings()
+    mappings.clear()
     shutil.rmtree(folder)
 
 

@@ -1,15 +1,38 @@
 """Checks name the lines of a file, and count them."""
 
 import json
+from unittest.mock import patch
 
 import pytest
 
 from tests.train_support.tiny import gsm8k
-from tests.unit.train.data_checks.made import chat, checked, write
-from train.data_checks.check import personal_data
-from train.data_checks.process import BadOption, CheckFailed, report_apart
+from train.data_checks.check import Check, personal_data
+from train.data_checks.process import CheckFailed, report_apart, report_on
+from train.plan.errors import InvalidSpec
 
 LONG = "The quick brown fox jumps over the lazy dog while the old man reads his newspaper under a tree in the park."
+
+
+def chat(question, answer):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def write(path, *records):
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    return path
+
+
+def repeats(path):
+    """By the index of each (near) duplicate that of the example before it."""
+    check = Check()
+    with patch("train.data_checks.check._MOST_SHOWN", 10**6):
+        check.report(path, "")
+    found = [one for name in ("duplicates", "near_duplicates") for one in check.found[name].first]
+    return {one["line"] - 1: one["of"] - 1 for one in found}
+
+
+def checked(path, **options):
+    return report_on(path, str(path), **options)
 
 
 def lines(report, name):
@@ -80,9 +103,9 @@ def test_lengths_are_percentiles_of_tokens(tmp_path):
 
 def test_options_without_meaning_are_refused(tmp_path):
     path = write(tmp_path / "f.jsonl", chat("a", "b"))
-    with pytest.raises(BadOption, match="'poetry'"):
+    with pytest.raises(InvalidSpec, match="'poetry'"):
         checked(path, method="poetry")
-    with pytest.raises(BadOption, match="no tokenizer"):
+    with pytest.raises(ValueError, match="no tokenizer"):
         checked(path, model=tmp_path)
     assert lines(checked(path, method="dpo"), "bad_lines") == [1]
 
@@ -98,7 +121,7 @@ def test_tokenizer_that_names_other_files_is_not_opened(tmp_path):
     data, model = write(tmp_path / "f.jsonl", chat("a", "b")), tmp_path / "model"
     model.mkdir()
     (model / "tokenizer_config.json").write_text(json.dumps({"vocab": str(data)}))
-    with pytest.raises(BadOption):
+    with pytest.raises(ValueError, match="no tokenizer"):
         checked(data, model=model)
 
 

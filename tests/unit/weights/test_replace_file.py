@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from runtime.replace_file import replace_file
+from weights.format.names import replace_file
 
 
 @pytest.mark.parametrize("durable", [False, True])

@@ -1,72 +1,63 @@
-"""Reinforcement: its schema and data, its loss against a plain computation, and runs that learn from rewards."""
+"""Reinforcement and distillation: their schemas and data, their losses against plain computations, and runs that learn
+from rewards or come nearer to a teacher."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import cycle
+from itertools import count, cycle
 
 import numpy as np
 import pytest
 import torch
 
-from tests.train_support.sampled import Model, Sampler, letters
+from tests.train_support.sampled import Sampler, letters
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import VOCABULARY, make_model_dir, write_prompt_file
-from tests.train_support.world import SAMPLES
+from tests.train_support.world import METHODS, SAMPLES
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
-from train.control.progress import ControlSignals, Progress
+from train.control.rank import Progress
 from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
 from train.data.formats import BadRecord
 from train.data.packing import build_row
-from train.graders.templates import Sample
 from train.methods.methods import method_of
 from train.methods.own_answers import GROUP
 from train.methods.packed_objective import PackedObjective, to_batch
 from train.model.model import load_model, load_tokenizer
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, InvalidSpec, NothingGraded
-from train.rollouts.rollouts import Form, Graded, advantages
+from train.rollouts.rollouts import Form, advantages, graded, taught
 from train.rollouts.samples import SamplesFile
 from train.trainer.worker import prepare
 from weights.format.names import policy_name
 from weights.memory.store import WeightStore
 
-REINFORCEMENT = method_of("reinforcement")
+REINFORCEMENT, DISTILLATION = method_of("reinforcement"), method_of("distillation")
 DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512, device_kind="cpu")
 
 
 def test_its_hyperparameters_are_openais():
     given = {"compute_multiplier": 2, "eval_interval": 5, "eval_samples": 3, "reasoning_effort": "default"}
-    fields = REINFORCEMENT.resolve(
-        {**given, "n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 3}, DATASET, MODEL, 2
-    )
+    fields = REINFORCEMENT.resolve({**given, "n_epochs": 2, "batch_size": 4}, DATASET, MODEL, 2)
     made = REINFORCEMENT.samples(fields["options"])
     assert (made.group, made.valid, fields["eval_interval"], made.room) == (2 * GROUP, 3, 5, 256)
     assert (fields["batch_size"], fields["micro_batch"], fields["packing"], fields["n_epochs"]) == (4, 1, False, 2)
     # The longest prompt, which may be an estimate, and the answer.
     assert fields["max_length"] == 64 + 256 and REINFORCEMENT.data_length(320, fields["options"]) == 64
     assert made.group / made.rows * fields["max_length"] <= 1024
-    plain = auto.resolve({"batch_size": 4, "n_epochs": 2, "packing": False, "max_length": 320}, DATASET, MODEL, 2)
-    assert fields["learning_rate"] == pytest.approx(3 * REINFORCEMENT.rate_share * plain["learning_rate"], rel=0.2)
-    assert json.loads(json.dumps(fields["options"])) == fields["options"]
 
 
-@pytest.mark.parametrize(
-    "given, rank_limit, expected",
-    [
+def test_model_in_training_is_an_adapter_where_engines_take_it():
+    for given, rank_limit, expected in (
         ({"lora_rank": 8}, 32, "adapter"),
         ({"lora_rank": 8, "lora_publish": "merged"}, 32, "adapter"),
         ({"lora_rank": 8}, 0, "version"),
         ({"lora_rank": 64, "lora_publish": "merged"}, 32, "version"),
         ({}, 32, "version"),
-    ],
-)
-def test_model_in_training_is_an_adapter_where_engines_take_it(given, rank_limit, expected):
-    model = replace(MODEL, adapter_max_rank=rank_limit)
-    options = REINFORCEMENT.resolve(given, DATASET, model, 1)["options"]
-    assert (options["policy"], options["staleness"]) == (expected, 0)
+    ):
+        options = REINFORCEMENT.resolve(given, DATASET, replace(MODEL, adapter_max_rank=rank_limit), 1)["options"]
+        assert (options["policy"], options["staleness"]) == (expected, 0)
 
 
 @pytest.mark.parametrize(
@@ -124,32 +115,10 @@ def test_advantages_are_rewards_less_the_mean_of_their_group():
     assert advantages([0.3] * 8, 8).tolist() == [0.0] * 8, "equal rewards teach nothing"
 
 
-@pytest.mark.parametrize(
-    "text, said, called",
-    [
-        ('I look.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "I look.", [("f", {"a": 1})]),
-        (
-            '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "g", "arguments": {"b": "é"}}',
-            "",
-            [("f", {}), ("g", {"b": "é"})],
-        ),
-        ('{"name": "f", "parameters": {"a": [2]}}', "", [("f", {"a": [2]})]),
-        ("<tool_call>{no json}</tool_call>", None, []),
-        ("[" * 100_000, None, []),
-    ],
-)
-def test_calls_of_tools_in_an_answer_are_what_a_grader_reads(text, said, called):
-    found = Sample.with_calls(text)
-    assert found.output_text == (text if said is None else said)
-    calls = [call["function"] for call in found.output_tools]
-    assert [(call["name"], json.loads(call["arguments"])) for call in calls] == called
-
-
 def test_graded_error_of_the_mean_reward_is_over_prompts():
     def error(rewards, group):
-        return (
-            Graded({"rewards": rewards, "errors": [""] * len(rewards)}, [], group).validated().get("mean_reward_error")
-        )
+        lesson = graded({"rewards": rewards, "errors": [""] * len(rewards)}, [], group)
+        return lesson.of_validation.get("mean_reward_error")
 
     means = [1.0, 0.0, 0.5, 0.5]
     for each in (1, 4):
@@ -297,55 +266,30 @@ def run_spec(tmp_path, **fields):
 
 
 class Box:
-    """Whoever runs the job: hears its events and writes its samples."""
+    """Whoever runs the job: hears its events, writes its samples, and after the step `leaves_at` wants the devices."""
 
-    def __init__(self, sampler=None):
-        self.told, self.sampler = [], sampler or Sampler()
-        self.signals, self.spec = ControlSignals(), None
+    def __init__(self, sampler=None, leaves_at=None):
+        self.told, self.sampler, self.leaves_at = [], sampler or Sampler(), leaves_at
+        self.progress, self.spec = Progress(), None
 
     def __call__(self, event, **data):
         self.told.append({"event": event, **data})
         if event == "policy":
             self.sampler.policy(self.spec, data["step"])
+            self.progress.suspend = data["step"] == self.leaves_at
 
     def of(self, kind):
         return [event for event in self.told if event["event"] == kind]
 
     def run(self, spec, snapshot=None):
         self.spec = spec
-        run = prepare(spec, self, self.signals, Progress(), snapshot)
+        run = prepare(spec, self, self.progress, snapshot)
         outcome = run.run()
         run.close()
         return outcome
 
 
-LORA = {"full": False, "lora_rank": 4, "lora_publish": "adapter", "base_model": "base", "base_version": "v1"}
-
-
-@pytest.mark.parametrize("fields", [{}, {**LORA, "learning_rate": 2e-2}], ids=["version", "adapter"])
-def test_a_run_learns_what_is_rewarded(tmp_path, fields):
-    box = Box(Sampler(Model()))
-    valid = str(write_prompt_file(tmp_path / "valid.jsonl", 6, seed=1))
-    options = {**SAMPLES, "max_completion_tokens": 8, "policy": "adapter" if fields else "version"}
-    options["reasoning_effort"] = "high"
-    spec = run_spec(tmp_path, valid_path=valid, n_epochs=4, options=options, **{"learning_rate": 4e-3, **fields})
-    assert box.run(spec)["outcome"] == "succeeded"
-    assert any("'high' changes nothing" in event["text"] for event in box.of("message"))
-    steps = box.of("metrics")
-    assert [step["step"] for step in steps] == list(range(1, 25))
-    rewards = [step["train_mean_reward"] for step in steps]
-    assert np.mean(rewards[-4:]) > 1.5 * np.mean(rewards[:4]), rewards
-    first, *_, last = [event["mean_reward"] for event in box.of("validation")]
-    assert last >= first
-    assert all(0 <= event["mean_reward_error"] < 0.5 for event in box.of("validation"))
-    # The weights of the very step: what is in shared memory is rounded to bfloat16, and that is all.
-    assert max(step["mismatch_mean"] for step in steps) < 0.02
-    assert all(step["clipped"] == step["staleness"] == 0 for step in steps)
-    assert {"publishing", "sampling", "training", "full_iteration"} == steps[0]["timing"]["step"].keys()
-    assert [event["version"] for event in box.of("published")] == ["step-24"]
-
-
-def graded(*verdicts):
+def box_of(*verdicts):
     """A grader that says these (reward, error) of answers in turn."""
     turn = cycle(verdicts)
 
@@ -357,29 +301,22 @@ def graded(*verdicts):
 
 
 def test_equal_rewards_change_nothing_and_a_silent_grader_ends_the_job(tmp_path):
-    box, spec = graded((0.5, "")), run_spec(tmp_path)
+    valid = str(write_prompt_file(tmp_path / "valid.jsonl", 6, seed=1))
+    box, spec = box_of((0.5, "")), run_spec(tmp_path, valid_path=valid, options={**SAMPLES, "reasoning_effort": "high"})
     assert box.run(spec)["outcome"] == "succeeded"
     for step in box.of("metrics"):
         assert (step["loss"], step["grad_norm"], step["equal_rewards"]) == (0, 0, 1)
+        assert step["timing"]["step"].keys() == {"publishing", "sampling", "training", "full_iteration"}
+    assert [(one["mean_reward"], one["mean_reward_error"]) for one in box.of("validation")] == [(0.5, 0)] * 2
+    assert [event["version"] for event in box.of("published")] == ["step-6"]
+    assert any("'high' changes nothing" in event["text"] for event in box.of("message"))
+    spec = replace(spec, valid_path=None)
     with pytest.raises(NothingGraded, match="any of 32 answers: grade.. raised NameError"):
-        graded((0.0, "grade() raised NameError: x")).run(replace(spec, run_dir=str(tmp_path / "broken")))
+        box_of((0.0, "grade() raised NameError: x")).run(replace(spec, run_dir=str(tmp_path / "broken")))
     # A judge that was not there is no verdict.
-    half = graded((None, "the model did not answer"), (0.5, ""))
+    half = box_of((None, "the model did not answer"), (0.5, ""))
     assert half.run(replace(spec, run_dir=str(tmp_path / "half"), job_id="h"))["outcome"] == "succeeded"
     assert all(step["mean_unresponsive_rewards"] == 0.5 for step in half.of("metrics"))
-
-
-class Impatient(Sampler):
-    """Wants the devices when the samples of the third step are missing."""
-
-    def __init__(self, box_of):
-        super().__init__(silent=(SamplesFile("train", 2),))
-        self.box_of = box_of
-
-    def policy(self, spec, step):
-        super().policy(spec, step)
-        if step == 2:
-            self.box_of().signals.ask_suspend()
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
@@ -389,7 +326,7 @@ def test_run_that_is_suspended_loses_no_sample_and_counts_none_twice(tmp_path, s
     whole.run(spec)
     assert [step["staleness"] for step in whole.of("metrics")] == [min(step, staleness) for step in range(6)]
     spec = replace(spec, run_dir=str(tmp_path / "other"), job_id="k")
-    first, second = Box(Impatient(lambda: first)), Box()
+    first, second = Box(Sampler(silent=(SamplesFile("train", 2),)), leaves_at=2), Box()
     outcome = first.run(spec)
     assert outcome["outcome"] == "suspended" and outcome["step"] == 2
     assert second.run(spec, outcome["snapshot_path"])["outcome"] == "succeeded"
@@ -414,3 +351,91 @@ def test_weights_that_no_step_samples_from_are_removed(tmp_path):
     assert sorted(there[-1]) == ["step-3", "step-4"] and len({file for file, _, _ in box.sampler.drawn}) == 6
     seeds = [prompt.seed for _, _, prompts in box.sampler.drawn for prompt in prompts]
     assert len(set(seeds)) == 24, "each prompt of each step has random numbers of its own"
+
+
+# -- distillation ------------------------------------------------------------------------------------------------------
+
+
+def test_distillation_has_the_hyperparameters_of_answers_and_how_many_there_are():
+    given = {"samples": 1, "eval_samples": 2, "max_completion_tokens": 40, "batch_size": 4, "n_epochs": 2}
+    made = DISTILLATION.samples(DISTILLATION.resolve(given, DATASET, MODEL, 2)["options"])
+    assert (made.group, made.valid, made.room) == (1, 2, 40)
+    for name, value in (("compute_multiplier", 1), ("reasoning_effort", "default"), ("samples", 0)):
+        with pytest.raises(InvalidHyperparameter, match=name):
+            DISTILLATION.resolve({name: value}, DATASET, MODEL, 2)
+
+
+def plain_model(tmp_path):
+    folder = tmp_path / "b"
+    base = str(folder if folder.exists() else make_model_dir(folder, dtype=torch.float32))
+    return load_model(host_spec(base, precision="fp32"))
+
+
+def next_token(model, prompt):
+    model.set_attn_implementation("eager")
+    return model(input_ids=torch.tensor(prompt)[None]).logits[0, -1].float().log_softmax(-1)
+
+
+def test_over_all_answers_the_gradient_is_that_of_the_reverse_divergence(tmp_path):
+    """Every token of the vocabulary as an answer of one token, weighed by how likely the model is to write it: what is
+    left of the estimate is the divergence itself, as plain torch computes it from all logits."""
+    prompt = np.array([5, 9, 200, 31])
+    theirs = torch.randn(384, generator=torch.Generator().manual_seed(1)).mul(2).log_softmax(-1)
+    plain = plain_model(tmp_path)
+    ours = next_token(plain, prompt)
+    divergence = (ours.exp() * (ours - theirs)).sum()
+    divergence.backward()
+
+    share, sampled = ours.detach().exp().numpy(), ours.detach().numpy()
+    verdict = {"log_probs": [[one] for one in theirs.tolist()], "errors": [""] * 384}
+    advantages = taught(verdict, [sampled[i : i + 1] for i in range(384)], 1).advantages
+    answers = [(prompt, np.array([token])) for token in range(384)]
+    row = learnt_row(answers, np.concatenate([one * share[token] for token, one in enumerate(advantages)]), sampled)
+    objective = PackedObjective(plain_model(tmp_path), DISTILLATION, {})
+    loss = objective(to_batch(row, 1.0, "cpu"))
+    loss.backward()
+    assert loss.item() == pytest.approx(divergence.item(), rel=1e-5)
+    worst = max(
+        (ours.grad - theirs.grad).abs().max().item()
+        for ours, theirs in zip(objective.model.parameters(), plain.parameters(), strict=True)
+    )
+    assert worst < 1e-5
+
+
+def test_teacher_metrics_are_of_the_tokens_that_were_sampled():
+    sampled = [np.float32([-1, -2]), np.float32([-3])]
+    verdict = {"log_probs": [[-2.0, -2.0], [-6.0]], "errors": [""] * 2}
+    assert taught(verdict, sampled, 2).of_step == {
+        "reverse_kl": pytest.approx(4 / 3),
+        "answer_reverse_kl": pytest.approx(2),
+        "entropy": pytest.approx(2),
+        "teacher_errors": 0,
+    }
+
+
+def teaching(fails):
+    """A teacher that finds all tokens alike. fails: why it says nothing of an answer, by the answer's number."""
+    numbers = count()
+
+    def teach(prompt, answers):
+        errors = [fails(next(numbers)) for _ in answers]
+        log_probs = [None if why else [-6.0] * len(ids) for why, (ids, _) in zip(errors, answers, strict=True)]
+        return {"log_probs": log_probs, "errors": errors}
+
+    return Box(Sampler(judge=teach))
+
+
+TAUGHT = METHODS["distillation"][1]
+
+
+def taught_spec(tmp_path, **fields):
+    return run_spec(tmp_path, **{"method": "distillation", "options": {**TAUGHT, "max_completion_tokens": 4}} | fields)
+
+
+def test_what_a_teacher_says_nothing_of_is_left_out_and_nothing_at_all_ends_the_job(tmp_path):
+    half = teaching(lambda number: "the teacher gave nan" if number % 2 else "")
+    assert half.run(taught_spec(tmp_path))["outcome"] == "succeeded"
+    assert all(step["teacher_errors"] == 0.5 and np.isfinite(step["loss"]) for step in half.of("metrics"))
+    silent = teaching(lambda number: "no answer within 3600 s: no engine of the model is awake")
+    with pytest.raises(NothingGraded, match="no log-probabilities of any of 32 answers: no answer within 3600 s"):
+        silent.run(taught_spec(tmp_path, run_dir=str(tmp_path / "silent")))
