@@ -194,6 +194,7 @@ class Gateway:
             try:
                 reader, self._bus = await asyncio.open_unix_connection(state.config.bus_socket, limit=LINE_BYTES)
                 self._usage_sent, self._sent, state.controller_away = False, b"", False
+                state.metrics.forget_arrivals()  # minutes without a controller would look like one burst
                 await self._read(reader)
             except (OSError, ValueError, msgspec.MsgspecError) as error:
                 if not state.controller_away:
@@ -238,6 +239,7 @@ class Gateway:
         if report != self._sent or time.monotonic() - self._sent_s >= HEARTBEAT_S:
             self._sent, self._sent_s = report, time.monotonic()
             writer.write(report)
+            state.metrics.forget_arrivals()
         if not self._usage:
             self._usage, self._usage_sent = state.spending.take_sums(), False
         if self._usage and not self._usage_sent:
@@ -248,9 +250,8 @@ class Gateway:
 def load_report(state: State) -> dict[str, Any]:
     """The load report of the bus. Times: Unix seconds, or durations in seconds.
 
-    Models that no request has named since this process began are left out. Counts of arrivals are since `started_s`, by
-    bucket of prompt tokens and of time. waiting_prompt_tokens: of requests without a first token, as far as visible;
-    prompt_tokens: of all in flight and held."""
+    Models that no request has named since this process began are left out. waiting_prompt_tokens: of requests without a
+    first token, as far as visible; prompt_tokens: of all in flight and held. replicas: requests in flight."""
     now_s, held, certificate = time.time(), state.holds.models(), state.certificate
     inflight, waiting, prompts = Counter[str](), Counter[str](), Counter[str]()
     for exchange in state.exchanges:
@@ -274,8 +275,7 @@ def load_report(state: State) -> dict[str, Any]:
     return {
         "type": "load",
         "generation": state.generation,
-        "started_s": state.started_s,
-        "replicas": {name: {"inflight": load.inflight} for name, load in state.router.loads.items()},
+        "replicas": {name: load.inflight for name, load in state.router.loads.items()},
         "models": models,
         "canaries": state.comparison.canaries,
         "notes": [] if certificate is None else certificate.notes(now_s),

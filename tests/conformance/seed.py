@@ -17,9 +17,11 @@ from typing import Any
 from appliance.controller.evals.shapes import sample_object
 from appliance.controller.responses.objects import completion_row, queued
 from appliance.store.database import Database
-from appliance.store.objects import batches, evals, files, jobs, models, responses
+from appliance.store.objects import evals, files, jobs, models
 from appliance.store.records import keys
 from appliance.store.rows import (
+    BATCHES,
+    EVAL_ITEMS,
     UPLOADS,
     BatchRow,
     EvalItemRow,
@@ -34,6 +36,7 @@ from appliance.store.rows import (
     UploadRow,
     VersionRow,
 )
+from appliance.store.rows import RESPONSES as ROWS
 from train.data.check import check_training_file
 from train.graders.graders import ModelAnswer
 
@@ -131,7 +134,7 @@ def _evals(db: Database) -> None:
     result = {"name": "name", "type": "string_check", "passed": True, "score": 1.0}
     sample = sample_object({"messages": []}, [ModelAnswer("bar")])
     for place, item_id in enumerate(("output_item_id", "after")):
-        evals.insert_items(db, [EvalItemRow(item_id, "run_id", place, now_s, "pass", {"foo": "bar"}, sample, [result])])
+        EVAL_ITEMS.insert(db, EvalItemRow(item_id, "run_id", place, now_s, "pass", {"foo": "bar"}, sample, [result]))
 
 
 def _model(db: Database, name: str, kind: str, base: str | None) -> None:
@@ -207,7 +210,7 @@ def _batches(db: Database, files_dir: Path) -> None:
     when = (now_s, now_s + 86400)
     for batch_id in (BATCH, "after"):
         row = BatchRow(batch_id, "/v1/responses", BATCH_INPUT, *when, "in_progress", metadata={"foo": "string"})
-        batches.insert(db, row)
+        BATCHES.insert(db, row)
 
 
 def _responses(db: Database) -> None:
@@ -218,10 +221,8 @@ def _responses(db: Database) -> None:
     for response_id in RESPONSES:
         asked = {"model": PLAIN_MODEL, "input": [item]}
         answer = {**queued(response_id, asked, time.time()), "status": "completed", "output": [message]}
-        given, answered = json.dumps([item]), json.dumps(answer)
-        about = {"status": "completed", "created_s": time.time(), "bytes": len(given) + len(answered), "background": 1}
-        row = ResponseRow(id=response_id, key_id="key_conformance0", input=given, response=answered, **about)
-        responses.insert(db, row)
+        about = {"status": "completed", "created_s": time.time(), "bytes": 0, "background": 1}
+        ROWS.insert(db, ResponseRow(id=response_id, key_id="key_conformance0", input=[item], response=answer, **about))
 
 
 def _completions(db: Database) -> None:
@@ -231,4 +232,4 @@ def _completions(db: Database) -> None:
     for completion_id in COMPLETIONS:
         about = {"object": "chat.completion", "created": int(time.time()), "model": PLAIN_MODEL}
         answer = {"id": completion_id, **about, "choices": [choice]}
-        responses.insert(db, completion_row("key_conformance0", "", asked, answer))
+        ROWS.insert(db, completion_row("key_conformance0", "", asked, answer))

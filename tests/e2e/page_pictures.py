@@ -76,7 +76,7 @@ def _job(front: Front) -> str:
     def tell() -> None:
         db = context.db
         events = JobEvents(db, context.files_dir, "local")
-        events.started(job_id, ["n0/0", "n0/1"], resumed=False)
+        events.started(job_id, ["n0/0", "n0/1"])
         for step in range(1, REACHED + 1):
             devices = 4 if step <= REACHED // 2 else 2
             loss = 0.6 + 2.4 * math.exp(-step / 18) + drawn.gauss(0, 0.05)

@@ -287,7 +287,7 @@ def trained(front: Front, key: str) -> str:
 
     def tell() -> None:
         events = JobEvents(context.db, context.files_dir, "local")
-        events.started(job_id, ["n0/0", "n0/1"], resumed=False)
+        events.started(job_id, ["n0/0", "n0/1"])
         for step in (1, 2, 3):
             more = {"total_steps": 4, "loss": 3.0 / step, "tokens_per_s": 900.0, "devices": 2}
             more |= {"train_mean_reward": step / 4, "reverse_kl": 1 / step}

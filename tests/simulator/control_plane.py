@@ -22,7 +22,7 @@ from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import Mode
 from appliance.controller.engines.engine_sizes import EngineSizes
-from appliance.controller.grading.judging import Grading, Judging, Sampled
+from appliance.controller.grading.judging import Grading, Sampled
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.models.library import ModelVersion, Report
@@ -82,7 +82,13 @@ class SimulatedScheduler:
             "notes": [],
             "troubles": self.troubles,
             "queue": self.queue,
-            "memory": {"budget_bytes": 2**30, "used_bytes": 0},
+            "memory": {
+                "budget_bytes": 2**30,
+                "used_bytes": 0,
+                "room_bytes": 2**30,
+                "host_bytes": None,
+                "asleep_per_device": 2,
+            },
             "plan_s": 0.001,
         }
 
@@ -192,14 +198,6 @@ class _Rows(dict[str, Any]):
         return {"replicas": [{"state": "open"}] if self.places else []}
 
 
-class LineReturned(Exception):
-    """A request got no answer: its engine was wanted for something else (`yielded`), or died."""
-
-    def __init__(self, reason: str, *, yielded: bool):
-        super().__init__(reason)
-        self.yielded = yielded
-
-
 class SimulatedEngines(Asking):
     """Asks a gateway that answers every request at once with its body, if its engine has a place; `rule` may do
     otherwise. asked_by: the key of each request."""
@@ -226,11 +224,7 @@ class SimulatedEngines(Asking):
         while self._at_once >= self.rows.places:
             await asyncio.sleep(0.001)
         self.asked_by.append(request.headers["x-appliance-key-id"])
-        try:
-            answer = await self._answer(orjson.loads(request.content))
-        except LineReturned as error:
-            code = "batch_gives_way" if error.yielded else "engines_died"
-            answer = EngineAnswer(503 if error.yielded else 502, {"error": {"message": str(error), "code": code}})
+        answer = await self._answer(orjson.loads(request.content))
         headers = {"retry-after": "0.005"} if answer.status in (429, 503) else {}
         return httpx.Response(answer.status, json=answer.body, headers=headers)
 
@@ -319,12 +313,12 @@ def change(context: ControllerContext, **values: Any) -> None:
         object.__setattr__(context, name, value)
 
 
-def judging_of(context: ControllerContext) -> Judging:
-    return Judging(context.db, context.asking, Grading(context.db, context.graders, context.asking))
+def judging_of(context: ControllerContext) -> Grading:
+    return Grading(context.db, context.graders, context.asking)
 
 
 async def graded(
-    context: ControllerContext, job_id: str, *texts: str, item: Any, tools: bool = False, judging: Judging | None = None
+    context: ControllerContext, job_id: str, *texts: str, item: Any, tools: bool = False, judging: Grading | None = None
 ) -> Verdict:
     """What the grader of a job says of these answers."""
     prompt = Prompt([], {"messages": [], "item": item, "tools": [{}] if tools else []}, 0)
