@@ -322,7 +322,7 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
     keep_every("snapshots of finished jobs", tidy, TIDY_EVERY_S, at_once=True)
     keep("tiers", parts.flow.run)
     if config.alerts.is_on:
-        keep_every(alerts.TASK, alerts.Alerts(context, config.alerts).look, alerts.LOOK_EVERY_S, at_once=True)
+        keep_every(alerts.TASK, partial(alerts.look, context, config.alerts), alerts.LOOK_EVERY_S, at_once=True)
 
 
 async def _report_degraded(context: ControllerContext) -> None:
