@@ -21,7 +21,7 @@ from appliance.store.objects import jobs, models
 from appliance.store.records import box, tier_removals
 from appliance.store.rows import TierRemovalRow, VersionRow
 from appliance.tiers.tiers import Tier, Tiers, name_of
-from train.state.cadence import every_s
+from train.plan.spec import every_s
 from weights.format.config import KeepRules
 from weights.format.errors import StoreError, TierFull, TierUnavailable, VersionNotFound, WeightsError
 from weights.format.names import Name, step_of

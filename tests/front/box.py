@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import http.client
 import json
 import shutil
 import socket
@@ -21,6 +20,7 @@ import httpx
 import psutil
 import uvicorn
 import uvloop
+from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.controller.app import create_app
 from appliance.controller.bus.bus import Bus
@@ -144,20 +144,17 @@ class Front:
 
     def peak_bytes(self) -> int:
         """Most that the gateway has ever had resident."""
-        return _status_kib(self.process.pid, "VmHWM") * 1024
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
     def series(self, *names: str) -> dict[str, float]:
         """Sums of series of the gateway over their labels."""
-        asking = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        try:
-            asking.request("GET", "/metrics", headers={"Authorization": f"Bearer {self.key}"})
-            lines = asking.getresponse().read().decode().splitlines()
-        finally:
-            asking.close()
-        starts = {name: (f"appliance_gateway_{name} ", f"appliance_gateway_{name}{{") for name in names}
+        with self.http() as client:
+            families = text_string_to_metric_families(client.get("/metrics").text)
+            samples = [sample for family in families for sample in family.samples]
         return {
-            name: sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
-            for name, start in starts.items()
+            name: sum(sample.value for sample in samples if sample.name == f"appliance_gateway_{name}")
+            for name in names
         }
 
 
@@ -168,11 +165,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running_front(
-    *,
-    controller: dict[str, Any] | None = None,
-    imports: bool = True,
-    port: int | None = None,
-    **gateway: Any,
+    *, controller: dict[str, Any] | None = None, imports: bool = True, port: int | None = None, **gateway: Any
 ) -> Iterator[Front]:
     """A front with the model `MODEL` open on one engine; `controller` and `gateway`: settings that differ from the
     defaults; `port`: a free one unless given. Everything has ended on return."""
@@ -268,10 +261,3 @@ def running_front(
         stopping.set()
         thread.join(30)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _status_kib(pid: int, name: str) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1])
-    raise KeyError(name)

@@ -62,7 +62,7 @@ METHODS = {
 # Of methods whose answers are judged: what a step says of the verdict.
 JUDGED = {"reinforcement": "train_mean_reward", "distillation": "reverse_kl"}
 
-# Two cores carry up to four ranks and whatever else runs: patience, where only a real hang would use it up.
+# Two cores carry up to four ranks and whatever else runs.
 PATIENT = PingLimits(ping_every_s=0.5, ping_timeout_s=20.0, phase_limit_s=120.0)
 
 

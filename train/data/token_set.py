@@ -111,7 +111,7 @@ class TokenSet:
     method refuses the cut, or nothing is left.
     """
 
-    def __init__(self, directory: Path, method: Rows, *, max_length: int, packing: bool, as_given: bool, name: str):
+    def __init__(self, directory: Path, method: Rows, *, max_length: int, packing: bool, name: str):
         self.directory = directory
         facts = orjson.loads((directory / "facts.json").read_bytes())
         self._pad_id, self.n_records, self.digest = facts["pad_id"], facts["n_records"], str(facts["digest"])
@@ -134,7 +134,7 @@ class TokenSet:
         self.n_truncated, self.n_dropped = len(long), int((~kept).sum())
         self._edges, labels = self._edges[kept], labels[kept].sum(axis=1)
         lengths = self._lengths = np.diff(self._edges).sum(axis=(1, 2))
-        self.packs = plan_packs(lengths, self.capacity, packing=packing, as_given=as_given)
+        self.packs = plan_packs(lengths, self.capacity, packing=packing)
         if not self.packs:
             why = f"no example has anything to learn within max_length {max_length}"
             raise InvalidTrainingData(name, [(1, why)], 1)
@@ -217,14 +217,12 @@ def open_token_set(
     max_length: int,
     packing: bool,
     rank: int,
-    as_given: bool = False,
     alive: Callable[[], None] = lambda: None,
 ) -> TokenSet:
     """The tokens of `path` (chat JSONL), which rank 0 writes if `cache_dir` does not have them; the others wait for it.
 
     Args:
         encoder: makes the encoder of the tokenizer in `base_path`; called only if something has to be tokenised.
-        as_given: packs are of neighbours, in the order of the file.
         alive: called for each example, and while a rank waits: rank 0 may need longer than the limit for a hang or for
             a collective.
 
@@ -237,7 +235,7 @@ def open_token_set(
     while not directory.exists():
         alive()
         time.sleep(_POLL_S)
-    return TokenSet(directory, method, max_length=max_length, packing=packing, as_given=as_given, name=path.name)
+    return TokenSet(directory, method, max_length=max_length, packing=packing, name=path.name)
 
 
 def _write(path: Path, encoder: ChatEncoder, directory: Path, method: Rows, alive: Callable[[], None]) -> None:

@@ -229,15 +229,19 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
         weights = weights // ranks + live
     gradients = 4 * trained // (1 if stage == 1 else ranks)
     optimizer = OPTIMIZER_BYTES * trained // ranks
-    buffers, offloaded, host = _buffers(shape, fields, trained), 0, 0
+    # DeepSpeed 0.19.8 allocates whole buckets: in ZeRO-1 fp32, of which overlap_comm has two (stage_1_and_2.py,
+    # setup_buckets); in ZeRO-2 two in bf16, with a copy in fp32 of the one that is reduced; in ZeRO-3 one in fp32
+    # (stage3.py, "IPG"), beside what is scattered from it. An adapter's largest parameter is small beside a bucket.
+    largest = min(trained, shape.largest) if fields["full"] else 0
+    buffers = (4 if _on_host(fields) else 8) * max(min(trained, BUCKET_ELEMENTS), largest)
     buffers += DECODING_BYTES * shape.hidden * shape.ffn if shape.quantised_bytes else 0
+    offloaded = host = 0
     if fields["offload"] != "none":
         offloaded = optimizer
         step = 8 if stage == 3 else 4 + element + (4 if fields["precision"] == "fp32" else 0)
         host = optimizer + step * trained // ranks
         if stage < 3:
-            passing = element * _largest(shape, fields, trained)
-            buffers, host = buffers + passing, host + passing
+            buffers, host = buffers + element * largest, host + element * largest
         if stage == 1:
             gradients += 4 * trained // ranks
         offloaded, host = offloaded + away, host + away
@@ -278,19 +282,6 @@ def version_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
     adapter = not fields["full"] and fields.get("lora_publish") == "adapter"
     elements = trained_parameters(shape, fields) if adapter else shape.n_parameters
     return ELEMENT_BYTES[fields.get("serve_dtype", "bf16")] * elements
-
-
-def _buffers(shape: ModelShape, fields: Mapping[str, Any], trained: int) -> int:
-    """The bytes for the reduction of gradients. DeepSpeed 0.19.8 allocates whole buckets: in ZeRO-1 fp32, of which
-    overlap_comm has two (stage_1_and_2.py, setup_buckets); in ZeRO-2 two in bf16, with a copy in fp32 of the one that
-    is reduced; in ZeRO-3 one in fp32 (stage3.py, "IPG"), beside what is scattered from it."""
-    elements = max(min(trained, BUCKET_ELEMENTS), _largest(shape, fields, trained))
-    return (4 if _on_host(fields) else 8) * elements
-
-
-def _largest(shape: ModelShape, fields: Mapping[str, Any], trained: int) -> int:
-    """Elements of the largest trained parameter; 0 for an adapter's, which is small beside a bucket."""
-    return min(trained, shape.largest) if fields["full"] else 0
 
 
 def _on_host(fields: Mapping[str, Any]) -> bool:

@@ -24,7 +24,7 @@ from torch import distributed
 
 from runtime.devices.kind import DeviceKind
 from runtime.devices.kinds import in_host_memory, of_torch
-from train.control.rank_messages import barrier, broadcast_json
+from train.control.rank import barrier, broadcast_json
 from weights.format.errors import StoreError, StoreFull
 from weights.format.layout import Layout, Placed
 from weights.format.torch_views import Strided, as_tensor, runs_view, torch_dtype

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from runtime.logs import configure_logging
 from runtime.processes.lifeline import Lifeline
-from train.control.progress import ControlSignals, Events, Progress
+from train.control.rank import Events, Progress, Rank
 from train.data.chat import ChatEncoder, vocabulary_of
 from train.data.token_set import TokenSet, open_token_set
 from train.methods.methods import method_of
@@ -32,6 +32,7 @@ from train.methods.packed_objective import PackedObjective
 from train.model.model import keeps_state, load_model, load_tokenizer
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
+from train.state import fragments
 from train.state.publish import base_names
 from train.trainer.engine import build_engine, init_world, meeting_url
 from train.trainer.train import Run
@@ -46,14 +47,14 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     started = time.perf_counter()
     spec = TrainSpec.from_dict(args["spec"])
     configure_logging("rank", job_id=spec.job_id, rank=args["rank"])
-    signals, progress = ControlSignals(), Progress()
-    lifeline.serve({"ping": progress.report, "suspend": signals.ask_suspend})
+    progress = Progress()
+    lifeline.serve({"ping": progress.report, "suspend": progress.ask_suspend})
     progress.enter("joining")
     meeting = meeting_url(args["meeting"], args["rank"], args["world_size"])
     init_world(spec.device_kind, meeting)
     joined = time.perf_counter()
     _base = hold_base(spec)
-    run = prepare(spec, lifeline.emit, signals, progress, args["snapshot"])
+    run = prepare(spec, lifeline.emit, progress, args["snapshot"])
     # Engine and model live until the process ends: nothing for the collector to find, every pass would cost.
     gc.collect()
     gc.freeze()
@@ -62,7 +63,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     outcome = run.run()
     progress.enter("done", run.step)
     run.close()
-    seconds = {**outcome.pop("seconds", {}), "leave": time.monotonic() - run.boundary_s}
+    seconds = {**outcome.pop("seconds", {}), "leave": time.monotonic() - run.ended_s}
     lifeline.emit("done", seconds=seconds, **outcome)
     return 0
 
@@ -82,10 +83,9 @@ def hold_base(spec: TrainSpec) -> list[DirectoryLock]:
     return held
 
 
-def prepare(
-    spec: TrainSpec, emit: Events, signals: ControlSignals, progress: Progress, snapshot_path: str | None = None
-) -> Run:
-    """Collective: prepare tokens, model, engine, and the state of `snapshot_path` if given. Propagates their errors."""
+def prepare(spec: TrainSpec, emit: Events, progress: Progress, snapshot_path: str | None = None) -> Run:
+    """Collective: prepare tokens, model, engine, and the state of `snapshot_path` if given. Propagates their errors.
+    emit: called on the first rank alone."""
     rank = comm.get_rank()
     store = WeightStore(Path(spec.shm_root), budget_bytes=spec.shm_budget_bytes)
     progress.enter("tokenising")
@@ -100,7 +100,6 @@ def prepare(
             method,
             max_length=method.data_length(spec.max_length, spec.options),
             packing=spec.packing,
-            as_given=spec.data_order == "given",
             rank=rank,
             alive=partial(progress.enter, "tokenising"),
         )
@@ -124,7 +123,8 @@ def prepare(
     engine = build_engine(PackedObjective(model, method, spec.options), spec)
     if snapshot_path is None and spec.published_kind == "version":
         base_names(engine, spec.base_path)  # before any step
-    run = Run(spec, store, engine, train, valid, emit, signals, progress)
+    heard = emit if rank == 0 else lambda event, **data: None
+    run = Run(Rank(spec, store, engine, fragments.grid(engine), heard, progress), train, valid)
     if snapshot_path:
         run.resume_from(snapshot_path)
     return run

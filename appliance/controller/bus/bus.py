@@ -75,7 +75,6 @@ class Report(Struct, frozen=True, tag_field="type", tag="load"):
     """generation: of the table that the gateway has applied; -1 of none. started_s: Unix time at which its process
     began. notes: for users. certificate_expires_s: of the endpoint's certificate, None without TLS."""
 
-    gateway: str = ""
     generation: int = -1
     replicas: dict[str, ReplicaLoad] = {}
     models: dict[str, ModelLoad] = {}

@@ -119,11 +119,8 @@ class UsageLimits:
             raise self.too_many_at_once("requests", most_requests)
         # A request's cost is known at its end: open requests together stay within the quota, but one alone may pass it.
         if caller.quota is not None and use.under_way and use.under_way + tokens > caller.quota:
-            message = (
-                f"Open requests of this API key may take {use.under_way} tokens, and this one {tokens}; its "
-                f"quota allows {caller.quota} at once. Please retry when one has ended."
-            )
-            raise errors.over_limit(message, "tokens", 1)
+            message = f"Open requests of this API key may take {use.under_way} tokens, and this one {tokens}; its quota"
+            raise errors.over_limit(f"{message} allows {caller.quota} at once. Please retry.", "tokens", 1)
         use.take(0, tokens)
         use.under_way += tokens
         use.owner.requests += 1
@@ -138,9 +135,7 @@ class UsageLimits:
 
     def count(self, key: str, model: str, version: str, counts: dict[str, int]) -> None:
         """Add to the sums for the controller."""
-        row = self._sums[key, model, version]
-        for name, count in counts.items():
-            row[name] += count
+        self._sums[key, model, version].update(counts)
 
     def take_sums(self) -> list[dict[str, Any]]:
         """The sums since the last call, as rows of the bus's "usage" message."""

@@ -1,7 +1,7 @@
 """Passes requests to the controller and its answers back, and asks it what the gateway itself needs.
 
-Bodies of any size stream in both directions, as fast as the slower side. Only error answers are kept whole, to give
-them the API's shape. The controller gets the client's headers except our own, hop-by-hop and framing headers."""
+Bodies of any size stream in both directions, as fast as the slower side; only error answers are kept whole, to give
+them the API's shape."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from yarl import URL
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import Kind
 from appliance.gateway.requests.answers import joined
 from appliance.gateway.requests.request_check import Checked, check_depth, check_object
 from appliance.gateway.server.exchange import Exchange, Headers
@@ -47,11 +46,9 @@ log = logging.getLogger("appliance.gateway")
 
 
 class Controller:
-    """The way to the controller, and copies of answered responses and chat completions that go to its store.
-
-    A client's answer does not wait for its copy. While the controller is away copies wait here, up to
-    `response_copies_bytes`; an answer that begins after that is not stored, and its object says so. The controller
-    stores a copy that arrives twice once."""
+    """The way to the controller, and copies of answered responses and chat completions that go to its store. A client's
+    answer does not wait for its copy. While the controller is away copies wait here, up to `response_copies_bytes`; an
+    answer that begins after that is not stored, and its object says so. A copy that arrives twice is stored once."""
 
     def __init__(self, state: State) -> None:
         self._state, self._copies = state, asyncio.Queue[bytes]()
@@ -209,14 +206,11 @@ class Controller:
             return 0
 
 
-# -- headers
-
-
 def identity(request_id: bytes, token: bytes, exchange: Exchange | None = None) -> list[tuple[str, str]]:
     """Headers with the key of a request, and the proof that a gateway wrote them (controller.interfaces.principal).
     exchange: None for requests of the gateway itself."""
     who = [("x-appliance-key-id", "gateway"), ("x-appliance-scopes", "gateway")]
-    if exchange is not None and exchange.route.kind is not Kind.LOGIN:  # all others name a key
+    if exchange is not None and exchange.route.kind != "login":  # all others name a key
         caller = exchange.caller
         who = [("x-appliance-key-id", caller.id), ("x-appliance-scopes", ",".join(sorted(caller.scopes)))]
         who += [("x-appliance-session", exchange.session)] if exchange.session else []

@@ -27,7 +27,7 @@ from aiohttp.http import RawResponseMessage as Head
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.router import Choice, Ticket
-from appliance.gateway.core.routes import INPUT_TOKENS, PROMPT_FIELDS, RESPONSES
+from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES
 from appliance.gateway.core.table import Model, cache_salt
 from appliance.gateway.requests.answers import CHAT, COMPLETIONS, RESUME_PATH, USAGE, token_count
 from appliance.gateway.requests.request_check import Checked, with_fields
@@ -254,7 +254,7 @@ class Inference:
             exchange.model_version = engine_version
         if status >= 400:  # nothing of it is relayed
             body = await read_up_to(content, _ERROR_BYTES)
-            error = errors.from_upstream(status, body, PROMPT_FIELDS.get(exchange.route.name, "input"))
+            error = errors.from_upstream(status, body, exchange.route.prompt)
             if status == 404:
                 raise self._moved(error.message)
             if status >= 500 and not await state.engines.is_alive(replica.socket):
@@ -409,11 +409,8 @@ class Inference:
         self.failures[choice.replica.id] = reason
         if [*self.failures.values()].count(EngineFailure.DIED) >= MAX_DEATHS:
             state.metrics.events["engines_died"] += 1
-            message = (
-                "Two engines of this model ended while they had this request, so it is sent to no other. Please change "
-                "it, or ask whoever runs the box what the engines' logs say."
-            )
-            raise HttpError(502, message, code=errors.ENGINES_DIED, should_retry=False)
+            text = "Two engines of this model ended while they had this request. Change it, or see the engines' logs."
+            raise HttpError(502, text, code=errors.ENGINES_DIED, should_retry=False)
         if self.failed >= MAX_FAILURES:
             raise failure.error
         if not self.answer_begun:

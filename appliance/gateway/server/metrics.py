@@ -22,8 +22,8 @@ from appliance.gateway.server.exchange import Exchange
 
 prometheus.disable_created_metrics()
 
+# Triples of model, version and key class; beyond this all counts by them begin again. Rendering one takes 2 ms.
 MOST_SERIES: Final = 128
-"""Triples of model, version and key class; beyond this all counts by them begin again. Rendering one takes 2 ms."""
 _LABELS: Final = ("model", "version", "key_class")
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ADDED: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)
@@ -31,13 +31,10 @@ _LONG: Final = (*_SECONDS[3:], 120.0, 300.0, 600.0)
 
 # For the load report.
 RECENT_S: Final = 60.0
-_COMPUTED_TOKENS: Final = 1e6
-"""Prompt tokens after which those before count half."""
-_STREAMS: Final = 48
-"""For the rate of prompts: this many new streams replace those of old engines and weights."""
+_COMPUTED_TOKENS: Final = 1e6  # prompt tokens after which those before count half
+_STREAMS: Final = 48  # for the rate of prompts: so many new streams replace those of old engines and weights
 LEAST_SAMPLES: Final = 12
-_TELLING: Final = 1.2
-"""Long prompts must take longer than short ones by this factor; otherwise the data determine no rate."""
+_TELLING: Final = 1.2  # long prompts must take longer than short ones by this factor, else there is no rate
 
 
 class Metrics:
@@ -61,12 +58,9 @@ class Metrics:
         self.requests = cache(prometheus.Counter("requests", text, ("route", "status"), **own).labels)
         text = "From complete request to its sending upstream, unheld."
         self.added = prometheus.Histogram("added_seconds", text, buckets=_ADDED, **own)
-        text = "Inference requests ended, by model, version, key class and status."
-        self.model_requests = by_series(prometheus.Counter, "model_requests", text, "status")
-        text = "Tokens of prompts (input) and answers (output), as engines counted them."
-        self.tokens = by_series(prometheus.Counter, "tokens", text, "direction")
-        text = "Tokens of prompts in an engine's cache of prefixes."
-        self.cached = by_series(prometheus.Counter, "cached_tokens", text)
+        self.model_requests = by_series(prometheus.Counter, "model_requests", "Inference requests ended.", "status")
+        self.tokens = by_series(prometheus.Counter, "tokens", "Tokens, as engines counted them.", "direction")
+        self.cached = by_series(prometheus.Counter, "cached_tokens", "Tokens of prompts in an engine's prefix cache.")
         text = "From complete request to the first body byte."
         self.first_byte = by_series(prometheus.Histogram, "time_to_first_byte_seconds", text, buckets=_SECONDS)
         text = "From complete request to the end of its answer."
@@ -200,8 +194,6 @@ class Comparison:
             counts["first_byte"][bucket(exchange.first_byte_s - exchange.sent_s)] += 1
             counts["duration"][bucket(time.monotonic() - exchange.sent_s)] += 1
 
-
-# -- the access log
 
 # Names that people give keys, often their own: a person who is forgotten leaves none here. Ids of keys stay.
 _NAMED: Final = re.compile(rb"(/keys/)(?!key_[A-Za-z0-9]{24}(?:/|\Z))[^/]+")

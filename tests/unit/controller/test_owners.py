@@ -47,7 +47,7 @@ class InBody:
 _RUN = {"data_source": {"type": "jsonl", "source": {"type": "file_content", "content": [{"item": {"a": "1"}}]}}}
 # What a gateway lets nobody through to: asked by processes of the box alone.
 CLOSED = {("GET", "/internal/responses/context"), ("POST", "/internal/responses")}
-# What it lets anybody through to: the way to a login provider and back (test_oidc.py, gateway/test_page_login.py).
+# What it lets anybody through to: the way to a login provider and back (test_oidc.py, gateway/test_browsers.py).
 OPEN = {("GET", "/admin/v1/oidc"), ("POST", "/admin/v1/oidc/begin"), ("POST", "/admin/v1/oidc/finish")}
 LIST, NOTHING, ADMINS, READERS, SCRAPE, OWN, SELF = "list", "nothing", "admins", "readers", "scrape", "own", "self"
 # One's own logins, and what changes of what one may see: test_page_sessions.py, test_live.py.

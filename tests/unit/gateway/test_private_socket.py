@@ -36,20 +36,15 @@ async def test_private_request_is_of_the_key_that_it_names(box: Box, listener: s
     assert salted(b"{}", "key_inference")[1:-1] in box.engines["e0"].requests[0].body
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
+async def test_private_request_may_what_its_key_may(box: Box, listener: socket.socket) -> None:
+    for headers, status in (
         ("X-Appliance-Key-Id: key_tuning\r\n", 403),
         ("X-Appliance-Key-Id: key_unknown\r\n", 401),
         ("X-Appliance-Key-Id: key_all\r\nX-Appliance-Key-Id: key_inference\r\n", 401),
         ("X-Appliance-Key-Id: \r\n", 200),
         ("", 200),
-    ],
-)
-async def test_private_request_may_what_its_key_may(
-    box: Box, listener: socket.socket, headers: str, status: int
-) -> None:
-    assert (await ask_privately(box, listener, headers + BATCH)).status == status
+    ):
+        assert (await ask_privately(box, listener, headers + BATCH)).status == status
 
 
 async def test_private_request_ends_with_its_key_and_that_of_the_box_does_not(
@@ -91,9 +86,12 @@ async def test_public_request_is_of_no_key_that_it_names(start_box: Start, key: 
 @pytest.fixture
 def policy(box: Box) -> str:
     """A model in training on the engines of `m`."""
+    return train(box)
+
+
+def train(box: Box) -> str:
     name = policy_name("ftjob-1")
-    box.models[name] = {**box.models["m"], "host": "m", "trained_from": "m", "owners": []}
-    box.apply()
+    box.serve(name, "e0", host="m", trained_from="m", owners=[])
     return name
 
 
@@ -114,12 +112,8 @@ async def test_model_in_training_may_be_silent_for_long(start_box: Start, listen
         await asyncio.sleep(0.2)
         await answer_chat(request, reply)
 
-    box = await start_box(private=listener, limits={"upstream_silence_s": 0.05})
-    await box.engine("e0", slow)
-    box.serve("m", "e0")
-    name = policy_name("ftjob-1")
-    box.models[name] = {**box.models["m"], "host": "m", "trained_from": "m", "owners": []}
-    box.apply()
+    box = await start_box(private=listener, limits={"upstream_silence_s": 0.05}, engine=slow)
+    name = train(box)
     assert (await ask_privately(box, listener, BATCH, model=f"{name}@step-3.ab")).status == 200
     assert (await ask_privately(box, listener, BATCH)).status == 504
 

@@ -15,7 +15,7 @@ from scheduler.ray import actors, groups
 from scheduler.ray.groups import RANK, Groups, is_whole
 
 START = "j", ("n0/0", "n0/1"), "l1:job:j"
-IDLE = {"alive": False, "done": False, "job_id": "", "rank": 0, "world_size": 0, "pid": None}
+IDLE = {"job_id": "", "rank": 0, "world_size": 0}
 
 
 class RankHost:
@@ -59,17 +59,17 @@ class RankHost:
         return self.reported
 
     async def do_start(self, spec, rank, world_size, *_, **__) -> dict[str, Any]:
-        self.reported = {**IDLE, "alive": True, "job_id": "j", "rank": rank, "world_size": world_size, "pid": 7}
+        self.reported = {"job_id": "j", "rank": rank, "world_size": world_size}
         self.spec = spec
         return {"pid": 7}
 
-    async def do_next_event(self, after: int) -> dict[str, Any] | None:
+    async def do_next_event(self, after: int) -> dict[str, Any]:
         if after < len(self.events):
             return {"number": after + 1, **self.events[after]}
         await self.died.wait()
         if self.dead is not None:
             raise self.dead
-        return None
+        return {"number": after + 1, "event": "ended", "starved": False}
 
     async def do_call(self, method: str, **_: Any) -> Any:
         return {"phase": "step", "in_phase_s": 0.0, "step": 1}
@@ -109,7 +109,7 @@ class Box:
             on_stopped=lambda job: None,
         )
         monkeypatch.setattr("train.control.group.asdict", vars)
-        monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0.0)
+        monkeypatch.setattr("train.control.group._GRACE_S", 0.0)
         monkeypatch.setattr(groups, "FRESH_EVERY_S", 0.0)
         monkeypatch.setattr(groups, "actor_names", self.names)
         self.groups = Groups(nodes, jobs, lambda: self.told.append("changed"))
@@ -197,17 +197,15 @@ async def test_ranks_that_are_being_stopped_are_not_adopted(box):
     assert await looking == () and box.groups._groups == {} and box.told == []
 
 
-def status(rank, size=3, alive=True, done=False):
-    return {"job_id": "j", "rank": rank, "world_size": size, "alive": alive, "done": done}
+def status(rank, size=3):
+    return {"job_id": "j", "rank": rank, "world_size": size}
 
 
 @pytest.mark.parametrize(
     "statuses, whole",
     [
         ([status(2), status(0), status(1)], True),
-        ([status(0, alive=False, done=True), status(1), status(2)], True),  # rank 0 left first, the others follow
         ([status(0), status(1)], False),  # the controller died before it had started the third
-        ([status(0), status(1, alive=False), status(2)], True),  # one died: its group will see
         ([status(0, 1), status(0), status(1)], False),  # two worlds of one job
         ([status(0), status(0), status(1)], False),
     ],
@@ -221,7 +219,7 @@ async def test_observe_takes_the_steps_of_ranks_that_died_without_a_controller(b
     for number in range(2):
         box.find_or_make(None, f"{RANK}n0/{number}")
     for rank, host in enumerate(box.hosts[: 2 - lost]):
-        host.reported = status(rank, 2, alive=bool(lost))
+        host.reported = status(rank, 2)
         host.events.append({"event": "metrics", "step": 1} if rank == 0 else {"event": "message", "text": ""})
         if not lost:
             host.died.set()

@@ -1,14 +1,17 @@
-"""Distillation: its schema, its loss against the divergence itself, and runs that come nearer to a teacher."""
+"""Distillation: its schema, its loss against the divergence itself, and runs whose teacher is silent."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
 
 import numpy as np
 import pytest
 import torch
 
-from tests.train_support.sampled import Model, Sampler
+from tests.train_support.sampled import Sampler
 from tests.train_support.specs import host_spec
-from tests.train_support.tiny import make_model_dir, write_prompt_file
+from tests.train_support.tiny import make_model_dir
 from tests.train_support.world import METHODS
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from tests.unit.train.test_reinforcement import Box, learnt_row, run_spec
@@ -17,7 +20,7 @@ from train.methods.packed_objective import PackedObjective, to_batch
 from train.model.model import load_model
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, NothingGraded
-from train.rollouts.rollouts import Taught
+from train.rollouts.rollouts import taught
 
 DISTILLATION = method_of("distillation")
 DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512, device_kind="cpu")
@@ -57,7 +60,7 @@ def test_over_all_answers_the_gradient_is_that_of_the_reverse_divergence(tmp_pat
 
     share, sampled = ours.detach().exp().numpy(), ours.detach().numpy()
     verdict = {"log_probs": [[one] for one in theirs.tolist()], "errors": [""] * 384}
-    advantages = Taught(verdict, [sampled[i : i + 1] for i in range(384)], 1).advantages
+    advantages = taught(verdict, [sampled[i : i + 1] for i in range(384)], 1).advantages
     answers = [(prompt, np.array([token])) for token in range(384)]
     row = learnt_row(answers, np.concatenate([one * share[token] for token, one in enumerate(advantages)]), sampled)
     objective = PackedObjective(plain_model(tmp_path), DISTILLATION, {})
@@ -74,7 +77,7 @@ def test_over_all_answers_the_gradient_is_that_of_the_reverse_divergence(tmp_pat
 def test_teacher_metrics_are_of_the_tokens_that_were_sampled():
     sampled = [np.float32([-1, -2]), np.float32([-3])]
     verdict = {"log_probs": [[-2.0, -2.0], [-6.0]], "errors": [""] * 2}
-    assert Taught(verdict, sampled, 2).step_metrics() == {
+    assert taught(verdict, sampled, 2).of_step == {
         "reverse_kl": pytest.approx(4 / 3),
         "answer_reverse_kl": pytest.approx(2),
         "entropy": pytest.approx(2),
@@ -82,62 +85,23 @@ def test_teacher_metrics_are_of_the_tokens_that_were_sampled():
     }
 
 
-class Teaching(Box):
-    """Its teacher is a model of another seed. `fails`: from the number of an answer to why it says nothing of it."""
+def teaching(fails):
+    """A teacher that likes letters alike. `fails`: from the number of an answer to why it says nothing of it."""
+    numbers = count()
 
-    def __init__(self, folder, fails=lambda number: ""):
-        super().__init__(Sampler(Model(), self.teach))
-        self.teacher, self.fails, self.answered = load_model(host_spec(folder)), fails, 0
-        self.teacher.set_attn_implementation("eager")
-
-    def teach(self, prompt, answers):
-        log_probs, errors = [], []
-        for ids, _ in answers:
-            errors.append(self.fails(self.answered))
-            log_probs.append(None if errors[-1] else self.of_answer([*prompt.tokens, *ids], len(ids)))
-            self.answered += 1
+    def teach(prompt, answers):
+        errors = [fails(next(numbers)) for _ in answers]
+        log_probs = [None if error else [-5.0] * len(ids) for error, (ids, _) in zip(errors, answers, strict=True)]
         return {"log_probs": log_probs, "errors": errors}
 
-    @torch.no_grad()
-    def of_answer(self, tokens, answer):
-        ids = torch.tensor(tokens)
-        found = self.teacher(input_ids=ids[None]).logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        return found[-answer:].tolist()
+    return Box(Sampler(judge=teach))
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return make_model_dir(tmp_path / "teacher", dtype=torch.float32, seed=7)
-
-
-SAMPLES = METHODS["distillation"][1]
-SHORT = {**SAMPLES, "max_completion_tokens": 4}
-
-
-def taught_spec(tmp_path, **fields):
-    return run_spec(tmp_path, **{"method": "distillation", "options": SAMPLES} | fields)
-
-
-def test_a_run_comes_nearer_to_its_teacher(tmp_path, folder):
-    box = Teaching(folder)
-    valid = str(write_prompt_file(tmp_path / "valid.jsonl", 6, seed=1))
-    options = {**SAMPLES, "max_completion_tokens": 8, "eval_samples": 4}
-    assert box.run(taught_spec(tmp_path, valid_path=valid, n_epochs=3, options=options))["outcome"] == "succeeded"
-    steps, held_out = box.of("metrics"), box.of("validation")
-    assert [step["step"] for step in steps] == list(range(1, 19))
-    divergences = [step["reverse_kl"] for step in steps]
-    assert np.mean(divergences[-4:]) < 0.8 * np.mean(divergences[:4]), divergences
-    assert held_out[-1]["reverse_kl"] < 0.8 * held_out[0]["reverse_kl"]
-    assert all(one["loss"] == one["reverse_kl"] and one["entropy"] > 0 for one in held_out)
-    # Synchronous: the loss is the divergence at the tokens that were sampled, but for rounding of the weights.
-    assert all(step["loss"] == pytest.approx(step["reverse_kl"], abs=0.05) for step in steps)
-    assert all(step["teacher_errors"] == 0 and step["clipped"] == 0 for step in steps)
-
-
-def test_what_a_teacher_says_nothing_of_is_left_out_and_nothing_at_all_ends_the_job(tmp_path, folder):
-    half = Teaching(folder, lambda number: "the teacher gave nan" if number % 2 else "")
-    assert half.run(taught_spec(tmp_path, options=SHORT))["outcome"] == "succeeded"
+def test_what_a_teacher_says_nothing_of_is_left_out_and_nothing_at_all_ends_the_job(tmp_path):
+    half = teaching(lambda number: "the teacher gave nan" if number % 2 else "")
+    spec = run_spec(tmp_path, method="distillation", options=METHODS["distillation"][1])
+    assert half.run(spec)["outcome"] == "succeeded"
     assert all(step["teacher_errors"] == 0.5 and np.isfinite(step["loss"]) for step in half.of("metrics"))
-    silent = Teaching(folder, lambda number: "no answer within 3600 s: no engine of the model is awake")
+    silent = teaching(lambda number: "no answer within 3600 s: no engine of the model is awake")
     with pytest.raises(NothingGraded, match="no log-probabilities of any of 32 answers: no answer within 3600 s"):
-        silent.run(taught_spec(tmp_path, run_dir=str(tmp_path / "silent")))
+        silent.run(replace(spec, run_dir=str(tmp_path / "silent")))

@@ -77,7 +77,7 @@ def test_check_of_documents_counts_and_converts_them(tmp_path):
 
 
 def test_steps_of_one_long_document_are_counted_in_rows():
-    fields = {"packing": True, "max_length": 100, "n_epochs": 2, "batch_size": 4, "data_order": "shuffled"}
+    fields = {"packing": True, "max_length": 100, "n_epochs": 2, "batch_size": 4}
     stats = DatasetStats(1, 10_000, 10_000, (10_000,), documents=True)
     assert steps(stats, fields) == 50
     assert steps(DatasetStats(40, 400, 10, documents=True), fields | {"packing": False}) == 20

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir, write_pair_file
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
-from train.control.progress import ControlSignals, Progress
+from train.control.rank import Progress
 from train.data.chat import ChatEncoder
 from train.data.formats import convert
 from train.data.records import BadRecord
@@ -90,14 +90,14 @@ def test_it_computes_what_trl_computes(tmp_path, monkeypatch):
         micro_batch=2,
         max_length=64,
         packing=False,
-        data_order="given",
         learning_rate=1e-3,
         precision="fp32",
     )
+    monkeypatch.setattr("train.data.packing._shuffled", lambda n_packs, *_: np.arange(n_packs))  # TRL was told not to
     monkeypatch.setattr(training, "learning_rate", lambda *_, **__: 1e-3)
     monkeypatch.setattr("train.trainer.engine.ADAM_BETAS", (0.9, 0.999))
     told = []
-    run = prepare(spec, lambda event, **data: told.append({"event": event, **data}), ControlSignals(), Progress())
+    run = prepare(spec, lambda event, **data: told.append({"event": event, **data}), Progress())
     assert run.run()["outcome"] == "succeeded"
     run.close()
     steps = [event for event in told if event["event"] == "metrics"]
@@ -138,19 +138,19 @@ def silent(event, **data):
 
 
 def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path):
-    spec, signals = tiny_spec(tmp_path), ControlSignals()
+    spec, progress = tiny_spec(tmp_path), Progress()
 
     def emit(event, **data):
         if event == "metrics" and data["step"] == 2:
-            signals.ask_suspend()
+            progress.ask_suspend()
 
-    run = prepare(spec, emit, signals, Progress())
+    run = prepare(spec, emit, progress)
     left = run.run()
     run.close()
     assert left["outcome"] == "suspended" and left["step"] >= 2
     (file,) = (tmp_path / "run" / "reference").iterdir()
     reference = run.train.reference
-    assert np.array_equal(np.load(file)["values"], reference) and reference.shape == (12, 2)
+    assert np.array_equal(np.load(file), reference) and reference.shape == (12, 2)
     objective = PackedObjective(load_model(spec), DPO, spec.options)
     for pack in range(len(run.train.packs)):
         batch = packed_objective.to_batch(run.train.row(np.array([pack])), 1.0, "cpu")
@@ -160,11 +160,11 @@ def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path):
 
     # On a machine without the folder's files they come from the snapshot; a snapshot without them is refused.
     file.unlink()
-    again = prepare(spec, silent, ControlSignals(), Progress(), left["snapshot_path"])
+    again = prepare(spec, silent, Progress(), left["snapshot_path"])
     assert np.array_equal(again.train.reference, reference)
     again.close()
     with pytest.raises(SnapshotMismatch):
-        again.snapshots.read_kept(left["snapshot_path"], "reference.valid", (12, 2))
+        again.snapshots.read(left["snapshot_path"], {"reference.valid": (12, 2)})
 
 
 @pytest.mark.parametrize("kind", [LogProbHead, SummedLogProbHead])

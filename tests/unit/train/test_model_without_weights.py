@@ -6,7 +6,7 @@ import torch
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir
 from train.model.model import load_model
-from train.state.stored_names import stored_names
+from train.state.publish import stored_names
 
 
 @pytest.mark.parametrize("family, tied", [("llama", False), ("qwen2", True)])
@@ -41,4 +41,4 @@ def test_it_is_written_back_under_the_names_of_the_checkpoint(tmp_path, family):
     shapes = {name: tuple(parameter.shape) for name, parameter in loaded.named_parameters()}
     expected, found = (stored_names(model, shapes, base) for model in (loaded, empty))
     for name in shapes:
-        assert found.of(name) == expected.of(name)
+        assert found[name] == expected[name]

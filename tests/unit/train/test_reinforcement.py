@@ -1,4 +1,4 @@
-"""Reinforcement: its schema and data, its loss against a plain computation, and runs that learn from rewards."""
+"""Reinforcement: its schema and data, its loss against a plain computation, and runs over files of samples."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train_support.sampled import Model, Sampler, letters
+from tests.train_support.sampled import Sampler, letters
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import VOCABULARY, make_model_dir, write_prompt_file
 from tests.train_support.world import SAMPLES
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
-from train.control.progress import ControlSignals, Progress
+from train.control.rank import Progress
 from train.data.chat import ChatEncoder
 from train.data.check import check_training_file
 from train.data.formats import BadRecord
@@ -27,7 +27,7 @@ from train.methods.packed_objective import PackedObjective, to_batch
 from train.model.model import load_model, load_tokenizer
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, InvalidSpec, NothingGraded
-from train.rollouts.rollouts import Form, Graded, advantages
+from train.rollouts.rollouts import Form, advantages, graded
 from train.rollouts.samples import SamplesFile
 from train.trainer.worker import prepare
 from weights.format.names import policy_name
@@ -53,20 +53,16 @@ def test_its_hyperparameters_are_openais():
     assert json.loads(json.dumps(fields["options"])) == fields["options"]
 
 
-@pytest.mark.parametrize(
-    "given, rank_limit, expected",
-    [
+def test_model_in_training_is_an_adapter_where_engines_take_it():
+    for given, rank_limit, expected in (
         ({"lora_rank": 8}, 32, "adapter"),
         ({"lora_rank": 8, "lora_publish": "merged"}, 32, "adapter"),
         ({"lora_rank": 8}, 0, "version"),
         ({"lora_rank": 64, "lora_publish": "merged"}, 32, "version"),
         ({}, 32, "version"),
-    ],
-)
-def test_model_in_training_is_an_adapter_where_engines_take_it(given, rank_limit, expected):
-    model = replace(MODEL, adapter_max_rank=rank_limit)
-    options = REINFORCEMENT.resolve(given, DATASET, model, 1)["options"]
-    assert (options["policy"], options["staleness"]) == (expected, 0)
+    ):
+        options = REINFORCEMENT.resolve(given, DATASET, replace(MODEL, adapter_max_rank=rank_limit), 1)["options"]
+        assert (options["policy"], options["staleness"]) == (expected, 0)
 
 
 @pytest.mark.parametrize(
@@ -147,9 +143,8 @@ def test_calls_of_tools_in_an_answer_are_what_a_grader_reads(text, said, called)
 
 def test_graded_error_of_the_mean_reward_is_over_prompts():
     def error(rewards, group):
-        return (
-            Graded({"rewards": rewards, "errors": [""] * len(rewards)}, [], group).validated().get("mean_reward_error")
-        )
+        lesson = graded({"rewards": rewards, "errors": [""] * len(rewards)}, [], group)
+        return lesson.of_validation.get("mean_reward_error")
 
     means = [1.0, 0.0, 0.5, 0.5]
     for each in (1, 4):
@@ -297,55 +292,30 @@ def run_spec(tmp_path, **fields):
 
 
 class Box:
-    """Whoever runs the job: hears its events and writes its samples."""
+    """Whoever runs the job: hears its events, writes its samples, and after the step `leaves_at` wants the devices."""
 
-    def __init__(self, sampler=None):
-        self.told, self.sampler = [], sampler or Sampler()
-        self.signals, self.spec = ControlSignals(), None
+    def __init__(self, sampler=None, leaves_at=None):
+        self.told, self.sampler, self.leaves_at = [], sampler or Sampler(), leaves_at
+        self.progress, self.spec = Progress(), None
 
     def __call__(self, event, **data):
         self.told.append({"event": event, **data})
         if event == "policy":
             self.sampler.policy(self.spec, data["step"])
+            self.progress.suspend = data["step"] == self.leaves_at
 
     def of(self, kind):
         return [event for event in self.told if event["event"] == kind]
 
     def run(self, spec, snapshot=None):
         self.spec = spec
-        run = prepare(spec, self, self.signals, Progress(), snapshot)
+        run = prepare(spec, self, self.progress, snapshot)
         outcome = run.run()
         run.close()
         return outcome
 
 
-LORA = {"full": False, "lora_rank": 4, "lora_publish": "adapter", "base_model": "base", "base_version": "v1"}
-
-
-@pytest.mark.parametrize("fields", [{}, {**LORA, "learning_rate": 2e-2}], ids=["version", "adapter"])
-def test_a_run_learns_what_is_rewarded(tmp_path, fields):
-    box = Box(Sampler(Model()))
-    valid = str(write_prompt_file(tmp_path / "valid.jsonl", 6, seed=1))
-    options = {**SAMPLES, "max_completion_tokens": 8, "policy": "adapter" if fields else "version"}
-    options["reasoning_effort"] = "high"
-    spec = run_spec(tmp_path, valid_path=valid, n_epochs=4, options=options, **{"learning_rate": 4e-3, **fields})
-    assert box.run(spec)["outcome"] == "succeeded"
-    assert any("'high' changes nothing" in event["text"] for event in box.of("message"))
-    steps = box.of("metrics")
-    assert [step["step"] for step in steps] == list(range(1, 25))
-    rewards = [step["train_mean_reward"] for step in steps]
-    assert np.mean(rewards[-4:]) > 1.5 * np.mean(rewards[:4]), rewards
-    first, *_, last = [event["mean_reward"] for event in box.of("validation")]
-    assert last >= first
-    assert all(0 <= event["mean_reward_error"] < 0.5 for event in box.of("validation"))
-    # The weights of the very step: what is in shared memory is rounded to bfloat16, and that is all.
-    assert max(step["mismatch_mean"] for step in steps) < 0.02
-    assert all(step["clipped"] == step["staleness"] == 0 for step in steps)
-    assert {"publishing", "sampling", "training", "full_iteration"} == steps[0]["timing"]["step"].keys()
-    assert [event["version"] for event in box.of("published")] == ["step-24"]
-
-
-def graded(*verdicts):
+def box_of(*verdicts):
     """A grader that says these (reward, error) of answers in turn."""
     turn = cycle(verdicts)
 
@@ -357,29 +327,22 @@ def graded(*verdicts):
 
 
 def test_equal_rewards_change_nothing_and_a_silent_grader_ends_the_job(tmp_path):
-    box, spec = graded((0.5, "")), run_spec(tmp_path)
+    valid = str(write_prompt_file(tmp_path / "valid.jsonl", 6, seed=1))
+    box, spec = box_of((0.5, "")), run_spec(tmp_path, valid_path=valid, options={**SAMPLES, "reasoning_effort": "high"})
     assert box.run(spec)["outcome"] == "succeeded"
     for step in box.of("metrics"):
         assert (step["loss"], step["grad_norm"], step["equal_rewards"]) == (0, 0, 1)
+        assert step["timing"]["step"].keys() == {"publishing", "sampling", "training", "full_iteration"}
+    assert [(one["mean_reward"], one["mean_reward_error"]) for one in box.of("validation")] == [(0.5, 0)] * 2
+    assert [event["version"] for event in box.of("published")] == ["step-6"]
+    assert any("'high' changes nothing" in event["text"] for event in box.of("message"))
+    spec = replace(spec, valid_path=None)
     with pytest.raises(NothingGraded, match="any of 32 answers: grade.. raised NameError"):
-        graded((0.0, "grade() raised NameError: x")).run(replace(spec, run_dir=str(tmp_path / "broken")))
+        box_of((0.0, "grade() raised NameError: x")).run(replace(spec, run_dir=str(tmp_path / "broken")))
     # A judge that was not there is no verdict.
-    half = graded((None, "the model did not answer"), (0.5, ""))
+    half = box_of((None, "the model did not answer"), (0.5, ""))
     assert half.run(replace(spec, run_dir=str(tmp_path / "half"), job_id="h"))["outcome"] == "succeeded"
     assert all(step["mean_unresponsive_rewards"] == 0.5 for step in half.of("metrics"))
-
-
-class Impatient(Sampler):
-    """Wants the devices when the samples of the third step are missing."""
-
-    def __init__(self, box_of):
-        super().__init__(silent=(SamplesFile("train", 2),))
-        self.box_of = box_of
-
-    def policy(self, spec, step):
-        super().policy(spec, step)
-        if step == 2:
-            self.box_of().signals.ask_suspend()
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
@@ -389,7 +352,7 @@ def test_run_that_is_suspended_loses_no_sample_and_counts_none_twice(tmp_path, s
     whole.run(spec)
     assert [step["staleness"] for step in whole.of("metrics")] == [min(step, staleness) for step in range(6)]
     spec = replace(spec, run_dir=str(tmp_path / "other"), job_id="k")
-    first, second = Box(Impatient(lambda: first)), Box()
+    first, second = Box(Sampler(silent=(SamplesFile("train", 2),)), leaves_at=2), Box()
     outcome = first.run(spec)
     assert outcome["outcome"] == "suspended" and outcome["step"] == 2
     assert second.run(spec, outcome["snapshot_path"])["outcome"] == "succeeded"

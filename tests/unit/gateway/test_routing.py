@@ -1,11 +1,15 @@
-"""appliance/gateway/core/router.py: placement as a pure function of table and outstanding work."""
+"""Placement as a pure function of table and outstanding work, and the share of a canary."""
 
 from __future__ import annotations
 
+import time
 from asyncio import Future
+from typing import Any
 from unittest.mock import Mock
+from zlib import crc32
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,14 +18,17 @@ from appliance.gateway.core.router import (
     AFFINITY_SLACK_TOKENS,
     BATCH_BEHIND,
     Choice,
-    FairQueue,
     Holds,
     ReplicaLoad,
     Router,
     Ticket,
     Work,
 )
-from appliance.gateway.core.table import Model, Replica
+from appliance.gateway.core.table import Canary, Model, Replica
+from appliance.gateway.main import load_report
+
+from .conftest import Box, Start
+from .upstreams import chat_answer, dies, gives
 
 
 def _model(name: str = "m", **states: str) -> Model:
@@ -121,7 +128,7 @@ def placed(items: list[Ticket], slots: int) -> list[Ticket]:
         assert holds.add(item)
     assert not items or not holds.add(ticket())
     holds.place(router, 0.0)
-    assert sum(len(queue.tickets) for queue in holds.queues.values()) == len(items) - len(order)
+    assert sum(map(len, holds.queues.values())) == len(items) - len(order)
     return order
 
 
@@ -131,11 +138,21 @@ def test_place_passes_requests_whose_names_are_full() -> None:
 
 
 def test_queue_removed_request_costs_its_owner_nothing() -> None:
-    queue, items = FairQueue(), [ticket(owner=owner, tokens=9) for owner in "aab"]
+    holds, items = Holds(9), [ticket(owner=owner, tokens=9) for owner in "aab"]
     for item in items:
-        queue.add(item)
-    assert queue.remove(items[0]) and not queue.remove(items[0]) and not queue.remove(ticket(owner="x"))
-    assert [item.start for item in queue.tickets] == [0, 0] and set(queue.tickets) == set(items[1:])
+        holds.add(item)
+    assert holds.remove(items[0]) and not holds.remove(items[0]) and not holds.remove(ticket(owner="x"))
+    assert [*holds.queues["m", False]] == items[1:]
+
+
+def test_refuse_of_all_that_wait_takes_no_time() -> None:
+    holds, items = Holds(4096), [ticket(owner=str(n % 9)) for n in range(4096)]
+    for item in items:
+        holds.add(item)
+    began_s = time.process_time()
+    for item in items:
+        assert holds.remove(item)
+    assert time.process_time() - began_s < 0.2, "4,096 requests, each looked for among all others, took 1.3 s"
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100)), max_size=100))
@@ -148,3 +165,92 @@ def test_backlogged_owners_are_never_further_apart_than_two_items(items: list[tu
         waiting = {item.work.owner for item in left}
         assert max((had[one] for one in waiting), default=0) - min((had[one] for one in waiting), default=0) <= 200
     assert not left
+
+
+async def split(box: Box, share: float) -> None:
+    """ "m" v1 on e0, and its canary v2 on e1."""
+    for name in ("e0", "e1"):
+        if name not in box.engines:
+            await box.engine(name)
+    box.serve("m", "e0")
+    box.serve("m@v2", "e1")
+    for replica in box.models["m@v2"]["replicas"]:
+        replica["version"] = "v2"
+    box.models["m"]["canary"] = {"name": "m@v2", "version": "v2", "share": share, "since_s": 5.0}
+    box.apply()
+
+
+def asked(i: int) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": f"conversation {i}"}]}
+
+
+def counted(box: Box) -> dict[str, tuple[int, int]]:
+    """Requests and errors of each version."""
+    versions = load_report(box.state)["canaries"]["m"]["versions"]
+    return {name: (row["requests"], row["errors"]) for name, row in versions.items()}
+
+
+async def test_conversations_keep_their_version_and_the_header_names_it(start_box: Start) -> None:
+    box = await start_box()
+    await split(box, 0.3)
+    versions = []
+    for i in range(40):
+        first, turn = asked(i), asked(i)
+        turn["messages"] += [{"role": "assistant", "content": "a"}, {"role": "user", "content": "and then?"}]
+        answers = [await box.ask("POST", "/v1/chat/completions", body) for body in (first, turn)]
+        (version,) = {answer.headers["x-appliance-model-version"] for answer in answers}
+        versions.append(version)
+    old, new = 2 * versions.count("v1"), 2 * versions.count("v2")
+    assert 8 <= new <= 44
+    assert {request.json["model"] for request in box.engines["e1"].requests} == {"m@v2"}, "as its engine knows it"
+    assert {request.json["model"] for request in box.engines["e0"].requests} == {"m"}
+    counts = load_report(box.state)["canaries"]["m"]
+    assert counts["since_s"] == 5.0 and counted(box) == {"v1": (old, 0), "v2": (new, 0)}
+    times = counts["versions"]["v2"]
+    assert sum(times["first_byte"].values()) == sum(times["duration"].values()) == new
+
+
+async def test_death_on_the_canary_is_answered_by_the_other_version_and_counts(start_box: Start) -> None:
+    box = await start_box()
+    await split(box, 1.0)
+    box.engines["e1"].script = dies
+    response = await box.ask("POST", "/v1/chat/completions", asked(1))
+    assert (response.status, response.headers["x-appliance-model-version"]) == (200, "v1")
+    assert counted(box) == {"v2": (1, 1), "v1": (1, 0)}
+
+
+async def test_answers_of_400_and_500_are_errors_of_the_version_that_gave_them(start_box: Start) -> None:
+    box = await start_box()
+    await split(box, 1.0)
+
+    for status in (200, 400, 500):
+        error = {"error": {"message": "no", "type": "x", "code": status}}
+        box.engines["e1"].script = gives(error if status > 200 else chat_answer(), status)
+        assert (await box.ask("POST", "/v1/chat/completions", asked(1))).status == status
+    assert counted(box) == {"v2": (3, 2)}
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
+def test_canary_for_meets_the_share_over_conversations_and_over_keys(share: float) -> None:
+    router = Router(max_inflight=10)
+    canary = Canary("m@v2", share, 1.0)
+    router.apply([Model("m", "v1", "generate", canary=canary), Model("m@v2", "v2", "generate")])
+    asked = [("key_1", crc32(b"You are helpful.\nquestion %d" % i)) for i in range(20_000)]
+    for callers in (asked, [(f"key_{i}", asked[0][1]) for i in range(20_000)]):
+        found = sum(router.canary_for("m", *caller) is not None for caller in callers)
+        assert found / len(callers) == pytest.approx(share, rel=0.25)
+
+
+async def test_a_version_by_its_name(box: Box) -> None:
+    box.models["m@v1"] = {**box.models["m"], "pins": "m"}
+    box.models["m"]["canary"] = None
+    box.apply()
+    ask = {"model": "m@v1", "messages": [{"role": "user", "content": "hi"}]}
+    answer = await box.ask("POST", "/v1/chat/completions", ask)
+    assert (answer.status, answer.headers["x-appliance-model-version"]) == (200, "v1")
+    assert box.engines["e0"].requests[0].json["model"] == "m", "as its engine knows it"
+    assert box.state.spending.take_sums()[0]["model"] == "m"
+    missing = await box.ask("POST", "/v1/chat/completions", ask | {"model": "m@v9"})
+    assert (missing.status, missing.error["code"], missing.error["param"]) == (404, "model_version_not_served", "model")
+    unknown = await box.ask("POST", "/v1/chat/completions", ask | {"model": "x@v9"})
+    assert unknown.error["code"] == "model_not_found"
