@@ -123,7 +123,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.patch("/keys/{id_or_name}")
     async def limit(id_or_name: str, body: KeyLimits, caller: Caller) -> dict[str, Any]:
-        row = _live(context, id_or_name)
+        row = _found(context, id_or_name)
         _check(context, body, known=row.models or ())
         if row.subject and body.expires_s is not None:
             raise InvalidValue(f"{row.name} comes by the login provider, whose groups end that key.", "expires_s")
@@ -143,7 +143,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         """A new secret for the same key, shown once. The old one is refused at once, with the requests and logins of
         the page that came by it; jobs, batches, usage and limits stay."""
         await request.body()  # gateways cut off what still arrives by the old one, and nobody would see the new one
-        row = _live(context, id_or_name)
+        row = _found(context, id_or_name)
         if row.subject:
             message = f"{row.name} comes by the login provider, and nobody holds that key; make one of the same owner."
             raise BadRequest(message, "id", "key_of_a_login")
@@ -157,8 +157,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
         """Stops the key's work: fails its background responses, batches, runs of evals and operations, pauses its jobs.
         Revoking it again has no further effect, and says so."""
-        if (before := keys.find(db, id_or_name)) is None:
-            raise NotFound(f"No key with the id or name {shown(id_or_name)}.", "id", "key_not_found")
+        before = _found(context, id_or_name, alive=False)
         stopped = end_key(context, before.id, caller, "key.revoke")
         context.spending.publish_keys()
         context.scheduler.nudge(f"{before.id} was revoked")
@@ -187,11 +186,11 @@ def key_view(row: KeyRow) -> dict[str, Any]:
     return columns(row, f"id name scopes owner prefix created_s revoked_s {limits} max_priority")
 
 
-def _live(context: ControllerContext, id_or_name: str) -> KeyRow:
+def _found(context: ControllerContext, id_or_name: str, *, alive: bool = True) -> KeyRow:
     """Raises NotFound."""
     row = keys.find(context.db, id_or_name)
-    if row is None or row.revoked_s is not None:
-        raise NotFound(f"No live key with the id or name {shown(id_or_name)}.", "id", "key_not_found")
+    if row is None or (alive and row.revoked_s is not None):
+        raise NotFound(f"No {'live ' * alive}key with the id or name {shown(id_or_name)}.", "id", "key_not_found")
     return row
 
 
