@@ -98,6 +98,7 @@ def expiring(seconds: bytes, anchor: bytes = b"created_at") -> bytes:
         (form(file_part(b"../../etc/x.jsonl"), PURPOSE), "file", "invalid_filename"),
         (form(file_part(b"esc\x1b[31m.jsonl"), PURPOSE), "file", "invalid_filename"),
         (form(file_part(b""), PURPOSE), "file", "invalid_filename"),
+        (form(file_part(b"a" * 5000), PURPOSE), None, "invalid_body"),
         (form(PURPOSE, file_part(data=b"x" * 100))[:-60], "file", "missing_required_parameter"),
         (expiring(b"3599"), "expires_after[seconds]", "invalid_value"),
         # Its first twenty digits are 3600; the rest once made a file that never ends and a list that answered 500.
