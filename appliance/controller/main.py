@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -349,9 +349,8 @@ def _server(app: ASGIApp) -> uvicorn.Server:
 class _Server(uvicorn.Server):
     """Leaves signals to us: uvicorn would stop first and re-raise the signal when it is done."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 async def _observed(effects: RayEffects) -> Box:

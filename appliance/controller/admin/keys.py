@@ -47,11 +47,9 @@ Bound = Literal[tuple(OwnerBounds.model_fields)]  # type: ignore[valid-type]
 
 class KeyLimits(StrictBody):
     """What a key may use and spend; null lifts a limit. models: names of models, in addition to those its owner's jobs
-    create. Token quotas count prompts and completions; days and months are in UTC. max_priority: of its
-    jobs, which may be not preemptible or have a deadline if it is above 0. bounds: what its owner may keep, where that
-    differs from `[controller.bounds]`. expires_s: Unix time at which it ends by
-    itself.
-    """
+    create. Token quotas count prompts and completions; days and months are in UTC. max_priority: of its jobs, which may
+    be not preemptible or have a deadline if it is above 0. bounds: what its owner may keep, where that differs from
+    `[controller.bounds]`. expires_s: Unix time at which it ends by itself."""
 
     models: Annotated[list[CallableName], Field(max_length=1000)] | None = None
     requests_per_minute: Limit | None = None
