@@ -23,8 +23,8 @@ import msgspec
 
 from appliance.paths import BoxPaths
 from runtime.logs import stamp
-from runtime.replace_file import replace_file
 from weights.format.errors import ObjectDamaged
+from weights.format.names import replace_file
 from weights.tiers.objects import Objects
 
 DATABASE, COPY, LOCK = "appliance.db", ".backup.db", "backup.lock"

@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from appliance.paths import BoxPaths
-from runtime.replace_file import replace_file
 from scheduler.devices.discovery import HOME_NODE
+from weights.format.names import replace_file
 
 LIFE, CLOCKS_APART = timedelta(days=3650), timedelta(days=1)
 NODE_NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths
-from runtime.devices.kinds import fork_environment, kind_of
-from runtime.processes.warm_parents import WARM_ENV, WarmSpec
+from runtime.devices.kinds import FORK_ENVIRONMENT, kind_of
+from runtime.processes.warm_parent import WARM_ENV, WarmSpec
 from scheduler.core.workload import Device
 from scheduler.devices.discovery import HOME_NODE
 from scheduler.ray.node import NodeConfig
@@ -52,8 +52,8 @@ def device_environment(kind: str, caches: Path) -> dict[str, str]:
     env = {
         # Without this DeepSpeed asks CUDA for its devices, after which no forked rank can use them. And a box
         # configured for logical CPU devices on a machine with GPUs must train on the former.
-        "DS_ACCELERATOR": kind_of(kind).accelerator,
-        **fork_environment(),
+        "DS_ACCELERATOR": kind,
+        **FORK_ENVIRONMENT,
     }
     if kind_of(kind).on_host:
         return env

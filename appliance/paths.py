@@ -8,7 +8,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from runtime.replace_file import replace_file
+from weights.format.names import replace_file
 
 SHM_MOUNT = Path("/dev/shm")
 

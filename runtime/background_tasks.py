@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -29,43 +29,19 @@ def first_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-class RunningTasks:
-    """Tasks that have not ended yet, on one event loop."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def add(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def idle(self) -> None:
-        """Returns when none runs."""
-        while self._tasks:
-            await asyncio.wait(list(self._tasks))
-
-    async def stop(self) -> None:
-        """Cancel them and wait for them to end."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 class BackgroundTasks:
     """The background tasks of one process, on one event loop."""
 
     def __init__(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep):
         self._sleep = sleep
         self._troubles: dict[str, dict[str, Any]] = {}
-        self._running = RunningTasks()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def keep(
         self, name: str, run: Callable[[], Awaitable[None]], pauses_s: tuple[float, float] = PAUSES_S
     ) -> asyncio.Task[None]:
         """Run it, and restart it after every exception, until it returns or is cancelled. pauses_s: first, longest."""
-        return self._running.add(asyncio.create_task(self._keep(name, run, pauses_s), name=name))
+        return self._start(name, self._keep(name, run, pauses_s))
 
     def keep_every(
         self, name: str, once: Callable[[], Awaitable[None]], every_s: float, *, at_once: bool = False
@@ -82,6 +58,15 @@ class BackgroundTasks:
                 await self._sleep(every_s)
 
         return self.keep(name, rounds)
+
+    def once(self, name: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """Run it once, under `guard`."""
+
+        async def guarded() -> None:
+            with self.guard(name):
+                await run()
+
+        return self._start(name, guarded())
 
     @contextlib.contextmanager
     def guard(self, name: str) -> Iterator[None]:
@@ -104,7 +89,16 @@ class BackgroundTasks:
 
     async def stop(self) -> None:
         """Cancel all tasks and wait for them to end."""
-        await self._running.stop()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _keep(self, name: str, run: Callable[[], Awaitable[None]], pauses_s: tuple[float, float]) -> None:
         pause_s = pauses_s[0]

@@ -9,6 +9,7 @@ that apply, and `exception` with a traceback. A process that handles one thing s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -17,11 +18,9 @@ import time
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 _TAIL_BYTES, _TAIL_CHARACTERS, _LINE_CHARACTERS = 16_384, 2000, 500  # one line may have a traceback or all settings
-_PACKED = (".gz", ".zst")
-STAMP = "%Y-%m-%dT%H-%M-%SZ"
 IDS = tuple("request_id key_id model version replica job_id rank batch_id device node trace_id".split())
 
 # The request being answered: every line logged meanwhile carries its id.
@@ -82,66 +81,48 @@ def timestamp(unix_s: float) -> str:
 
 def readable(text: str) -> str:
     """Format the lines of a log as plain text; lines that are not our JSON stay unchanged."""
-    return "\n".join(map(_readable, text.splitlines()))
-
-
-def _readable(line: str) -> str:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return line
-    if not isinstance(record, dict) or not isinstance(record.get("event"), str):
-        return line
-    return "\n".join(filter(None, (f"{record.get('level', '')}: {record['event']}", record.get("exception"))))
+    lines = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            record = json.loads(line)
+            line = "\n".join(filter(None, (f"{record['level']}: {record['event']}", record.get("exception"))))
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def tail(path: str | Path, begin: int = 0) -> str:
     """The last 2,000 characters of a log as plain text, empty if there is no log. begin: bytes that were in it before;
     a log that was rotated since is read from its beginning."""
     try:
-        with open(path, "rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            begin = begin if begin <= size else 0
-            log.seek(max(begin, size - _TAIL_BYTES))
-            lines = log.read().decode(errors="replace").strip()
+        lines = end_of(Path(path), _TAIL_BYTES, begin)
     except FileNotFoundError:
         return ""
-    if size - _TAIL_BYTES > begin and "\n" in lines:  # half of a line is not JSON
-        lines = lines.partition("\n")[2]
-    return "\n".join(line[:_LINE_CHARACTERS] for line in readable(lines).splitlines())[-_TAIL_CHARACTERS:]
+    return "\n".join(line[:_LINE_CHARACTERS] for line in readable("\n".join(lines)).splitlines())[-_TAIL_CHARACTERS:]
 
 
-class LogFile(NamedTuple):
-    """changed_s: Unix time. name: below the folder."""
-
-    changed_s: float
-    size: int
-    name: str
-
-    @property
-    def is_packed(self) -> bool:
-        return self.name.endswith(_PACKED)
+def end_of(path: Path, most_bytes: int, begin: int = 0) -> list[str]:
+    """The whole lines at the end of a log after its first `begin` bytes. Raises OSError."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        begin = begin if begin <= size else 0
+        first = file.seek(max(begin, size - most_bytes))
+        lines = file.read(most_bytes).decode(errors="replace").strip().splitlines()
+    return lines[1 if first > begin and len(lines) > 1 else 0 :]  # the first is cut, and half of a line is not JSON
 
 
-def logs_in(folder: Path) -> list[LogFile]:
-    """The logs of a folder, the newest first."""
+def logs_in(folder: Path) -> list[dict[str, Any]]:
+    """The logs of a folder that are not packed, the newest first: `name` below the folder, `bytes`, `changed_at` (Unix
+    time)."""
     logs = []
     for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink():
+        if path.is_file() and not path.is_symlink() and not path.name.endswith((".gz", ".zst")):
             try:
                 status = path.stat()
             except FileNotFoundError:
                 continue  # turned over meanwhile
-            logs.append(LogFile(status.st_mtime, status.st_size, path.relative_to(folder).as_posix()))
-    return sorted(logs, reverse=True)
-
-
-def end_of(path: Path, most_bytes: int) -> tuple[str, int]:
-    """The end of a log, and how many bytes are before it: with some its first line is cut. Raises OSError."""
-    with path.open("rb") as file:
-        before = max(0, file.seek(0, 2) - most_bytes)
-        file.seek(before)
-        return file.read(most_bytes).decode(errors="replace"), before
+            name = path.relative_to(folder).as_posix()
+            logs.append({"name": name, "bytes": status.st_size, "changed_at": status.st_mtime})
+    return sorted(logs, key=lambda log: log["changed_at"], reverse=True)
 
 
 def minute(unix_s: float) -> str:
@@ -151,4 +132,4 @@ def minute(unix_s: float) -> str:
 
 def stamp(unix_s: float) -> str:
     """A moment for the name of a file or folder; names sort as their moments."""
-    return time.strftime(STAMP, time.gmtime(unix_s))
+    return time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime(unix_s))

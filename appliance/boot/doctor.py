@@ -32,8 +32,8 @@ from appliance.gateway.core.errors import ConfigInvalid
 from appliance.gateway.server.certificates import SAID_BEFORE_S, Certificate
 from appliance.memory.memory_policy import gb
 from appliance.paths import SHM_MOUNT, BoxPaths
-from runtime.devices.kind import DevicesRefused, Reading
-from runtime.devices.kinds import HOST, host_features, kind_of
+from runtime.devices.kind import DevicesRefused, Reading, host_features
+from runtime.devices.kinds import HOST, kind_of
 from scheduler.core.workload import Device
 from scheduler.devices.discovery import check_build, discover_devices, foreign_use
 from scheduler.devices.host_reading import read_memory

@@ -44,10 +44,10 @@ from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kind import DevicesRefused
 from runtime.logs import configure_logging, tail
 from runtime.network import check_free
-from runtime.processes.ended import how_it_ended
-from runtime.replace_file import replace_file
+from runtime.processes.kernel import how_it_ended
 from scheduler.core.workload import Device
 from scheduler.devices.discovery import check_build, discover_devices, foreign_use
+from weights.format.names import replace_file
 
 log = logging.getLogger("appliance.boot.main")
 

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from appliance.alerts import Known, Problem, Undelivered, channels, send, step
 from appliance.config import AlertSettings
-from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.scheduler import SchedulerStatus
+from appliance.controller.context.context import ControllerContext, SchedulerStatus
 from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.store.records import box

@@ -39,23 +39,20 @@ from appliance.controller.access.limits import USAGE_EVERY_S, Disk, Quotas, Spen
 from appliance.controller.app import create_app
 from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus, first_generation
-from appliance.controller.bus.demand_learning import DemandLearning
-from appliance.controller.context.context import ControllerContext, Doctor
-from appliance.controller.context.model_files import LibraryOps
-from appliance.controller.context.scheduler import Scheduler
+from appliance.controller.context.context import ControllerContext, Doctor, Scheduler
 from appliance.controller.context.tasks import Tasks
 from appliance.controller.devices.cordons import DeviceWatch
 from appliance.controller.devices.mode import POWER_EVERY_S, EnergyMeter, PowerKeeper
 from appliance.controller.engines.engine_sizes import EngineSizes, SettingsCheck
 from appliance.controller.engines.routing_table import BusRouting
-from appliance.controller.engines.versions import AdapterSource, VersionProvider
-from appliance.controller.grading.judging import Grading, Judging
+from appliance.controller.engines.versions import AdapterSource, LibraryOps, VersionProvider
+from appliance.controller.grading.judging import Grading
 from appliance.controller.grading.rollouts import Rollouts
 from appliance.controller.interfaces.principal import Listener
 from appliance.controller.jobs.events import JobEvents
-from appliance.controller.models import removal
+from appliance.controller.models import lifecycle
 from appliance.controller.scheduling.job_runs import TIDY_EVERY_S, JobRuns
-from appliance.controller.scheduling.state_store import QueuedDemand, SqliteStateStore, job_host_bytes
+from appliance.controller.scheduling.state_store import DemandLearning, QueuedDemand, SqliteStateStore, job_host_bytes
 from appliance.memory.box_memory import LOOK_EVERY_S, BoxMemory, Means
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
@@ -69,8 +66,7 @@ from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kinds import kind_of
 from runtime.logs import adopt_libraries, configure_logging
 from runtime.network import private_socket
-from runtime.processes import garbage
-from runtime.processes.kernel import DiesAs, die_with_parent, dies_as
+from runtime.processes.kernel import DiesAs, die_with_parent, dies_as, settle_garbage
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Device
 from scheduler.devices.discovery import discover_devices
@@ -161,7 +157,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     sizes = EngineSizes(db, config.serve, of_engines, asleep)
     routing = BusRouting(bus, db, sizes, spending)
     transport = httpx.AsyncHTTPTransport(uds=str(paths.asking_socket), limits=httpx.Limits(max_connections=None))
-    asking = Asking(db, transport, lambda: bus.models, inbox.nudge)
+    asking = Asking(db, transport, lambda: bus.table["models"], inbox.nudge)
 
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
     tiers = Tiers(weights, config.weights, paths)
@@ -173,8 +169,8 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     # Jobs: their events, and the samples of those that learn from their own answers.
     events = JobEvents(db, paths.files, config.controller.organization)
     graders = GraderHosts()
-    judging = Judging(db, asking, Grading(db, graders, asking))
-    rollouts = Rollouts(db, weights, paths.jobs, routing, asking, judging, inbox.nudge)
+    grading = Grading(db, graders, asking)
+    rollouts = Rollouts(db, weights, paths.jobs, routing, asking, grading, inbox.nudge)
     runs = JobRuns(db, weights, paths.jobs, paths.shm_root, events, tiers, routing, inbox, rollouts)
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.
@@ -194,8 +190,8 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         floor,
         config.serve.max_replicas,
         routing,
-        QueuedDemand(db, bus, routing, asking, floor),
-        DemandLearning(routing.traffic, bus.arrivals.take, config.scheduler, len(home)),
+        QueuedDemand(db, bus, routing, asking),
+        DemandLearning(routing.traffic, bus.take_arrivals, config.scheduler, len(home)),
         memory,
         weights,
         rollouts.starved,
@@ -212,7 +208,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     )
 
     # What the routes need of all this.
-    scheduler = Scheduler(loop, effects, journal, routing, db, bus, nodes, weights, memory, floor, config.scheduler)
+    scheduler = Scheduler(loop, effects, journal, routing, db, bus, weights, memory, floor, config.scheduler)
     doctor = [sys.executable, "-P", "-m", "appliance.boot.doctor", "--runs", "--config", str(paths.config_file)]
     context = ControllerContext(
         db=db,
@@ -243,8 +239,8 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         tiers=tiers,
         nodes=nodes,
         health=health,
-        power=PowerKeeper(config.power.limits_w, db, floor, home, kind_of(home[0].kind).power_control()),
-        doctor=Doctor(doctor),
+        power=PowerKeeper(config.power.limits_w, db, home, kind_of(home[0].kind)),
+        doctor=Doctor(*doctor),
         main_troubles=lambda: BoxFile.read(paths.data_dir).troubles,
         last_backup=partial(read_last, paths.last_backup),
         wandb_mode=config.tracking.wandb_mode,
@@ -284,7 +280,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     )
     # The controller cannot run without these: an error in one ends it, and the main process restarts it. The app's
     # lifespan is entered here, once: two servers share it.
-    garbage.settle()
+    settle_garbage()
     async with app.router.lifespan_context(app), asyncio.TaskGroup() as tasks:
         deciding = tasks.create_task(loop.run(), name="scheduler loop")
         serving = [
@@ -318,7 +314,7 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
     keep_every("host memory", lambda: parts.memory.look(parts.loop.status()), LOOK_EVERY_S, at_once=True)
     keep_every("what is degraded", partial(_report_degraded, context), DEGRADED_EVERY_S)
     keep_every("usage", context.spending.flush, USAGE_EVERY_S)
-    tidy = partial(parts.runs.tidy, context.scheduler.unload_adapters, partial(removal.remove_bytes, context))
+    tidy = partial(parts.runs.tidy, context.scheduler.unload_adapters, partial(lifecycle.remove_bytes, context))
     keep_every("snapshots of finished jobs", tidy, TIDY_EVERY_S, at_once=True)
     keep("tiers", parts.flow.run)
     if config.alerts.is_on:
@@ -327,7 +323,7 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
 
 async def _report_degraded(context: ControllerContext) -> None:
     others = {trouble["name"].partition(":")[0] for trouble in context.main_troubles()}
-    context.bus.set_degraded(sorted({*context.background.names(), *others}))
+    context.bus.publish(degraded=sorted({*context.background.names(), *others}))
 
 
 def _server(app: ASGIApp) -> uvicorn.Server:

@@ -39,8 +39,7 @@ from appliance.gateway.server.state import State
 from appliance.ui.site import site
 from runtime.logs import configure_logging, timestamp
 from runtime.network import private_socket
-from runtime.processes import garbage
-from runtime.processes.kernel import DiesAs, dies_as
+from runtime.processes.kernel import DiesAs, dies_as, settle_garbage
 
 log = logging.getLogger("appliance.gateway")
 
@@ -195,6 +194,7 @@ class Gateway:
             try:
                 reader, self._bus = await asyncio.open_unix_connection(state.config.bus_socket, limit=LINE_BYTES)
                 self._usage_sent, self._sent, state.controller_away = False, b"", False
+                state.metrics.forget_arrivals()  # minutes without a controller would look like one burst
                 await self._read(reader)
             except (OSError, ValueError, msgspec.MsgspecError) as error:
                 if not state.controller_away:
@@ -239,6 +239,7 @@ class Gateway:
         if report != self._sent or time.monotonic() - self._sent_s >= HEARTBEAT_S:
             self._sent, self._sent_s = report, time.monotonic()
             writer.write(report)
+            state.metrics.forget_arrivals()
         if not self._usage:
             self._usage, self._usage_sent = state.spending.take_sums(), False
         if self._usage and not self._usage_sent:
@@ -249,9 +250,8 @@ class Gateway:
 def load_report(state: State) -> dict[str, Any]:
     """The load report of the bus. Times: Unix seconds, or durations in seconds.
 
-    Models that no request has named since this process began are left out. Counts of arrivals are since `started_s`, by
-    bucket of prompt tokens and of time. waiting_prompt_tokens: of requests without a first token, as far as visible;
-    prompt_tokens: of all in flight and held."""
+    Models that no request has named since this process began are left out. waiting_prompt_tokens: of requests without a
+    first token, as far as visible; prompt_tokens: of all in flight and held. replicas: requests in flight."""
     now_s, held, certificate = time.time(), state.holds.models(), state.certificate
     inflight, waiting, prompts = Counter[str](), Counter[str](), Counter[str]()
     for exchange in state.exchanges:
@@ -275,8 +275,7 @@ def load_report(state: State) -> dict[str, Any]:
     return {
         "type": "load",
         "generation": state.generation,
-        "started_s": state.started_s,
-        "replicas": {name: {"inflight": load.inflight} for name, load in state.router.loads.items()},
+        "replicas": {name: load.inflight for name, load in state.router.loads.items()},
         "models": models,
         "canaries": state.comparison.canaries,
         "notes": [] if certificate is None else certificate.notes(now_s),
@@ -320,7 +319,7 @@ async def _serve(config: GatewayConfig, private: socket.socket | None) -> None:
         loop.add_signal_handler(number, stop.set)
     gateway = Gateway(config)
     gateway.state.background.keep("bus", gateway.run_bus)
-    garbage.settle()
+    settle_garbage()
     port = await gateway.listen(config.host, config.port, private)
     line = {"time": timestamp(time.time()), "level": "info", "process": "gateway", "event": "listening"}
     print(orjson.dumps({**line, "host": config.host, "port": port}).decode(), flush=True)

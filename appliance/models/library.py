@@ -23,13 +23,12 @@ from appliance.models import adapter, hub, trial
 from appliance.models.checkpoint import Facts, choose_files, examine, regular
 from appliance.models.errors import InvalidModelName, NotEnoughDisk, NotEnoughMemory, SourceNotFound
 from appliance.models.put_right import check_numbers, put_right
-from runtime.replace_file import replace_file
 from train.convert.gguf import is_gguf
 from weights.checkpoint import generation
 from weights.checkpoint.folder import CheckpointRefused, NotACheckpoint, read_json
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
-from weights.format.names import Name, encode_name, sync
+from weights.format.names import Name, encode_name, replace_file, sync
 from weights.tiers.copies import DirectoryCopies, seal_dir
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")

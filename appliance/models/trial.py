@@ -21,7 +21,7 @@ from typing import Any
 from appliance.models.checkpoint import chat_templates
 from appliance.models.errors import TemplateRefused, TrialEnded
 from appliance.models.template_trial import CPU_S, MEMORY_BYTES, Tried
-from runtime.processes.ended import how_it_ended
+from runtime.processes.kernel import how_it_ended
 from weights.checkpoint.folder import SPECIAL_TOKENS, NotACheckpoint, read_json, read_tokenizer_config
 from weights.format.tool_template import with_tools
 

@@ -245,7 +245,7 @@ def read_facts(db: Database, created: Mapping[Name, float], is_held: Callable[[N
         name, version = name_of(row), (row.model, row.version)
         # Checkpoints count by themselves: of three jobs under one name the "last three" are their results.
         family = f"{row.model} by epochs" if row.meta.get("of_epoch") else row.model
-        is_needed = bool(row.pinned) or version in needed or is_held(name)
+        is_needed = version in needed or is_held(name)
         kept[name] = Kept(name, family, row.created_s, row.metrics.get("valid_loss"), is_needed)
     snapshots = [name for name in created if name.kind == "snapshot"]
     steps = {name: step for name in snapshots if name.model in unfinished and (step := step_of(name.version)) >= 0}

@@ -25,7 +25,7 @@ from benchmarks.gpu.checks import Check
 from runtime.devices.kind import Found
 from runtime.devices.kinds import kind_of
 from runtime.processes.kernel import bind_near
-from runtime.processes.warm_parents import WARM_ENV
+from runtime.processes.warm_parent import WARM_ENV
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("fork-serve", "fork-train", "copies", "snapshots", "attention", "head", "kernels", "ranks")

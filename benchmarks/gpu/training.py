@@ -243,7 +243,7 @@ def ranks(
     os.environ.update(
         {"RANK": str(rank), "WORLD_SIZE": str(of), "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     )
-    os.environ.update({"DS_ACCELERATOR": kind.accelerator, **kind.collectives_environment("lo")})
+    os.environ.update({"DS_ACCELERATOR": kind.name, **kind.collectives_environment("lo")})
     from deepspeed import comm
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -254,7 +254,7 @@ def ranks(
     from train.trainer.engine import build_engine, init_world, meeting_url
 
     began_s = time.perf_counter()
-    device = torch.device(kind.torch_type, 0) if not kind.on_host else torch.device(kind.torch_type)
+    device = torch.device(kind.name) if kind.on_host else torch.device(kind.name, 0)
     kind.use(device)
     init_world(device_kind, meeting_url(meet, rank, of), timeout_s=100.0)
     packed.register()

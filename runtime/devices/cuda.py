@@ -18,7 +18,7 @@ from typing import Any
 import pynvml
 
 from runtime.devices import nvml
-from runtime.devices.kind import DeviceKind, Found, PowerControl, Reading, for_processors
+from runtime.devices.kind import DeviceKind, Found, Reading, for_processors
 
 LEAST_SHARED_BYTES = 99 * 1024
 SHARED_BYTES = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
@@ -42,6 +42,31 @@ THREADS_PER_WARP = 32
 MOST_ROUNDED_MB = 4  # a staging ring's buffer (train.state.copies), which is made anew for each snapshot
 
 
+# The first makes torch.cuda.is_available() query NVML instead of CUDA, which no forked process could use afterwards
+# ("Cannot re-initialize CUDA in forked subprocess"). The import of humming-kernels starts two compilers in the
+# background, with a thread each that waits for them, in a process that forks, and they outlive it. Whoever uses its
+# kernels compiles them when it needs them (humming/ops/utils.py).
+FORK_ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", ONE_COMPILER: "1"}
+
+
+def at_fault(error: str, message: str) -> bool:
+    """Whether a GPU may be at fault for an exception of a process that computed on it; `error`: its class. Most are of
+    the program or the host, and come wherever the program runs."""
+    text = f"{error}: {message}"
+    return _OF_A_DEVICE.search(text) is not None and _OF_THE_PROGRAM.search(text) is None
+
+
+def not_ready(message: str) -> str:
+    """What to do where such a message says that no process can use any GPU; "" if it does not."""
+    if "system not yet initialized" not in message:  # error 802 (CUDA driver API, CUDA_ERROR_SYSTEM_NOT_READY)
+        return ""
+    return (
+        "the GPUs of this machine are joined by NVSwitches and cannot be used before nvidia-fabricmanager has set "
+        "them up: install it in the driver's very version and start it (`systemctl enable --now "
+        "nvidia-fabricmanager`)"
+    )
+
+
 @cache
 def _copy_streams(device: int) -> Iterator[Any]:
     """Two streams in rotation, for a snapshot and a version at a time. torch rotates 32, each of which keeps the blocks
@@ -52,14 +77,14 @@ def _copy_streams(device: int) -> Iterator[Any]:
 
 
 class Cuda(DeviceKind):
-    name = torch_type = accelerator = "cuda"
-    collectives = "nccl"
-    title = "NVIDIA GPU"
+    name, title, collectives = "cuda", "NVIDIA GPU", "nccl"
+    on_host, locks_pages = False, True
     context_bytes = 2 * 2**30
     asleep_bytes = 3 * 2**29  # 1.60 GB of them for SmolLM2-135M on an H200, its graphs moved to the host
     # vLLM takes them first on Blackwell, and with keys and values in FP8 on all but Hopper, without asking for the nvcc
     # that compiles their kernels, or the network that they come from (vllm/platforms/cuda.py, _get_backend_priorities).
     compiled_attention = "FLASHINFER"
+    head_sizes: frozenset[int] = frozenset()
 
     def present(self) -> bool:
         return nvml.CONTROL.exists()
@@ -71,36 +96,23 @@ class Cuda(DeviceKind):
         # NVML's numbers, not CUDA's default order, which puts the fastest first.
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
+    def address(self, index: int) -> str:
+        return str(index)
+
     def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]]:
         return nvml.Watch(devices).read
 
-    def power_control(self) -> PowerControl:
-        return nvml.NvmlPower()
+    def set_power_limits(self, uuids: Collection[str], limit_w: float | None) -> dict[str, str]:
+        return nvml.set_power_limits(uuids, limit_w)
 
-    def not_ready(self, message: str) -> str:
-        if "system not yet initialized" not in message:  # error 802 (CUDA driver API, CUDA_ERROR_SYSTEM_NOT_READY)
-            return ""
-        return (
-            "the GPUs of this machine are joined by NVSwitches and cannot be used before nvidia-fabricmanager has set "
-            "them up: install it in the driver's very version and start it (`systemctl enable --now "
-            "nvidia-fabricmanager`)"
-        )
+    def computes_bf16(self) -> bool:
+        return True
+
+    def lacks_for_quantised(self) -> str:
+        return ""
 
     def foreign(self) -> dict[int, str]:
         return nvml.foreign()
-
-    def fork_environment(self) -> dict[str, str]:
-        # Makes torch.cuda.is_available() query NVML instead of CUDA, which no forked process could use afterwards
-        # ("Cannot re-initialize CUDA in forked subprocess").
-        # The import of humming-kernels starts two compilers in the background, with a thread each that waits for them,
-        # in a process that forks, and they outlive it. Whoever uses its kernels compiles them when it needs them
-        # (humming/ops/utils.py).
-        return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", ONE_COMPILER: "1"}
-
-    def before_fork(self) -> None:
-        # DeepSpeed's accelerator keeps NVML open from its import on, and so does every torch.cuda.is_available() that
-        # asks NVML, as Triton's import does, by handles on the library of their own. It counts its users for all.
-        nvml.close()
 
     def after_fork(self) -> None:
         # DeepSpeed asks NVML for free memory through the handle on the library that it opened before.
@@ -180,10 +192,6 @@ class Cuda(DeviceKind):
 
     def of_another_build(self) -> str:
         return NEEDS_THE_OTHER if for_processors() else ""
-
-    def at_fault(self, error: str, message: str) -> bool:
-        text = f"{error}: {message}"
-        return _OF_A_DEVICE.search(text) is not None and _OF_THE_PROGRAM.search(text) is None
 
     def use(self, device: Any) -> None:
         import torch
@@ -300,4 +308,4 @@ def _device_at_import(capability: tuple[int, int], name: str, shared_bytes: int)
             setattr(torch.cuda, call, asks)
 
 
-KIND: DeviceKind = Cuda()
+KIND = Cuda()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pynvml
 
-from runtime.devices.kind import DevicesRefused, Found, PowerControl, PowerLimits, PowerRefused, Reading
+from runtime.devices.kind import DevicesRefused, Found, Reading
 
 LEAST_DRIVER = 580  # of CUDA 13, which the lock's torch and vLLM are built for; images/install.sh asks for it too
 LEAST_CAPABILITY = (8, 0)  # of bfloat16 and FlashAttention, in engines and in ranks (vllm/platforms/cuda.py)
@@ -118,7 +118,9 @@ def foreign() -> dict[int, str]:
 
 
 def close() -> None:
-    """Close every GPU that this process opened through NVML, by whichever handle on the library."""
+    """Close every GPU that this process opened through NVML, by whichever handle on the library. DeepSpeed's
+    accelerator keeps NVML open from its import on, and so does every torch.cuda.is_available() that asks NVML, as
+    Triton's import does. A file of a device that every fork inherits keeps the driver from resetting it."""
     try:
         pynvml.nvmlInit()  # without it pynvml says that nothing is open
     except pynvml.NVMLError:
@@ -385,29 +387,24 @@ def _meters(handle: Any) -> dict[str, Any]:
     }
 
 
-class NvmlPower(PowerControl):
-    """Controls the power of all GPUs of this machine, by UUID. NVML is open during a call alone."""
-
-    @contextmanager
-    def _session(self) -> Iterator[None]:
-        try:
-            with session():
-                yield
-        except pynvml.NVMLError as error:
-            raise PowerRefused(f"the driver says: {error}") from error
-
-    def limits(self) -> dict[str, PowerLimits]:
-        limits = {}
-        with self._session():
-            for handle in _handles():
+def set_power_limits(uuids: Collection[str], limit_w: float | None) -> dict[str, str]:
+    """See DeviceKind.set_power_limits. NVML is open during the call alone."""
+    refused = {}
+    try:
+        with session():
+            for uuid in uuids:
                 try:
-                    default = pynvml.nvmlDeviceGetPowerManagementDefaultLimit(_answering(handle))
-                    limit = pynvml.nvmlDeviceGetPowerManagementLimit(handle)
-                    limits[pynvml.nvmlDeviceGetUUID(handle)] = PowerLimits(limit / 1000, default / 1000)
+                    handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+                    default_mw = pynvml.nvmlDeviceGetPowerManagementDefaultLimit(handle)
+                    now_mw = pynvml.nvmlDeviceGetPowerManagementLimit(handle)
                 except pynvml.NVMLError:  # lost, or of a kind whose limit cannot be set: it is left out
                     continue
-        return limits
-
-    def set_limit(self, uuid: str, limit_w: float) -> None:
-        with self._session():
-            pynvml.nvmlDeviceSetPowerManagementLimit(pynvml.nvmlDeviceGetHandleByUUID(uuid), round(limit_w * 1000))
+                wanted_mw = default_mw if limit_w is None else round(limit_w * 1000)
+                try:
+                    if wanted_mw != now_mw:
+                        pynvml.nvmlDeviceSetPowerManagementLimit(handle, wanted_mw)
+                except pynvml.NVMLError as error:
+                    refused[uuid] = f"the driver says: {error}"
+    except pynvml.NVMLError as error:
+        return dict.fromkeys(uuids, f"the driver says: {error}")
+    return refused

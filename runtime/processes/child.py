@@ -12,12 +12,10 @@ from typing import Any
 
 from runtime.errors import ChannelClosed, ChildDied, ChildError, ChildTimeout, WarmParentError
 from runtime.logs import tail
-from runtime.processes.ended import how_it_ended
-from runtime.processes.kernel import group_alive, kill_group, kills_so_far
+from runtime.processes.kernel import group_alive, how_it_ended, kill_group, kills_so_far
 from runtime.processes.lifeline import AsyncChannel
 
 KILLS_EVERY_S = 2.0
-ENDED_TIMEOUT_S, STATUS_POLL_S = 2.0, 0.01
 CORE_KILLED = "CoreKilled"  # of serve.core.errors: the front end of an engine reports a kill of its core or a worker
 KILL_TIMEOUT_S = 30.0  # while a disk is busy, killed processes that wait for it took more than 10 s to go
 
@@ -28,12 +26,11 @@ class Child:
     Use it on one asyncio loop. If the connection closes or this process dies, the child dies.
     """
 
-    def __init__(
-        self, channel: AsyncChannel, pid: int, name: str, log_path: str, warm_socket: str | Path, log_begin: int
-    ):
-        self.pid, self.name, self.log_path = pid, name, log_path
-        self._warm_socket, self._log_begin = warm_socket, log_begin
+    def __init__(self, channel: AsyncChannel, pid: int, name: str, log_path: str, log_begin: int):
+        self.pid, self.name, self.log_path, self._log_begin = pid, name, log_path, log_begin
         self.fatal: dict[str, Any] | None = None
+        self.status: int | None = None
+        """Its exit status (as in subprocess) once it is dead; None if its warm parent was replaced."""
         self._channel = channel
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future] = {}
@@ -75,7 +72,7 @@ class Child:
                 f"the warm parent at {warm_socket} did not fork {name} within {timeout_s} s "
                 f"({type(error).__name__}: {error}); see its log next to {log_path}"
             ) from error
-        return cls(channel, pid, name, str(log_path), warm_socket, log_begin)
+        return cls(channel, pid, name, str(log_path), log_begin)
 
     @property
     def alive(self) -> bool:
@@ -130,29 +127,9 @@ class Child:
             while group_alive(self.pid):
                 await asyncio.sleep(0.002)
 
-    async def how_it_ended(self) -> str:
-        """Words that complete "the process …", once `kill_and_wait` has returned; "ended" if the status is unknown."""
-        status = await self._status()
-        return "ended" if status is None else how_it_ended(status)
-
-    async def _status(self) -> int | None:
-        """The exit status (as in subprocess) that its warm parent knows; None if that parent was replaced."""
-        try:
-            async with asyncio.timeout(ENDED_TIMEOUT_S):
-                while True:
-                    channel = await AsyncChannel.connect(str(self._warm_socket))
-                    try:
-                        await channel.send({"ended": self.pid})
-                        answer = await channel.receive()
-                        if answer["status"] is not None:
-                            return int(answer["status"])
-                        if not answer["living"]:
-                            return None
-                    finally:
-                        channel.close()
-                    await asyncio.sleep(STATUS_POLL_S)  # its sockets are closed a moment before it can be reaped
-        except (OSError, ChannelClosed, TimeoutError):
-            return None
+    def how_it_ended(self) -> str:
+        """Words that complete "the process …" once it is dead."""
+        return "ended" if self.status is None else how_it_ended(self.status)
 
     async def stop(self, timeout_s: float) -> bool:
         """Call the child's `stop` and wait for its end; kill it after `timeout_s`. True if it ended by itself."""
@@ -178,18 +155,16 @@ class Child:
             self._watch.cancel()
             # The kernel counts its kills but does not name processes: one in these seconds was this one if it was
             # killed, or a process of it, and not by us.
-            try:
-                if kills_so_far() > self._kills:
-                    core_killed = self.fatal is not None and CORE_KILLED in self.fatal["kinds"]
-                    self.starved = core_killed or not self._killed and await self._status() == -signal.SIGKILL
-            finally:
-                self._gone.set()
-                self.kill()  # processes that the dead one started must not outlive it
-                self._channel.close()
-                for answer in self._waiting.values():
-                    if not answer.done():
-                        answer.set_exception(self._death())
-                self._events.put_nowait(None)
+            if kills_so_far() > self._kills:
+                core_killed = self.fatal is not None and CORE_KILLED in self.fatal["kinds"]
+                self.starved = core_killed or not self._killed and self.status == -signal.SIGKILL
+            self._gone.set()
+            self.kill()  # processes that the dead one started must not outlive it
+            self._channel.close()
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(self._death())
+            self._events.put_nowait(None)
 
     async def _watch_kills(self) -> None:
         while True:
@@ -202,6 +177,9 @@ class Child:
             if message["event"] == "fatal":
                 self.fatal = message
             self._events.put_nowait(message)
+            return
+        if "ended" in message:
+            self.status = message["ended"]
             return
         answer = self._waiting.get(message["id"])
         if answer is None or answer.done():  # the caller stopped waiting

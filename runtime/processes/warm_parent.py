@@ -1,4 +1,4 @@
-"""Runs a warm parent, which imports a heavy library once and then forks processes that already have it.
+"""A warm parent imports a heavy library once and then forks processes that already have it; `NodeAgent` keeps them.
 
     python -m runtime.processes.warm_parent --socket PATH --preload MODULE --log FILE
 
@@ -13,14 +13,14 @@ Rules
 - It stays single-threaded: a lock that another thread holds at the fork would stay locked in the child for ever.
 - `gc.freeze()` after the imports keeps the collector from touching, and thereby copying, the shared pages.
 
-`{"ended": PID}` in place of a request asks how a child ended, which only its parent knows. The answer is
-`{"status": ..., "living": ...}`: its exit status (negative for a signal, as in subprocess), None if it lives or was not
-forked here; and whether it lives.
+When a child has ended, the parent writes `{"ended": STATUS}`, its exit status (negative for a signal, as in
+subprocess), as the last frame of the child's lifeline, and closes it.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import gc
 import importlib
@@ -28,28 +28,41 @@ import json
 import logging
 import os
 import resource
-import select
 import signal
 import socket
 import sys
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
-from runtime.devices.kinds import KINDS
-from runtime.errors import ChannelClosed
-from runtime.logs import adopt_libraries, configure_logging
+from runtime.background_tasks import BackgroundTasks
+from runtime.devices import kind, kinds
+from runtime.errors import ChannelClosed, WarmParentError
+from runtime.logs import adopt_libraries, configure_logging, tail
 from runtime.network import private_socket
-from runtime.processes.kernel import bind_near, die_with_parent
+from runtime.processes.kernel import bind_near, die_with_parent, how_it_ended
 from runtime.processes.lifeline import Lifeline, encode
 
 log = logging.getLogger(__name__)
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 """Handled by no library: one that prints the native stack first keeps a dead process alive for five seconds."""
-ENDED_KEPT = 256  # exit statuses of the children that ended last
 SILENCE_S = 5.0  # that a connection may wait with its request; nothing is forked for others meanwhile
-_ended: dict[int, int] = {}
-_living: set[int] = set()
+# glibc reads these when a warm parent starts.
+# hugetlb: ranks allocate and free hundreds of MB in every step, engines when they wake. With huge pages the faults on
+# that memory cost a fifth, and a killed process ends sooner. arena_max: with several arenas, the thread that loads the
+# next version in place could not reuse memory freed by a staging thread. It faulted in each page again, which was half
+# of the pause. x86_non_temporal_threshold: copies of more than 2 MiB bypass the cache, at twice the rate. By default
+# glibc does so from three quarters of the cache size that a virtual machine reports, 192 MiB and more.
+_TUNABLES = {
+    "glibc.malloc.hugetlb": 1,
+    "glibc.malloc.arena_max": 1,
+    "glibc.cpu.x86_non_temporal_threshold": 2 * 2**20,
+}
+POLL_S = 0.05
+WARM_ENV = (("GLIBC_TUNABLES", ":".join(f"{name}={value}" for name, value in _TUNABLES.items())),)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,8 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     configure_logging("warm parent")
     gc.disable()  # it would repeatedly walk everything imported so far and find nothing to free
     importlib.import_module(options.preload)
-    for kind in KINDS.values():
-        kind.before_fork()
+    kinds.before_fork()
     for crash in CRASHES:
         signal.signal(crash, signal.SIG_DFL)
     adopt_libraries()
@@ -91,35 +103,46 @@ def main(argv: list[str] | None = None) -> int:
 
 def _accept_loop(listener: socket.socket) -> tuple[Connection, dict[str, Any]]:
     """Forks for each request. Returns the request in the child; the parent exits at SIGTERM."""
-    signal.signal(signal.SIGCHLD, lambda *_: _reap())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    children: dict[int, tuple[int, Connection]] = {}  # by pidfd: pid and lifeline
     while True:
-        connection, _ = listener.accept()
-        with connection:
-            if not select.select([connection], [], [], SILENCE_S)[0]:
-                log.warning("no fork: a client sent nothing within %s s", SILENCE_S)
-                continue
-            channel = Connection(connection.detach())
+        ready = wait([listener, *children])
+        for pidfd in children.keys() & ready:
+            _report_end(pidfd, *children.pop(pidfd))
+        if listener not in ready:
+            continue
+        channel = Connection(listener.accept()[0].detach())
+        if not wait([channel], SILENCE_S):
+            log.warning("no fork: a client sent nothing within %s s", SILENCE_S)
+            channel.close()
+            continue
         try:
             message = json.loads(channel.recv_bytes())
-            if "ended" in message:
-                _reap()
-                pid = message["ended"]
-                channel.send_bytes(encode({"status": _ended.get(pid), "living": pid in _living}))
-            elif pid := os.fork():
-                _living.add(pid)
-            else:
-                return channel, message
+            pid = os.fork()
         except (EOFError, ValueError, OSError) as error:
             log.warning("no fork: %r", error)
-        channel.close()
+            channel.close()
+            continue
+        if pid == 0:
+            for pidfd, (_, other) in children.items():  # an open end would hide the other one's death
+                os.close(pidfd)
+                other.close()
+            return channel, message
+        children[os.pidfd_open(pid)] = pid, channel
+
+
+def _report_end(pidfd: int, pid: int, channel: Connection) -> None:
+    os.close(pidfd)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.set_blocking(channel.fileno(), False)  # a supervisor that reads nothing must not hold up the next fork
+    with channel, contextlib.suppress(OSError):
+        channel.send_bytes(encode({"ended": status}))
 
 
 def _run_child(channel: Connection, message: dict[str, Any]) -> int:
     # The child does not die with the warm parent: its lifeline ties it to its supervisor, and a dead warm parent is
     # restarted while engines and ranks continue.
     os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(message["env"])
     _redirect_output(message["log_path"])
@@ -133,8 +156,7 @@ def _run_child(channel: Connection, message: dict[str, Any]) -> int:
     channel.send_bytes(encode({"pid": os.getpid()}))
     code, lifeline = 1, Lifeline(channel)
     try:
-        for kind in KINDS.values():  # a process that computes on a GPU computes on the host too
-            kind.before_computing()
+        kind.ask_for_instructions()  # a process that computes on a GPU computes on the host too
         module, _, function = message["entry"].partition(":")
         code = int(getattr(importlib.import_module(module), function)(lifeline, message["args"]) or 0)
     except BaseException as error:  # noqa: BLE001 - the outermost frame of a process: report, log, exit
@@ -159,18 +181,86 @@ def _redirect_output(path: str) -> None:
     os.close(null)
 
 
-def _reap() -> None:
-    while True:
+@dataclass(frozen=True)
+class WarmSpec:
+    """One warm parent: `preload` is the module it imports, `socket_path` where it accepts requests."""
+
+    name: str
+    preload: str
+    socket_path: str
+    log_path: str
+    env: tuple[tuple[str, str], ...] = WARM_ENV
+
+
+class NodeAgent:
+    """Starts a node's warm parents and restarts each that dies; its forked children survive."""
+
+    def __init__(self, warm: list[WarmSpec]):
+        self._specs = {spec.name: spec for spec in warm}
+        self._background = BackgroundTasks()
+        self._tasks: list[asyncio.Task[None]] = []
+        # "" once it accepts requests, else how it died before that; absent during an import.
+        self._outcomes: dict[str, str] = {}
+
+    async def start(self) -> None:
+        """Start all warm parents and return at once. `wait_warm` waits for one."""
+        if not self._tasks:
+            self._tasks = [
+                self._background.keep(f"warm parent: {spec.name}", partial(self._keep, spec))
+                for spec in self._specs.values()
+            ]
+
+    async def wait_warm(self, name: str, timeout_s: float) -> None:
+        """Return when the warm parent `name` accepts requests. Raise WarmParentError after `timeout_s` seconds, or as
+        soon as it has ended instead; it is restarted all the same."""
+        spec = self._specs[name]
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        _living.discard(pid)
-        _ended[pid] = os.waitstatus_to_exitcode(status)
-        if len(_ended) > ENDED_KEPT:
-            del _ended[next(iter(_ended))]
+            async with asyncio.timeout(timeout_s):
+                while name not in self._outcomes:
+                    await asyncio.sleep(POLL_S)
+            how = self._outcomes[name]
+        except TimeoutError:
+            how = f"has not done so within {timeout_s} s"
+        if how:
+            log = tail(spec.log_path)
+            # In the first line, which is what `status` and hand-overs show of an error.
+            last = log.rpartition("\n")[2]
+            ends = f"its log {spec.log_path} ends with {last!r}"
+            raise WarmParentError(f"warm parent {name} is to import {spec.preload} and {how}; {ends}:\n{log}")
+
+    async def stop(self) -> None:
+        """Stop the warm parents; processes forked from them continue until their supervisors stop them."""
+        await self._background.stop()
+
+    async def _keep(self, spec: WarmSpec) -> None:
+        """One life of a warm parent. Raises WarmParentError at its end."""
+        Path(spec.socket_path).unlink(missing_ok=True)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-m",
+            "runtime.processes.warm_parent",
+            *("--socket", spec.socket_path, "--preload", spec.preload, "--log", spec.log_path),
+            env={**os.environ, **dict(spec.env)},
+        )
+        dead = asyncio.create_task(process.wait())
+        try:
+            while not dead.done() and not Path(spec.socket_path).exists():
+                await asyncio.wait([dead], timeout=POLL_S)
+            if not dead.done():
+                self._outcomes[spec.name] = ""
+            how = how_it_ended(await asyncio.shield(dead))
+            if self._outcomes.get(spec.name) != "":
+                self._outcomes[spec.name] = how
+            raise WarmParentError(f"warm parent {spec.name} {how}; its log is {spec.log_path}")
+        except asyncio.CancelledError:
+            if process.returncode is None:
+                process.terminate()
+            await dead
+            raise
+        finally:
+            if self._outcomes.get(spec.name) == "":
+                del self._outcomes[spec.name]
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from ray.exceptions import RayError
 
 from runtime.devices.kind import Reading
 from runtime.errors import CopyFailed, RuntimeLayerError
-from runtime.processes.warm_parents import NodeAgent, WarmSpec
+from runtime.processes.warm_parent import NodeAgent, WarmSpec
 from scheduler.core.workload import Device
 from scheduler.devices.discovery import HOME_NODE
 from scheduler.devices.health import DeviceReadings

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runtime.devices.kinds import is_of_a_device, not_ready
+from runtime.devices import kinds
 from runtime.errors import ChildDied, ChildError, ChildTimeout
 from runtime.processes.child import Child
 from runtime.processes.kernel import DiesAs, group_dies_as, life
@@ -110,7 +110,7 @@ class Replica:
         if late:
             how = f"was not healthy after {self._config.start_timeout_s} s"
             raise EngineStartFailed(_with_log(f"engine {spec.replica_id} {how}", child))
-        raise _start_failed(spec, child, event, await child.how_it_ended())
+        raise _start_failed(spec, child, event, child.how_it_ended())
 
     async def life(self) -> dict[str, Any]:
         """Return this supervisor's runtime.processes.kernel.life; callers also use it as a liveness check."""
@@ -209,7 +209,7 @@ class Replica:
         elif self._child.fatal:
             reason = _cause(self._child.fatal)
         else:
-            reason = f"its process {await self._child.how_it_ended()}"
+            reason = f"its process {self._child.how_it_ended()}"
         return {
             "exit": reason,
             "log": self._child.log_end(),
@@ -252,8 +252,8 @@ def _start_failed(spec: ReplicaSpec, child: Child, fatal: dict[str, Any] | None,
     words = in_our_words(message, spec.model)
     refused = fatal and not (
         not _OF_THE_MACHINE.isdisjoint(fatal["kinds"])
-        or is_of_a_device(fatal["type"], fatal["message"])
-        or not_ready(fatal["message"])
+        or kinds.at_fault(fatal["type"], fatal["message"])
+        or kinds.not_ready(fatal["message"])
     )
     failed = EngineRefused if refused else EngineStartFailed
     cause = _cause(fatal) if fatal else f"its process {ended}"

@@ -23,7 +23,7 @@ from typing import Any
 
 from vllm.v1.executor import multiproc_executor
 
-from runtime.processes.ended import how_it_ended, status_of
+from runtime.processes.kernel import how_it_ended
 from serve.core.errors import BY_NAME, CoreKilled, EngineStartFailed, ServeError
 
 log = logging.getLogger(__name__)
@@ -95,8 +95,11 @@ class ShmExecutor(multiproc_executor.MultiprocExecutor):
         collective, and the core for their replies, for ever."""
         over = wait([worker.sentinel for worker in worker_procs], NOTICED_WITHIN_S)
         for worker in worker_procs:
-            if worker.sentinel in over and (status := status_of(worker)):
-                death = _death(f"its worker {worker.name}", status)
+            if worker.sentinel not in over:
+                continue
+            worker.join()  # its end is seen a moment before it can be reaped
+            if worker.exitcode:
+                death = _death(f"its worker {worker.name}", worker.exitcode)
                 _leave(death)
                 log.error("%s; the core ends too: the others would wait for it", death)
                 logging.shutdown()

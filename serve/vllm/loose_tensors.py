@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from vllm import device_allocator
 
-from runtime.devices.kinds import HOST
+from runtime.devices.kind import HOST_MEMORY
 
 MOST_BYTES = 1 << 20
 """A larger tensor is not kept: it is a workspace or an input, which begins as zeros."""
@@ -45,7 +45,7 @@ class LooseTensors:
         every = {id(tensor): tensor for tensor in (*self._first.values(), *(tensor for _, tensor in others))}.values()
         written = {_storage(buffer) for buffer in self._model.buffers()}  # by vLLM, before put_back runs
         found = [t for t in every if _storage(t) not in written and _lies_in(t, discarded)]
-        self._kept = [(t, t.to(HOST.torch_type, copy=True)) for t in found if t.nbytes <= MOST_BYTES]
+        self._kept = [(t, t.to(HOST_MEMORY, copy=True)) for t in found if t.nbytes <= MOST_BYTES]
         self._emptied = [t.untyped_storage() for t in found if t.nbytes > MOST_BYTES]
 
     @torch.no_grad()

@@ -19,8 +19,8 @@ from vllm.lora.punica_wrapper import punica_cpu
 from vllm.model_executor.models.registry import _LazyRegisteredModel
 from vllm.platforms import current_platform
 
-from runtime.devices.kind import DeviceKind
-from runtime.devices.kinds import HOST_MEMORY, kind_of
+from runtime.devices.kind import HOST_MEMORY, DeviceKind
+from runtime.devices.kinds import kind_of
 from serve.vllm import grammars
 
 SEGMENT_NAME_BYTES = 8

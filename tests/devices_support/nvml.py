@@ -71,6 +71,8 @@ class Machine:
     control: bool = True
     opened: set[int] = field(default_factory=set)
     lacks: tuple[str, ...] = ()
+    limits_set: int = 0
+    set_limit_error: pynvml.NVMLError | None = None
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Machine:
         """Put it in place of this machine's driver."""
@@ -104,35 +106,29 @@ class _Functions:
                 raise handle.error
             return handle
 
-        def about(answer: Callable[[Gpu], Any]) -> Callable[..., Any]:
-            return lambda handle, *_: answer(asked(handle))
+        def about(
+            answer: Callable[[Gpu], Any],
+            refuses: Callable[[Gpu], bool] = lambda gpu: False,
+            error: type[pynvml.NVMLError] = pynvml.NVMLError_NotSupported,
+        ) -> Callable[..., Any]:
+            def ask(handle: Gpu, *_: Any) -> Any:
+                if refuses(asked(handle)):
+                    raise error()
+                return answer(handle)
+
+            return ask
 
         def of_root(answer: Callable[[Gpu], Any]) -> Callable[..., Any]:
-            def ask(handle: Gpu, *_: Any) -> Any:
-                if asked(handle).private:
-                    raise pynvml.NVMLError_NoPermission()
-                return answer(handle)
-
-            return ask
+            return about(answer, lambda gpu: gpu.private, pynvml.NVMLError_NoPermission)
 
         def of_datacentre(answer: Callable[[Gpu], Any]) -> Callable[..., Any]:
-            def ask(handle: Gpu, *_: Any) -> Any:
-                if not asked(handle).datacentre:
-                    raise pynvml.NVMLError_NotSupported()
-                return answer(handle)
+            return about(answer, lambda gpu: not gpu.datacentre)
 
-            return ask
-
-        def of_old(answer: Callable[[Gpu], Any], old: bool = True) -> Callable[..., Any]:
-            def ask(handle: Gpu, *_: Any) -> Any:
-                if (asked(handle).margin_c is None) is not old:
-                    raise pynvml.NVMLError_NotSupported()
-                return answer(handle)
-
-            return ask
+        def of_old(answer: Callable[[Gpu], Any]) -> Callable[..., Any]:
+            return about(answer, lambda gpu: gpu.margin_c is not None)
 
         def of_new(answer: Callable[[Gpu], Any]) -> Callable[..., Any]:
-            return of_old(answer, old=False)
+            return about(answer, lambda gpu: gpu.margin_c is None)
 
         def init() -> None:
             if machine.init_error is not None:
@@ -157,6 +153,11 @@ class _Functions:
 
         def handle_by_uuid(uuid: str) -> Gpu:
             return handle_by_index([gpu.uuid for gpu in machine.gpus].index(uuid))
+
+        def set_limit(gpu: Gpu, milliwatts: int) -> None:
+            if machine.set_limit_error is not None:
+                raise machine.set_limit_error
+            asked(gpu).limit_mw, machine.limits_set = milliwatts, machine.limits_set + 1
 
         def p2p(one: Gpu, other: Gpu, caps: int) -> int:
             assert caps == pynvml.NVML_P2P_CAPS_INDEX_NVLINK and one is not other
@@ -205,7 +206,7 @@ class _Functions:
         self.nvmlDeviceGetEnforcedPowerLimit = about(lambda gpu: gpu.limit_mw)
         self.nvmlDeviceGetPowerManagementLimit = of_datacentre(lambda gpu: gpu.limit_mw)
         self.nvmlDeviceGetPowerManagementDefaultLimit = of_datacentre(lambda gpu: 700_000)
-        self.nvmlDeviceSetPowerManagementLimit = lambda gpu, mw: setattr(asked(gpu), "limit_mw", mw)
+        self.nvmlDeviceSetPowerManagementLimit = set_limit
         self.nvmlDeviceGetHandleByUUID = handle_by_uuid
         self.nvmlDeviceGetTotalEnergyConsumption = of_datacentre(lambda gpu: gpu.energy_mj)
         self.nvmlDeviceGetUtilizationRates = about(lambda gpu: types.SimpleNamespace(gpu=gpu.busy_percent, memory=20))

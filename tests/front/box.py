@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from appliance.controller.app import create_app
 from appliance.controller.bus.bus import Bus
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.model_files import LibraryOps
+from appliance.controller.engines.versions import LibraryOps
 from appliance.controller.interfaces.principal import Listener
 from appliance.controller.main import _listen
 from appliance.models.hub import HubSettings
@@ -47,7 +47,7 @@ class ImportingOps(SimulatedModelOps):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         library = ModelLibrary(folder, hub_settings=HubSettings(allowed=False))
-        real = LibraryOps(library, None, None, self.let_go)  # type: ignore[arg-type]
+        real = LibraryOps(library, None, None, self.let_go, None)  # type: ignore[arg-type]
         self.library, self.run = real.library, real.run  # type: ignore[assignment, method-assign]
 
 
@@ -101,7 +101,7 @@ class Front:
         assert bus is not None and self._loop is not None
 
         async def publish() -> None:
-            await asyncio.wait_for(bus.wait_applied(bus.set_models({MODEL: row})), 30)
+            await asyncio.wait_for(bus.wait_applied(bus.publish(models={MODEL: row})), 30)
 
         asyncio.run_coroutine_threadsafe(publish(), self._loop).result(40)
 

@@ -6,7 +6,7 @@ import gzip
 import json
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from train.data.chat import ChatEncoder
 from train.data.formats import convert
 
 CHATML = (
@@ -46,21 +47,28 @@ FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
 }
 
 
-def tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
-    text = ["the quick brown fox jumps over the lazy dog and says hello to everyone", "1 + 2 = 3, how many are left"]
+TEXT = ["the quick brown fox jumps over the lazy dog and says hello to everyone", "1 + 2 = 3, how many are left"]
+SPECIAL = {"pad_token": "<|pad|>", "bos_token": None, "eos_token": "<|im_end|>"}
+
+
+def tokenizer(
+    template: str = CHATML,
+    tokens: Sequence[str] = ("<|pad|>", "<|im_start|>", "<|im_end|>"),
+    special: dict[str, str | None] = SPECIAL,
+    text: Sequence[str] = TEXT,
+) -> PreTrainedTokenizerFast:
+    """Of bytes, trained on `text`. tokens: the special ones, numbered from 0. special: what they are, by name."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
+        special_tokens=list(tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     made.train_from_iterator(text, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|pad|>", chat_template=template
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template, **special)
 
 
 def make_model_dir(
@@ -70,12 +78,14 @@ def make_model_dir(
     tied: bool = False,
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
+    words: PreTrainedTokenizerFast | None = None,
     **config,
 ) -> Path:
     """A random model in a Hugging Face directory. Odd sizes on purpose: partitions then cut through parameters."""
     torch.manual_seed(seed)
+    words = words or tokenizer()
     settings = {
-        "vocab_size": VOCABULARY,
+        "vocab_size": max(len(words), VOCABULARY),
         "hidden_size": 48,
         "intermediate_size": 100,
         "num_hidden_layers": 2,
@@ -84,15 +94,15 @@ def make_model_dir(
         "max_position_embeddings": 512,
         "tie_word_embeddings": tied,
         "initializer_range": 0.1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "bos_token_id": None,
+        "eos_token_id": words.eos_token_id,
+        "pad_token_id": words.pad_token_id,
+        "bos_token_id": words.bos_token_id,
     }
     name, more = FAMILIES[family]
     settings = getattr(transformers, f"{name}Config")(**(settings | more | config))
     made = getattr(transformers, f"{name}ForCausalLM")(settings)
     made.to(dtype).save_pretrained(path)
-    tokenizer().save_pretrained(path)
+    words.save_pretrained(path)
     return path
 
 
@@ -149,6 +159,16 @@ def write_prompt_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
         return convert(record).record
 
     return _write(path, n_examples, seed, record_of)
+
+
+def trained_texts(encoder: ChatEncoder, example: dict[str, Any]) -> list[tuple[str, str]]:
+    """(all text before it, the text) of each run of trained tokens, row by row."""
+    decode, found = encoder.tokenizer.decode, []
+    for ids, mask in encoder.encode(example):
+        assert len(ids) == len(mask)
+        runs = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
+        found += [(decode(ids[:start]), decode(ids[start:end])) for start, end in runs]
+    return found
 
 
 def log_probs_of(model: torch.nn.Module, sequence: tuple[np.ndarray, np.ndarray]) -> torch.Tensor:

@@ -31,8 +31,6 @@ async def _checked(path: Path, **how: Any) -> DataReport:
 async def _reported(path: Path, name: str, **options: Any) -> dict[str, Any]:
     try:
         answer = await asyncio.to_thread(process.report_on, path, name, **options)
-    except process.BadOption:
-        raise
     except (OSError, ValueError) as error:
         raise process.CheckFailed(str(error)) from error
     told: dict[str, Any] = json.loads(json.dumps(answer))

@@ -60,7 +60,7 @@ class TokenWriter:
     writer of the file."""
 
     def __init__(self, path: Path, cache_dir: Path):
-        self._folder = cache_dir / f"{path.name}.partial"
+        self._path, self._folder = path, cache_dir / f"{path.name}.partial"
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
         self._files = [open(self._folder / name, "wb") for name in ("tokens", "learnt")]
@@ -84,7 +84,9 @@ class TokenWriter:
                 file.write(part.tobytes())
                 self._digest.update(part.tobytes())
 
-    def finish(self, directory: Path, encoder: ChatEncoder) -> None:
+    def finish(self, encoder: ChatEncoder, base_path: Path) -> None:
+        """Put the set of the file, which is complete now, where `open_token_set` looks for it."""
+        directory = self._folder.parent / set_of(self._path, base_path)
         for file in self._files:
             file.close()
         offsets = np.cumsum(np.array(self._lengths, np.int64))
@@ -228,26 +230,22 @@ def open_token_set(
 
     Raises InvalidTrainingData, as TokenSet does, and on rank 0 when the chat template or the method refuses an example.
     """
-    path = Path(path)
-    directory = Path(cache_dir) / set_of(path, Path(base_path))
+    path, base_path = Path(path), Path(base_path)
+    directory = cache_dir / set_of(path, base_path)
     if rank == 0 and not directory.exists():
-        _write(path, encoder(), directory, method, alive)
+        words, errors = encoder(), []
+        with TokenWriter(path, cache_dir) as writer, open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                alive()
+                try:
+                    record = orjson.loads(line)
+                    writer.add(record, method.encode(words, record))
+                except BadRecord as bad:
+                    errors.append((number, str(bad)))
+            if errors:
+                raise InvalidTrainingData(path.name, errors[:_MAX_LISTED_ERRORS], len(errors))
+            writer.finish(words, base_path)
     while not directory.exists():
         alive()
         time.sleep(_POLL_S)
     return TokenSet(directory, method, max_length=max_length, packing=packing, name=path.name)
-
-
-def _write(path: Path, encoder: ChatEncoder, directory: Path, method: Rows, alive: Callable[[], None]) -> None:
-    errors = []
-    with TokenWriter(path, directory.parent) as writer, open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            alive()
-            try:
-                record = orjson.loads(line)
-                writer.add(record, method.encode(encoder, record))
-            except BadRecord as bad:
-                errors.append((number, str(bad)))
-        if errors:
-            raise InvalidTrainingData(path.name, errors[:_MAX_LISTED_ERRORS], len(errors))
-        writer.finish(directory, encoder)

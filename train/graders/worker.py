@@ -63,7 +63,13 @@ def main() -> None:
     dies_as(DiesAs.TRIAL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
-    prepare()
+    # What most graders use, and what a child needs to confine itself: no fork has to make it. numpy imports its random
+    # numbers only on demand, which took half of a fork's time.
+    import numpy.random  # noqa: F401
+    from rapidfuzz import fuzz  # noqa: F401
+
+    prepare_confinement()
+    _readable()
     control = socket.socket(fileno=int(sys.argv[1]))
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
@@ -74,16 +80,6 @@ def main() -> None:
         if os.fork() == 0:
             serve(descriptors[0], **bounds)
         os.close(descriptors[0])
-
-
-def prepare() -> None:
-    """Import what most graders use, and make what a child needs to confine itself: no fork has to."""
-    # numpy imports it only on demand, which every fork has: that took half of its time.
-    import numpy.random  # noqa: F401
-    from rapidfuzz import fuzz  # noqa: F401
-
-    prepare_confinement()
-    _readable()
 
 
 def _load(names: Iterable[str]) -> None:

@@ -28,7 +28,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
-from runtime.devices.kinds import HOST_MEMORY
+from runtime.devices.kind import HOST_MEMORY
 from train.model import attention
 from train.model.kernels import use_liger
 from train.plan.errors import UnsupportedModel

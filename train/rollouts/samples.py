@@ -19,10 +19,10 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
-from runtime.replace_file import replace_file
 from train.data.packing import StepPlan
 from train.methods.methods import method_of
 from train.plan.spec import TrainSpec
+from weights.format.names import replace_file
 
 Verdict = dict[str, list[Any]]
 """One value for each answer, by name; "errors" are texts, empty where there was none."""

@@ -20,7 +20,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch.distributed import distributed_c10d
 
-from runtime.devices.kinds import HOST_MEMORY, kind_of
+from runtime.devices.kind import HOST_MEMORY
+from runtime.devices.kinds import kind_of
 from train.methods.methods import method_of
 from train.model import attention
 from train.model.tensor_parallel import partition_config, seen_through_adapters
@@ -57,7 +58,7 @@ def init_world(device_kind: str, meeting: str, timeout_s: float = COLLECTIVE_TIM
     torch's default of 30 minutes, in which a hung peer would go unnoticed, so the default is replaced.
     """
     kind = kind_of(device_kind)
-    if (accelerator := get_accelerator().device_name()) != kind.accelerator:
+    if (accelerator := get_accelerator().device_name()) != kind.name:
         raise InvalidSpec(
             f"a rank was told to compute on devices of kind {kind.name!r}, and DeepSpeed, which goes by what this "
             f"machine has, computes on {accelerator!r}"

@@ -14,9 +14,9 @@ from runtime.devices import kinds
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Without these, DeepSpeed and transformers query CUDA, and torch then refuses CUDA in every forked rank.
-for name, value in kinds.fork_environment().items():
+for name, value in kinds.FORK_ENVIRONMENT.items():
     os.environ.setdefault(name, value)
-os.environ.setdefault("DS_ACCELERATOR", kinds.present().accelerator)
+os.environ.setdefault("DS_ACCELERATOR", kinds.present().name)
 
 # For generation and losses transformers imports these where they are: 2.6 s of CPU and 105 MB (2026-11-27). They are
 # there for code of users' graders alone.

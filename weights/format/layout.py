@@ -263,12 +263,10 @@ class Layout:
         names = [f"{stem}-{number:05d}-of-{len(groups):05d}" for number in range(1, len(groups) + 1)]
         if len(groups) == 1:
             names = [stem]
-        return cls(
-            tuple(
-                FileLayout.of(name + TENSOR_SUFFIX, sorted(group, key=_alignment, reverse=True))
-                for name, group in zip(names, groups, strict=True)
-            )
-        )
+        for group in groups:
+            group.sort(key=lambda spec: min(spec.nbytes & -spec.nbytes, ALIGN_BYTES) or ALIGN_BYTES, reverse=True)
+        files = zip(names, groups, strict=True)
+        return cls(tuple(FileLayout.of(name + TENSOR_SUFFIX, group) for name, group in files))
 
     @classmethod
     def read(cls, directory: Path | str) -> Layout:
@@ -292,10 +290,6 @@ class Layout:
             differing = min(set(weight_map.items()) ^ set(owner.items()))[0]
             raise IntegrityError(f"the index and the files disagree about {differing}", path=directory)
         return cls(tuple(files))
-
-
-def _alignment(spec: TensorSpec) -> int:
-    return min(spec.nbytes & -spec.nbytes, ALIGN_BYTES) or ALIGN_BYTES
 
 
 def _files_of(directory: Path) -> tuple[list[str], dict[str, str] | None]:

@@ -138,17 +138,20 @@ def write_file(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def replace_file(directory: Path, name: str, data: bytes) -> None:
-    """Writes a small file durably; a reader sees the old one or the new one."""
-    temporary = directory / f".{name}.{uuid.uuid4().hex}"
+def replace_file(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Writes a small file, 0600; a reader sees the old one or the new one, also if two processes write it. durable: it
+    is on the medium on return. Raises OSError: the old file stays."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         write_file(temporary, data)
-        sync(temporary)
-        os.rename(temporary, directory / name)
-        sync(directory)
+        if durable:
+            sync(temporary)
+        os.rename(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    if durable:
+        sync(path.parent)
 
 
 def sync(path: Path) -> None:

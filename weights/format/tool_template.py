@@ -12,8 +12,9 @@ text or parts.
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import resources
+
+_SHOW_TOOLS = (resources.files(__package__) / "show_tools.jinja").read_text()
 
 
 def with_tools(template: str | None) -> str | None:
@@ -22,9 +23,4 @@ def with_tools(template: str | None) -> str | None:
         return template
     # A template that refuses system messages (Gemma's) gets the list in front of what the user says first.
     holder = "system" if "system" in template and "ystem role not supported" not in template else "user"
-    return f"{{%- set holder = '{holder}' %}}\n{_show_tools()}{template}"
-
-
-@cache
-def _show_tools() -> str:
-    return (resources.files(__package__) / "show_tools.jinja").read_text()
+    return f"{{%- set holder = '{holder}' %}}\n{_SHOW_TOOLS}{template}"

@@ -45,7 +45,7 @@ class _Mapping:
 
 # (device, inode, access) -> mapping. The open file pins the inode, so its number cannot be given to
 # another file while the entry lives.
-_mappings: dict[tuple[int, int, str], _Mapping] = {}
+mappings: dict[tuple[int, int, str], _Mapping] = {}
 _guard = threading.Lock()
 
 
@@ -84,23 +84,17 @@ def window(path: Path, nbytes: int, access: Access, keeps: DirectoryLock | None)
         file.close()
         raise IntegrityError(f"{status.st_size} bytes, expected {nbytes}", path=path.parent, file=path.name)
     with _guard:
-        for key in [key for key, known in _mappings.items() if os.fstat(known.file.fileno()).st_nlink == 0]:
-            del _mappings[key]
+        for key in [key for key, known in mappings.items() if os.fstat(known.file.fileno()).st_nlink == 0]:
+            del mappings[key]
         key = (status.st_dev, status.st_ino, access)
-        mapping = _mappings.get(key)
+        mapping = mappings.get(key)
         if mapping is not None and mapping.size >= nbytes:
             file.close()
         else:
-            mapping = _mappings[key] = _Mapping(file, nbytes, access)
+            mapping = mappings[key] = _Mapping(file, nbytes, access)
     array = np.frombuffer(mapping.map, dtype=np.uint8, count=nbytes).view(_Window)
     array.keeps = keeps
     return memoryview(array)
-
-
-def forget_mappings() -> None:
-    """Drops this process's cached mappings; those with existing views stay mapped until the views are freed."""
-    with _guard:
-        _mappings.clear()
 
 
 def _new_guard() -> None:

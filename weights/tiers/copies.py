@@ -153,7 +153,7 @@ class DirectoryCopies(Copies):
                 staged.mkdir(mode=0o700)
                 for file in manifest.files:
                     _write_out(staged / file, chunks(file))
-                replace_file(staged, MANIFEST_FILE, manifest.with_checksums(checksums).to_bytes())
+                replace_file(staged / MANIFEST_FILE, manifest.with_checksums(checksums).to_bytes(), durable=True)
                 self.remove(name)
                 target.parent.mkdir(mode=0o700, exist_ok=True)
                 os.rename(staged, target)
@@ -282,11 +282,11 @@ def seal_dir(
     layout, aux = Layout.read(directory), aux_files_of(directory)
     index = layout.index_file()
     if index is not None and not any(name.endswith(INDEX_SUFFIX) for name in aux):
-        replace_file(directory, *index)
+        replace_file(directory / index[0], index[1], durable=True)
         aux[index[0]] = index[1]
     manifest = Manifest.describe(layout, Name(kind, model, version), meta=meta or {}, aux_files=aux)
     manifest = read_whole(manifest, partial(chunks_of, directory, manifest), source=directory)
-    replace_file(directory, MANIFEST_FILE, manifest.to_bytes())
+    replace_file(directory / MANIFEST_FILE, manifest.to_bytes(), durable=True)
     return manifest
 
 

@@ -1,19 +1,21 @@
-"""A remote place as a flat map from keys to bytes: a directory here, S3 in objects_s3.py."""
+"""A remote place as a flat map from keys to bytes: a directory or an S3-compatible store."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from weights.format.config import Location
 from weights.format.errors import ObjectDamaged, TierFull, TierUnavailable
 from weights.format.names import replace_file, sync
 
+_MISSING = ("NoSuchKey", "404", "NotFound")
+_FULL = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507")
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}")  # of `replace_file`
 
 
@@ -37,42 +39,26 @@ def make_folder(folder: Path) -> None:
         sync(folder.parent)
 
 
-class Objects(Protocol):
-    """Keys are relative paths; no part of one begins with a dot. Every call may raise TierUnavailable."""
-
-    where: str
-    """A path or URL for messages, without credentials."""
-
-    def put(self, key: str, data: bytes) -> None:
-        """Stores `data` durably and atomically: the key has all of it or its previous content. Raises TierFull."""
-
-    def get(self, key: str) -> bytes:
-        """Raises ObjectDamaged if the key does not exist."""
-
-    def list(self, prefix: str) -> Iterator[str]:
-        """Keys below the folder `prefix` (it ends in "/")."""
-
-    def delete(self, key: str) -> None:
-        """Idempotent."""
-
-    def sweep(self) -> None:
-        """Removes incomplete objects of a dead writer. Call it only when no writer is active."""
-
-
 class DirectoryObjects:
-    """Files below `root`, which must exist, so that nothing is written below a lost mount."""
+    """Files below `root`, which must exist, so that nothing is written below a lost mount.
+
+    Keys are relative paths; no part of one begins with a dot. Every call may raise TierUnavailable. `where`: a path or
+    URL for messages, without credentials.
+    """
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
         self.where = str(root)
 
     def put(self, key: str, data: bytes) -> None:
+        """Stores `data` durably and atomically: the key has all of it or its previous content. Raises TierFull."""
         target = self.root / key
         with self._rooted():
             make_folder(target.parent)
-            replace_file(target.parent, target.name, data)
+            replace_file(target, data, durable=True)
 
     def get(self, key: str) -> bytes:
+        """Raises ObjectDamaged if the key does not exist."""
         with self._rooted():
             try:
                 return (self.root / key).read_bytes()
@@ -80,16 +66,19 @@ class DirectoryObjects:
                 raise ObjectDamaged("it is missing", path=self.root / key) from None
 
     def list(self, prefix: str) -> Iterator[str]:
+        """Keys below the folder `prefix` (it ends in "/")."""
         with self._rooted():
             for folder, _, names in os.walk(self.root / prefix):
                 for path in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):
                     yield path.relative_to(self.root).as_posix()
 
     def delete(self, key: str) -> None:
+        """Idempotent."""
         with self._rooted():
             (self.root / key).unlink(missing_ok=True)
 
     def sweep(self) -> None:
+        """Removes incomplete objects of a dead writer. Call it only when no writer is active."""
         with self._rooted():
             for folder, _, names in os.walk(self.root):
                 for name in names:
@@ -104,11 +93,88 @@ class DirectoryObjects:
             yield
 
 
+class S3Objects:
+    """An S3-compatible store at a `location` with an s3:// url; the bucket must exist. Raises TierUnavailable if the
+    settings are invalid for a client.
+
+    Each object is one PUT (they are small enough), so a key has all of its bytes or none. Keys in the store are
+    `prefix` plus ours. Credentials come from a file by profile name, or from boto3's defaults; no message shows them.
+    """
+
+    def __init__(self, location: Location, timeout_s: float = 30.0) -> None:
+        import boto3  # takes half a second
+        import botocore.config
+        import botocore.session
+
+        for name in ("boto3", "botocore", "s3transfer", "urllib3"):  # at debug level they log signed headers
+            logging.getLogger(name).setLevel(logging.WARNING)
+        assert location.url is not None
+        self._bucket, _, prefix = location.url.removeprefix("s3://").partition("/")
+        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+        self.where = f"s3://{self._bucket}/{self._prefix}".rstrip("/")
+        with self._translated(""):
+            session = botocore.session.Session(profile=location.credentials_profile)
+            if location.credentials_file is not None:
+                session.set_config_variable("credentials_file", str(Path(location.credentials_file).expanduser()))
+            config = botocore.config.Config(
+                connect_timeout=timeout_s,
+                read_timeout=timeout_s,
+                retries={"mode": "standard", "max_attempts": 2},
+                # Stores other than Amazon's often do not support trailing checksums; every read checks ours.
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+                s3={"addressing_style": "path" if location.endpoint else "auto"},
+            )
+            self._client = boto3.session.Session(botocore_session=session).client(
+                "s3", endpoint_url=location.endpoint, region_name=location.region or "us-east-1", config=config
+            )
+
+    def put(self, key: str, data: bytes) -> None:
+        with self._translated(key):
+            self._client.put_object(Bucket=self._bucket, Key=self._prefix + key, Body=data)
+
+    def get(self, key: str) -> bytes:
+        with self._translated(key):
+            return self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)["Body"].read()
+
+    def list(self, prefix: str) -> Iterator[str]:
+        with self._translated(prefix):
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=self._prefix + prefix
+            )
+            for page in pages:
+                for entry in page.get("Contents", ()):
+                    yield entry["Key"][len(self._prefix) :]
+
+    def delete(self, key: str) -> None:
+        with self._translated(key):
+            self._client.delete_object(Bucket=self._bucket, Key=self._prefix + key)
+
+    def sweep(self) -> None:
+        """Does nothing: an object written by one PUT is never incomplete."""
+
+    @contextmanager
+    def _translated(self, key: str) -> Iterator[None]:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield
+        except ClientError as error:
+            # Only code and operation: a server's message may repeat the access key.
+            code, operation = error.response.get("Error", {}).get("Code", "unknown"), error.operation_name
+            if code in _MISSING:
+                raise ObjectDamaged("it is missing", path=f"{self.where}/{key}") from error
+            kind = TierFull if code in _FULL else TierUnavailable
+            raise kind(f"{self.where}: {operation} was refused with {code}") from None
+        except (BotoCoreError, OSError) as error:
+            reason = str(error).partition("\n")[0][:200]
+            raise TierUnavailable(f"{self.where} cannot be used: {type(error).__name__} {reason}") from None
+
+
+Objects = DirectoryObjects | S3Objects
+
+
 def objects_at(location: Location) -> Objects:
     """The store at a location whose `url` is set. Raises TierUnavailable if its settings make no client."""
     assert location.url is not None
-    if not location.url.startswith("s3://"):
-        return DirectoryObjects(location.url)
-    from weights.tiers.objects_s3 import S3Objects  # boto3 takes half a second
-
-    return S3Objects(location)
+    return S3Objects(location) if location.url.startswith("s3://") else DirectoryObjects(location.url)

@@ -27,7 +27,7 @@ from appliance.cli.locate import BoxFile, data_dir_option, look_for_all, python,
 from appliance.cli.options import CONFIG, DATA_DIR, DEVICES, existing_file, flag, number, opt
 from appliance.cli.resources import segment
 from appliance.paths import BoxPaths, UnsafeFolder, check_closed
-from runtime.replace_file import replace_file
+from weights.format.names import replace_file
 
 if TYPE_CHECKING:
     from appliance.backup import Manifest

@@ -47,7 +47,7 @@ from appliance.store.ids import new_id
 from appliance.store.objects import jobs
 from appliance.store.records import audit, keys, windows
 from appliance.store.rows import HANDOVERS, AuditRow, HandoverRow, WindowRow, columns
-from runtime.logs import LogFile, end_of, logs_in
+from runtime.logs import end_of, logs_in
 from scheduler.core.errors import InvalidSchedule
 from scheduler.core.workload import Policy, PolicyKind
 from scheduler.handover.effects import StepRecord
@@ -142,28 +142,19 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @needs(ADMIN)
     def list_logs() -> dict[str, Any]:
         """The logs that may be read, those written last first."""
-        newest = _readable(logs)[:500]
-        rows = [{"name": log.name, "bytes": log.size, "changed_at": log.changed_s} for log in newest]
-        return {"object": "list", "data": rows}
+        return {"object": "list", "data": logs_in(logs)[:500]}
 
     @router.get("/logs/{name:path}")
     @needs(ADMIN)
     def show_log(name: str, lines: Annotated[int, Query(ge=1, le=5000)] = 500) -> dict[str, Any]:
         """The last `lines` of a log, 256 KiB at most."""
         # Only names in the list are opened: what a client writes is never a path.
-        if name not in {log.name for log in _readable(logs)}:
+        if name not in {log["name"] for log in logs_in(logs)}:
             raise NotFound(f"No log {shown(name)}; GET /admin/v1/logs lists them.", "name", "log_not_found")
         try:
-            text, before = end_of(logs / name, _LOG_BYTES)
-        except FileNotFoundError:
-            text, before = "", False  # turned over meanwhile
-        ends = text.splitlines()
-        # The first line is cut.
-        return {"name": name, "lines": ends[1 if before and len(ends) > 1 else 0 :][-lines:]}
-
-
-def _readable(folder: Path) -> list[LogFile]:
-    return [one for one in logs_in(folder) if not one.is_packed]
+            return {"name": name, "lines": end_of(logs / name, _LOG_BYTES)[-lines:]}
+        except FileNotFoundError:  # turned over meanwhile
+            return {"name": name, "lines": []}
 
 
 # --- hand-overs; the CLI and scripts rely on these keys

@@ -10,6 +10,7 @@ import json
 import logging
 import secrets
 import shutil
+import sqlite3
 import time
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
@@ -25,10 +26,9 @@ from appliance.controller.http.routers import StrictBody, audited, needs, unaudi
 from appliance.controller.interfaces.config import OwnerBounds, Scope
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, ANY, FINE_TUNING, INFERENCE, READ, Caller, Principal
-from appliance.controller.jobs.wanted import ask, pause_jobs_of, pause_jobs_without_model
+from appliance.controller.jobs.phases import ask, pause_jobs_of, pause_jobs_without_model
 from appliance.controller.openai.new_job import Priority
 from appliance.store.database import TABLES, Database, Part
-from appliance.store.errors import DuplicateRow
 from appliance.store.objects import evals, files, jobs, models
 from appliance.store.records import keys, usage
 from appliance.store.rows import UNFINISHED, KeyRow, columns
@@ -113,7 +113,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         _check(context, body)
         try:
             row, key = keys.create(db, body.name, list(dict.fromkeys(scopes)), body.owner, **body.columns())
-        except DuplicateRow as error:
+        except sqlite3.IntegrityError as error:
             message = f"A key named {shown(body.name)} exists; revoke it first or choose another name."
             raise Conflict(message, "name", "key_exists") from error
         context.spending.publish_keys()
@@ -212,7 +212,7 @@ def end_key(context: ControllerContext, key_id: str, caller: Principal, action: 
     RowNotFound."""
     stopped: dict[str, list[str]] = {"jobs": [], "batches": [], "responses": []}  # and of other kinds
     with context.db.transaction():
-        is_fresh = not keys.is_revoked(context.db, key_id)
+        is_fresh = not keys.how_ended(context.db, key_id)
         row = keys.revoke(context.db, key_id)
         if is_fresh:
             stopped |= {"jobs": pause_jobs_of(context.db, row.id), **context.tasks.of_key(row.id)}
@@ -225,7 +225,7 @@ def end_key(context: ControllerContext, key_id: str, caller: Principal, action: 
 async def end_expired(context: ControllerContext) -> None:
     """Revoke the keys whose time is over. The gateways refuse them by themselves from then on, so the table of all
     keys is written once for all of them: a course's three hundred end in the same second."""
-    ended = keys.list_ending(context.db, time.time())
+    ended = keys.list_all(context.db, "expires_s <= ? AND revoked_s IS NULL", time.time())
     for row in ended:
         end_key(context, row.id, caller_of(context.db, None), "key.expire")
     if ended:

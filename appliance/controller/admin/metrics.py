@@ -19,8 +19,7 @@ from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.scheduler import SchedulerStatus
+from appliance.controller.context.context import ControllerContext, SchedulerStatus
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_in_force
 from appliance.controller.jobs.events import TRAINING_FAILED

@@ -26,8 +26,7 @@ from appliance.controller.access.model_access import (
     stored_version,
     unknown_model,
 )
-from appliance.controller.context.context import ControllerContext, name_of, record
-from appliance.controller.context.scheduler import ModelStates, SchedulerStatus
+from appliance.controller.context.context import ControllerContext, ModelStates, SchedulerStatus, name_of, record
 from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.http.resource import RECENT, list_object
 from appliance.controller.http.routers import Status, StrictBody, answer, audited
@@ -36,7 +35,7 @@ from appliance.controller.interfaces.principal import Caller
 from appliance.controller.jobs import settings as job_settings
 from appliance.controller.models import activation
 from appliance.controller.models.activation import Canaries
-from appliance.controller.models.imported import adapter_base, register
+from appliance.controller.models.lifecycle import adapter_base, register
 from appliance.models.errors import TemplateRefused
 from appliance.models.trial import try_template
 from appliance.store.database import Database, Part
@@ -73,11 +72,6 @@ class Change(StrictBody):
 
     set: dict[str, Any] = Field(default_factory=dict)
     number: Annotated[int, Field(ge=0, le=1 << 53)] | None = None
-
-
-class Pin(StrictBody):
-    version: Text
-    pinned: bool
 
 
 class Rollback(StrictBody):
@@ -174,7 +168,6 @@ def model_view(
             {
                 **columns(v, "version created_s bytes source"),
                 "kind": "adapter" if v.meta.get("adapter") else "version",
-                "pinned": bool(v.pinned),
                 "held_back": bool(v.held_back),
                 "tiers": context.tiers.tiers_of_version(v),
             }
@@ -216,7 +209,7 @@ def _check(context: ControllerContext, row: DeploymentRow, changed: Collection[s
         nodes.refuse_more_replicas("min_replicas", row.min_replicas, row.tensor_parallel)
 
 
-# --- which version answers: roll back, pin, begin and end a canary
+# --- which version answers: roll back, begin and end a canary
 
 
 def _version_routes(context: ControllerContext, router: APIRouter, running: Canaries) -> None:
@@ -235,14 +228,6 @@ def _version_routes(context: ControllerContext, router: APIRouter, running: Cana
             await activation.change(context, row, to, caller, "model.rollback", f"rolls back to {to}")
             record(context, caller, "model.rollback", row.id, before=row.active_version, to=to)
             return {"model": row.id, "from": row.active_version, "to": to}
-
-    @router.post("/models/{name:path}/pin")
-    @audited("model.pin")
-    async def pin(name: str, body: Pin, caller: Caller) -> dict[str, Any]:
-        row = stored_version(db, stored_model(db, name).id, body.version)
-        models.update_version(db, name, row.version, pinned=int(body.pinned))
-        context.tiers.nudge()
-        return {"model": name, **body.model_dump()}
 
     @router.put("/models/{name:path}/canary")
     async def begin(name: str, body: Canary, caller: Caller) -> dict[str, Any]:
@@ -300,7 +285,7 @@ def _settings_routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/models/{name:path}/settings")
     def show_settings(name: str) -> dict[str, Any]:
         """An adapter has none: a command that shows its deployment shows its base's too."""
-        rows = models.settings_history(db, stored_model(db, name).id)
+        rows = MODEL_SETTINGS.list_all(db, "model = ?", stored_model(db, name).id)
         return {
             "object": "model.settings",
             "model": name,

@@ -17,7 +17,7 @@ from appliance.store.database import Database
 from appliance.store.objects import jobs
 from appliance.store.records import box, usage, windows
 from appliance.store.rows import JobRow, WindowRow
-from runtime.devices.kind import PowerControl, PowerRefused, Reading
+from runtime.devices.kind import DeviceKind, Reading
 from scheduler.core.workload import Device, Policy, PolicyKind
 from scheduler.loop.mode_schedule import InForce, Window, in_force
 
@@ -98,54 +98,36 @@ POWER_EVERY_S = 15.0
 
 class PowerKeeper:
     """limits_w: watts of each device by mode; empty: the box sets no limit. A mode without one has the device's own.
-    devices: those of the box's own machine. control: None where they have no limits."""
+    devices: those of the box's own machine."""
 
     def __init__(
         self,
         limits_w: Mapping[str, float],
         db: Database,
-        serving_floor: int,
         devices: Collection[Device],
-        control: PowerControl | None,
+        kind: DeviceKind,
     ):
-        self._limits_w, self._db, self._floor, self._devices = limits_w, db, serving_floor, devices
-        self._control = control if limits_w else None
+        self._db, self._devices, self._kind = db, devices, kind
+        self._limits_w = {} if kind.on_host else limits_w
         self._limit_w: float | None = None
         self._refused: dict[str, str] = {}
 
     async def look(self) -> None:
         """Called every `POWER_EVERY_S`: a device that was reset has lost its limit."""
-        if self._control is None:
+        if not self._limits_w:
             return
-        mode = mode_in_force(self._db, self._floor, time.time()).policy.kind
-        self._limit_w = self._limits_w.get(mode)
+        self._limit_w = self._limits_w.get(mode_in_force(self._db, 0, time.time()).policy.kind)
         drained = cordons.drained(self._db)
         kept = {d.uuid: d.id for d in self._devices if d.uuid and drained.isdisjoint((d.id, d.uuid))}
-        refused = await asyncio.to_thread(_set, self._control, kept, self._limit_w)
+        refusals = await asyncio.to_thread(self._kind.set_power_limits, kept, self._limit_w)
+        refused = {kept[uuid]: why for uuid, why in refusals.items()}
         for device_id, why in refused.items() if refused != self._refused else ():
             log.error("its power limit cannot be set: %s", why, extra={"device": device_id})
         self._refused = refused
 
     def status(self) -> dict[str, Any]:
         """{"set": whether the box sets limits, "limit_w": None for the devices' own, "refused": why, by device}."""
-        return {"set": self._control is not None, "limit_w": self._limit_w, "refused": dict(self._refused)}
-
-
-def _set(control: PowerControl, devices: Mapping[str, str], limit_w: float | None) -> dict[str, str]:
-    """Set the limit where it differs. Returns the refusals by device id."""
-    refused = {}
-    try:
-        limits = control.limits()
-    except PowerRefused as error:
-        return dict.fromkeys(devices.values(), str(error))
-    for uuid in devices.keys() & limits.keys():
-        wanted_w = limits[uuid].default_w if limit_w is None else limit_w
-        if wanted_w not in (None, limits[uuid].limit_w):
-            try:
-                control.set_limit(uuid, wanted_w)
-            except PowerRefused as error:
-                refused[devices[uuid]] = str(error)
-    return refused
+        return {"set": bool(self._limits_w), "limit_w": self._limit_w, "refused": dict(self._refused)}
 
 
 # --- energy of jobs, as their devices count it: nothing is guessed where no counter is. Energy between two readings is

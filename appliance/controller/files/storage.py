@@ -38,14 +38,14 @@ from appliance.controller.interfaces.errors import BadRequest, Conflict, Invalid
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store.database import Database
 from appliance.store.ids import new_id
-from appliance.store.objects import batches, files
+from appliance.store.objects import files
+from appliance.store.rows import BATCHES, UNFINISHED, FileRow, UploadRow, columns
 from appliance.store.rows import UPLOADS as uploads
-from appliance.store.rows import FileRow, UploadRow, columns
-from runtime.replace_file import replace_file
 from train.data.check import DataReport
 from train.data_checks.process import check_apart
 from train.data_checks.process import checked as check_here
 from train.methods.method import Method
+from weights.format.names import replace_file
 
 Purpose = Literal["assistants", "batch", "evals", "fine-tune", "vision", "user_data"]
 INCOMING_PREFIX = ".incoming-"
@@ -99,11 +99,11 @@ def sweep(context: ControllerContext) -> None:
     for half in (*of_parts, *context.files_dir.glob(f"{INCOMING_PREFIX}*")):
         half.unlink()
     for folder in list(context.uploads_dir.iterdir()):
-        upload = uploads.find_visible(context.db, folder.name, viewer=None)
+        upload = uploads.find(context.db, folder.name)
         if upload is not None and upload.status != "pending":
             shutil.rmtree(folder)
     for answers in list(context.batches_dir.iterdir()):
-        batch = batches.find(context.db, answers.name.partition(".")[0], viewer=None)
+        batch = BATCHES.find(context.db, answers.name.partition(".")[0])
         if batch is not None and batch.finished:
             answers.unlink()
 
@@ -285,7 +285,7 @@ def file_routes(context: ControllerContext) -> APIRouter:
     @router.delete("/{file_id}")
     async def delete(file_id: str, caller: Caller) -> dict[str, Any]:
         row = FILES.known(db, file_id, caller)
-        if (batch := batches.using_file(db, row.id)) is not None:
+        if (batch := BATCHES.first(db, f"input_file_id = ? AND {UNFINISHED['batches']}", row.id)) is not None:
             name = batch.id if caller.viewer in (None, batch.owner) else "an operator's batch"
             why = f"The file {row.id} is the input of {name}, which is {batch.status}"
             raise Conflict(f"{why}; wait for its end or cancel it first.", "id", "file_in_use")

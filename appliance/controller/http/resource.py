@@ -66,7 +66,7 @@ class Resource(Generic[Row]):
         return row
 
     def absent(self, row_id: str, param: str = "") -> NotFound:
-        message = (self.missing or f"No {self.noun} found with id {{}}.").format(shown(row_id))
+        message = (self.missing or f"No {self.noun.replace('_', ' ')} found with id {{}}.").format(shown(row_id))
         return NotFound(message, param or self.param or f"{self.noun}_id", self.code or f"{self.noun}_not_found")
 
     def once(self, request: Request, caller: Principal, body: bytes, make: Callable[[], Row]) -> Row:

@@ -26,8 +26,7 @@ from starlette.datastructures import FormData
 from starlette.types import Receive, Scope
 
 from appliance.controller.access.limits import disk_may_be_full
-from appliance.controller.context import context
-from appliance.controller.context.scheduler import SchedulerStatus
+from appliance.controller.context.context import SchedulerStatus, record
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import RESPONSES, BadRequest, BodyTooLarge, Forbidden
 from appliance.controller.interfaces.principal import Principal, read_principal
@@ -132,7 +131,9 @@ class StrictRequest(Request):
 
     async def json(self) -> Any:
         """Raises BadRequest."""
-        self.content = await asyncio.to_thread(parse_json, await self.body())
+        self.content, why = await asyncio.to_thread(json_of, await self.body())
+        if why:
+            raise BadRequest(f"We could not parse the JSON body of your request: {why}.", code="invalid_json")
         return self.content
 
     async def form(self, **_: Any) -> FormData:  # type: ignore[override]
@@ -141,18 +142,15 @@ class StrictRequest(Request):
             return await super().form(max_files=1, max_fields=16, max_part_size=1024)
 
 
-def parse_json(text: bytes) -> Any:
-    """Raises BadRequest."""
+def json_of(text: bytes) -> tuple[Any, str]:
+    """The value, and why there is none. It raises nothing: orjson's error keeps the text, and itself in a cycle."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        reason = error.msg
-    else:
-        if text.count(b"[") + text.count(b"{") <= MAX_DEPTH or not is_deeper(value, MAX_DEPTH):
-            return value
-        reason = f"it is nested deeper than {MAX_DEPTH} levels"
-    # Not orjson's error, which keeps the body as a text, and itself in a cycle.
-    raise BadRequest(f"We could not parse the JSON body of your request: {reason}.", code="invalid_json")
+        return None, error.msg
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH or not is_deeper(value, MAX_DEPTH):
+        return value, ""
+    return None, f"it is nested deeper than {MAX_DEPTH} levels"
 
 
 class StrictRoute(APIRoute):
@@ -212,7 +210,7 @@ class StrictRoute(APIRoute):
         kept = {name: answer[name] for name in self.fields if answer.get(name)}
         target = "/".join(str(value) for value in request.path_params.values())
         target = target or str(answer.get("id") or answer.get("name") or "")
-        context.record(request.app.state.context, caller, self.action, target, **body | kept)
+        record(request.app.state.context, caller, self.action, target, **body | kept)
 
 
 # --- answers made on threads, and what they need of the loop

@@ -21,7 +21,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.controller.interfaces.errors import ApiError, KeyRevoked
-from appliance.store.records import keys, page_sessions
+from appliance.store.records import keys
+from appliance.store.rows import PAGE_SESSIONS
 from runtime.logs import REQUEST_ID
 
 ADMIN, GATEWAY = "admin", "gateway"
@@ -71,9 +72,11 @@ async def read_principal(request: Request) -> Principal:
     owner, ended = ("", "") if caller.key_id is None else keys.standing(db, caller.key_id)
     if ended:
         raise KeyRevoked(ended)
-    if caller.session is not None and not page_sessions.is_live(db, caller.session, caller.key_id or "", time.time()):
-        # In the words of `gateway.core.errors.session_ended`.
-        raise ApiError(401, "This login of the page has ended. Log in again.", code="session_ended")
+    if caller.session is not None:
+        session = PAGE_SESSIONS.find(db, caller.session)
+        if session is None or session.key_id != caller.key_id or session.until_s <= time.time():
+            # In the words of `gateway.core.errors.session_ended`.
+            raise ApiError(401, "This login of the page has ended. Log in again.", code="session_ended")
     request.scope["state"]["principal"] = caller = replace(caller, owner=owner)
     return caller
 

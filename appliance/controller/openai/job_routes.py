@@ -7,7 +7,7 @@ The API writes the wanted state and wakes the scheduler; it never waits for devi
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -24,9 +24,8 @@ from appliance.controller.interfaces.errors import BadRequest, Conflict, Invalid
 from appliance.controller.interfaces.principal import FINE_TUNING, READ, Caller, Principal
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message
-from appliance.controller.jobs.validation import VALIDATIONS, lines_of
-from appliance.controller.jobs.wanted import JOBS, ask, pause_reason
-from appliance.controller.models import capacity
+from appliance.controller.jobs.phases import JOBS, VALIDATIONS, ask, lines_of, pause_reason
+from appliance.controller.models.capacity import Estimator
 from appliance.controller.openai.new_job import (
     Devices,
     Hyperparameters,
@@ -41,8 +40,8 @@ from appliance.controller.openai.new_job import (
 )
 from appliance.store.database import PAGE_BYTES, Database, Part
 from appliance.store.objects import jobs
-from appliance.store.rows import VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow
-from train.data_checks.process import BadOption, CheckFailed, report_apart
+from appliance.store.rows import JOB_EVENTS, VERSIONS, JobEventRow, JobJudgeRow, JobRow, VersionRow
+from train.data_checks.process import CheckFailed, report_apart
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS, method_of
 from train.plan import auto
@@ -125,13 +124,13 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.get("/{job_id}/events")
     def events(job_id: str, caller: Caller, part: Annotated[Part, part(20)]) -> dict[str, Any]:
         JOBS.known(db, job_id, caller)
-        return list_object(jobs.page_events(db, job_id, **part), event_object)
+        return list_object(JOB_EVENTS.page(db, {"job_id": job_id}, **part), event_object)
 
     @router.get("/{job_id}/errors")
     def errors(job_id: str, caller: Caller) -> dict[str, Any]:
         """What was wrong with the job's data, by line; none if it was not that."""
         JOBS.known(db, job_id, caller)
-        events = jobs.page_events(db, job_id, after=None, limit=_ERROR_EVENTS).data
+        events = JOB_EVENTS.page(db, {"job_id": job_id}, limit=_ERROR_EVENTS).data
         return storage.errors_object(*lines_of(reversed(events)))
 
     @router.get("/{job_id}/checkpoints")
@@ -309,14 +308,13 @@ async def _plan(context: ControllerContext, body: JobPlan, caller: Principal) ->
         dataset = auto.DatasetStats(examples, TYPICAL_TOKENS * method.sequences * examples, 2 * TYPICAL_TOKENS)
     bounds = settings.DeviceBounds(max_devices=body.devices)
     try:
-        chosen = settings.choose(context, base, method, body.hyperparameters, dataset, bounds)
+        chosen = settings.Wish(context, base, method, body.hyperparameters, dataset, bounds).choose()
     except InvalidHyperparameter as error:
         raise refused(error, "hyperparameters") from error
     fields, best = chosen.resolved, next(iter(chosen.layouts), None)
-    assert chosen.verdict is not None, "without a least number of devices there is a number of them"
-    answer = chosen.verdict.as_dict()
+    verdict = chosen.verdict
     if counted:
-        answer["warnings"] += settings.cut_warning(method, dataset, fields)
+        verdict = replace(verdict, warnings=(*verdict.warnings, *settings.cut_warning(method, dataset, fields)))
     common = {name: fields[name] for name in _CHOSEN if fields["full"] is False or name != "lora_rank"}
     return {
         "object": "plan",
@@ -331,7 +329,7 @@ async def _plan(context: ControllerContext, body: JobPlan, caller: Principal) ->
             "longest_example_tokens": dataset.longest_example_tokens,
             "steps": auto.steps(method.rows(dataset), fields),
         },
-        **answer,
+        **asdict(verdict),
         "device_hours": best["hours"] * best["devices"] if best and best["hours"] is not None else None,
         "layouts": [{name: value for name, value in one.items() if name in _OF_LAYOUT} for one in chosen.layouts[:3]],
     }
@@ -373,10 +371,10 @@ def check_routes(context: ControllerContext) -> APIRouter:
         try:
             async with context.file_threads:
                 report = await report_apart(context.files_dir / row.id, row.id, **options)
-        except (BadOption, CheckFailed) as error:
-            code = "invalid_value" if isinstance(error, BadOption) else "invalid_training_file"
+        except CheckFailed as error:
             # Without the box's own paths.
-            raise BadRequest(f"{error}.".replace(f"{context.files_dir}/", ""), code=code) from error
+            message = f"{error}.".replace(f"{context.files_dir}/", "")
+            raise BadRequest(message, code="invalid_training_file") from error
         return report
 
     return router
@@ -457,9 +455,8 @@ def _changes(context: ControllerContext, row: JobRow, fields: dict[str, Any]) ->
         sizes = settings.DeviceBounds(least, most).check(row.resolved, settings.nodes_of(context))
         changes |= {"allowed_sizes": sizes} if row.resolved else {}
         if row.resolved and (base := resolve(context.db, row.model)) is not None:
-            shape, box = settings.shape_of(base), settings.box_facts(context)
-            verdict = capacity.job(shape, row.resolved, sizes, box, method_of(row.method))
-            changes["estimate"] = (row.estimate or {}) | {"memory": verdict.memory()}
+            estimator = Estimator(settings.shape_of(base), settings.box_facts(context), method_of(row.method))
+            changes["estimate"] = (row.estimate or {}) | {"memory": estimator.verdict(row.resolved, sizes).memory()}
     return changes
 
 

@@ -27,7 +27,7 @@ from appliance.controller.interfaces.errors import (
 from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.events import add_message
-from appliance.controller.jobs.wanted import max_priority
+from appliance.controller.jobs.phases import max_priority
 from appliance.models.checkpoint import TRAINED_FORM
 from appliance.store.ids import new_id
 from appliance.store.objects import evals, files, jobs, models
@@ -200,7 +200,7 @@ def insert_job(context: ControllerContext, body: JobCreate, training: Training, 
     try:
         # Only to refuse errors while the client waits; the values are computed again from the checked data.
         dataset = _seen(data["training_file"])
-        resolved = settings.resolve(context, base, method, training.hyperparameters, dataset, bounds)
+        resolved = settings.Wish(context, base, method, training.hyperparameters, dataset, bounds).resolve()
         if body.validation_file is None:
             settings.refuse_without_validation(resolved)
     except InvalidHyperparameter as error:

@@ -101,6 +101,10 @@ class Metrics:
             self.series.add(key)
         return key
 
+    def forget_arrivals(self) -> None:
+        for load in self.loads.values():
+            load.arrived_prompts.clear()
+
 
 @cache
 def _key_class(scopes: frozenset[str]) -> str:
@@ -117,7 +121,7 @@ class ModelLoad:
 
     def __init__(self) -> None:
         self._last_request_s: float | None = None
-        self._prompts = Counter[int]()
+        self.arrived_prompts = Counter[int]()
         self._estimated = self._computed = 0.0
         self.tpot: deque[tuple[float, float]] = deque(maxlen=256)
         self.prefills: deque[tuple[int, float]] = deque(maxlen=_STREAMS)
@@ -125,7 +129,7 @@ class ModelLoad:
     def arrived(self, prompt_tokens: int, now_s: float) -> None:
         """Count an admitted request."""
         self._last_request_s = now_s
-        self._prompts[bucket(prompt_tokens, 1.0)] += 1
+        self.arrived_prompts[bucket(prompt_tokens, 1.0)] += 1
 
     def computed(self, estimated: int, tokens: int) -> None:
         """Count the tokens of a prompt that an engine computed, not those of its cache. estimated: all its tokens."""
@@ -136,15 +140,15 @@ class ModelLoad:
     def report(self, now_s: float) -> dict[str, Any]:
         """This model's part of the load report. tpot_p95_s: of streams of the last minute. computed_part: prompt tokens
         that engines computed for an estimated one (fewer where prompts share a cached prefix). prefill_tokens_per_s: of
-        one replica. None for what is unknown. arrived_prompts: requests by `bucket` of their prompt
-        tokens (from 1)."""
+        one replica. None for what is unknown. arrived_prompts: requests since the last report that was sent, by
+        `bucket` of their prompt tokens (from 1)."""
         recent = sorted(seconds for at_s, seconds in self.tpot if at_s >= now_s - RECENT_S)
         return {
             "last_request_s": self._last_request_s,
             "tpot_p95_s": recent[int(len(recent) * 0.95)] if recent else None,
             "computed_part": self._computed / self._estimated if self._estimated else None,
             "prefill_tokens_per_s": prefill_tokens_per_s(self.prefills),
-            "arrived_prompts": self._prompts,
+            "arrived_prompts": self.arrived_prompts,
         }
 
 

@@ -18,7 +18,6 @@ from appliance.store.rows import (
     JOB_METRICS,
     JOBS,
     UNFINISHED,
-    JobEventRow,
     JobMetricRow,
     JobPhase,
     JobRow,
@@ -100,10 +99,6 @@ def names_made_by(db: Database, owner: str) -> list[str]:
 def has_made(db: Database, owner: str, name: str) -> bool:
     """Whether this is one of `names_made_by`; by indexes alone, as an owner may have ten thousand of them."""
     return db.value(f"SELECT 1 FROM ({_MADE}) WHERE name = ?2", [owner, name]) is not None
-
-
-def list_in_phase(db: Database, phase: JobPhase) -> list[JobRow]:
-    return JOBS.list_all(db, "phase = ?", phase)
 
 
 def failed_by_code(db: Database) -> dict[str, int]:
@@ -189,11 +184,6 @@ def teachers_of_running(db: Database) -> list[str]:
         "SELECT judge ->> '$.teacher' AS teacher FROM jobs CROSS JOIN job_judges ON job_id = jobs.id "
         "WHERE phase = 'running' AND method = 'distillation' GROUP BY teacher ORDER BY min(seq)"
     )
-
-
-def page_events(db: Database, job_id: str, **part: Unpack[Part]) -> Page[JobEventRow]:
-    """Newest first."""
-    return JOB_EVENTS.page(db, {"job_id": job_id}, **part)
 
 
 def list_metrics(db: Database, job_id: str, *, after_step: int = -1, limit: int = 10_000) -> list[JobMetricRow]:

@@ -80,7 +80,7 @@ class Control:
 
     @property
     def gateway_keys(self) -> dict[str, Any]:
-        return self.context.bus.keys
+        return self.context.bus.table["keys"]
 
     async def settle(self) -> None:
         """Returns when no validation runs."""

@@ -16,11 +16,10 @@ from appliance.controller.responses import stored
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.store.objects import jobs
-from appliance.store.records import keys, page_sessions, usage
+from appliance.store.records import keys, usage
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 from tests.unit.controller.test_batches import begun, line, until
-from tests.unit.controller.test_completions import completion
-from tests.unit.controller.test_responses import copy, name, send
+from tests.unit.controller.test_responses import completion, copy, name, send
 from tests.unit.controller.test_uploads import begun as upload_begun
 from tests.unit.controller.test_uploads import part
 
@@ -173,7 +172,7 @@ async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
     asked = await control.sdk.responses.create(model="starter", input="1+1?", background=True)
     objects["background response"] = asked.id
     objects |= await evaluated(control)
-    login = page_sessions.create(control.db, laptop.id, agent="", now_s=1.0, until_s=1e12)[0]
+    login = keys.create_session(control.db, laptop.id, agent="", now_s=1.0, until_s=1e12)[0]
     objects["login"] = login.id
     made = await control.job(suffix="secret")
     told = JobEvents(control.db, control.context.files_dir, "local")

@@ -8,9 +8,10 @@ from typing import Any
 from appliance.controller import app
 from appliance.controller.app import DAY_S
 from appliance.store.database import Database
-from appliance.store.objects import batches, files, jobs
+from appliance.store.objects import files, jobs
 from appliance.store.records import audit, operations, usage
 from appliance.store.rows import (
+    BATCHES,
     HANDOVERS,
     AuditRow,
     BatchRow,
@@ -61,7 +62,7 @@ def filled(db: Database, folder: Path) -> None:
         operations.insert(db, OperationRow(f"op_{age}", "import", "t", "succeeded", at_s, at_s))
         for status in ("completed", "in_progress"):
             given = f"file-{status}-{age}"
-            batches.insert(db, BatchRow(f"batch_{age}_{status}", "/v1/x", given, at_s, at_s, status=status))
+            BATCHES.insert(db, BatchRow(f"batch_{age}_{status}", "/v1/x", given, at_s, at_s, status=status))
             files.insert(db, FileRow(given, "a", "batch", 1, "", "processed", at_s))
             (folder / "files" / given).write_text("x")
         for name, ended_s in ((f"job-{age}", at_s), (f"live-{age}", None)):

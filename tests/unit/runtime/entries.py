@@ -6,18 +6,16 @@ import resource
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
-from runtime.devices.kinds import KINDS
+from runtime.devices import kind, kinds
 
 PRELOADED_IN = os.getpid()
 LET_GO: list[int] = []  # by which process
 ASKED: list[int] = []  # the kernel, before it computes
 ASKED_BEFORE_ENTRY: list[int] = []
 if "warm_parent" in sys.argv[0]:  # pytest imports this module too
-    KINDS["noted"] = SimpleNamespace(
-        before_fork=lambda: LET_GO.append(os.getpid()), before_computing=lambda: ASKED.append(os.getpid())
-    )
+    kinds.before_fork = lambda: LET_GO.append(os.getpid())
+    kind.ask_for_instructions = lambda: ASKED.append(os.getpid())
 
 
 def echo(lifeline, args):

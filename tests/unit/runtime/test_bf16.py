@@ -2,7 +2,8 @@
 
 import pytest
 
-from runtime.devices import kinds
+from runtime.devices import kind
+from runtime.devices.kinds import kind_of
 
 ZEN3 = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu sse2 avx2 fma sha_ni\nbugs\t\t: avx512_bf16\n"
 ZEN4 = ZEN3.replace("sha_ni", "avx512f avx512_bf16")
@@ -16,7 +17,7 @@ GRAVITON2 = "processor\t: 0\nFeatures\t: fp asimd\n"
 )
 def test_cpu_flags_tell_what_it_computes(monkeypatch, tmp_path, cpuinfo, bf16, lacks):
     (tmp_path / "cpuinfo").write_text(cpuinfo)
-    monkeypatch.setattr(kinds, "_CPUINFO", tmp_path / "cpuinfo")
-    kinds.host_features.cache_clear()
-    assert (kinds.HOST.computes_bf16(), kinds.HOST.lacks_for_quantised()) == (bf16, lacks)
-    kinds.host_features.cache_clear()
+    monkeypatch.setattr(kind, "_CPUINFO", tmp_path / "cpuinfo")
+    kind.host_features.cache_clear()
+    assert (kind_of("cpu").computes_bf16(), kind_of("cpu").lacks_for_quantised()) == (bf16, lacks)
+    kind.host_features.cache_clear()

@@ -1,22 +1,14 @@
-"""The table of kinds of devices: what is asked of a row, and that one more row is all that a third kind needs."""
+"""What kinds of devices set up for the processes that compute on them."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-import pynvml
 import pytest
 
-from runtime.devices import kinds
-from runtime.devices.kind import PowerLimits
-from runtime.devices.kinds import UnknownDeviceKind, kind_of
+from runtime.devices.kinds import FORK_ENVIRONMENT, before_fork, kind_of
 from tests.devices_support.nvml import eight_h100
-
-
-def test_a_kind_that_is_no_row_is_refused_by_name():
-    with pytest.raises(UnknownDeviceKind, match="'abacus' is not known; expected one of cuda, cpu"):
-        kind_of("abacus")
 
 
 def test_processes_see_their_devices_as_the_driver_numbers_them():
@@ -31,25 +23,16 @@ def test_a_parent_closes_nvml_whoever_opened_it(monkeypatch, loaded):
     machine = eight_h100()
     machine.users, machine.loaded = 3, loaded
     machine.install(monkeypatch)
-    kind_of("cuda").before_fork()
+    before_fork()
     assert machine.users == 0
     kind_of("cuda").after_fork()
     assert machine.users == 1, "a rank asks NVML for free memory"
 
 
-def test_power_limits_leave_out_a_lost_gpu(monkeypatch):
-    machine = eight_h100().install(monkeypatch)
-    machine.gpus[1].handle_error = pynvml.NVMLError_GpuIsLost()
-    control = kind_of("cuda").power_control()
-    control.set_limit("GPU-h100-0", 500.0)
-    limits = control.limits()
-    assert len(limits) == 7 and limits["GPU-h100-0"] == PowerLimits(500.0, 700.0) and machine.users == 0
-
-
 def test_a_worker_compiles_kernels_with_all_processors(monkeypatch):
     """What keeps compilers from running in a parent that forks had a worker compile its own one after the other."""
     monkeypatch.setattr(sys, "path", [])
-    for name, value in kinds.fork_environment().items():
+    for name, value in FORK_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     kind_of("cpu").in_worker()
     assert os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] == "1"

@@ -12,51 +12,47 @@ import pytest
 from runtime.processes import kernel
 from runtime.processes.child import Child
 
-SOCKETS = {0: frozenset(range(4)), 1: frozenset(range(4, 8))}
-ALL = frozenset(range(8))
+SOCKETS, ALL = ["0-1,2-3", "4-7"], set(range(8))
 
 
-def node_tree(root: Path, cpulists: dict[int, str]) -> Path:
-    """What /sys/devices/system/node looks like."""
-    for node, cpulist in cpulists.items():
+def node_tree(root: Path, cpulists: list[str]) -> Path:
+    """Like /sys/devices/system/node."""
+    for node, cpulist in enumerate(cpulists):
         (root / f"node{node}").mkdir(parents=True)
         (root / f"node{node}" / "cpulist").write_text(f"{cpulist}\n")
-    (root / "possible").write_text("0-1\n")
     return root
 
 
 @pytest.mark.parametrize(
-    ("nodes", "cpus_of", "allowed", "expected"),
+    ("nodes", "cpulists", "allowed", "expected"),
     [
-        ([1], SOCKETS, ALL, SOCKETS[1]),
+        ([1], SOCKETS, ALL, {4, 5, 6, 7}),
         ([0, 1], SOCKETS, ALL, None),  # over both sockets: all of them, as it is
-        ([1], SOCKETS, frozenset({2, 3, 4}), frozenset({4})),  # a container's share of the machine
-        ([1], SOCKETS, frozenset({0, 1}), None),  # none of it beside the device: far is better than nowhere
-        ([0], {0: ALL}, ALL, None),  # one node
+        ([1], SOCKETS, {2, 3, 4}, {4}),  # a container's share of the machine
+        ([1], SOCKETS, {0, 1}, None),  # none of it near the device: far is better than nowhere
+        ([1], ["0-6", "7"], ALL, {7}),
+        ([1], ["0-7", ""], ALL, None),  # a node without processors
+        ([0], ["0-7"], ALL, None),
         ([None], SOCKETS, ALL, None),
+        ([], SOCKETS, ALL, None),
         ([7], SOCKETS, ALL, None),
     ],
 )
-def test_beside_where_that_is_known_and_possible(nodes, cpus_of, allowed, expected):
-    assert kernel.cpus_beside(nodes, cpus_of, allowed) == expected
-
-
-def test_the_kernels_list_format():
-    assert kernel.parse_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert kernel.parse_list("\n") == frozenset()
-
-
-def two_nodes(root: Path) -> tuple[Path, int, int]:
-    cpus = sorted(os.sched_getaffinity(0))
-    if len(cpus) < 2:
-        pytest.skip("a machine with one processor has nothing to choose from")
-    rest = ",".join(map(str, cpus[1:]))
-    return node_tree(root, {0: str(cpus[0]), 1: rest}), cpus[0], cpus[1]
+def test_bind_near_takes_the_nodes_processors(tmp_path, monkeypatch, nodes, cpulists, allowed, expected):
+    bound = []
+    monkeypatch.setattr(kernel, "NUMA_NODES", node_tree(tmp_path, cpulists))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: bound.append(cpus))
+    assert kernel.bind_near(nodes) == expected
+    assert bound == ([] if expected is None else [expected])
 
 
 async def test_a_forked_process_and_what_it_forks_run_beside_its_device(tmp_path):
-    root, first, _ = two_nodes(tmp_path / "node")
     everything = os.sched_getaffinity(0)
+    if len(everything) < 2:
+        pytest.skip("a machine with one processor has nothing to choose from")
+    first, *rest = sorted(everything)
+    root = node_tree(tmp_path / "node", [str(first), ",".join(map(str, rest))])
     socket_path, log = tmp_path / "w.sock", tmp_path / "w.log"
     program = (
         "import pathlib, sys\n"

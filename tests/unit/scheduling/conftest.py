@@ -13,7 +13,7 @@ from appliance.store.rows import DeploymentRow, JobRow, ModelRow, VersionRow
 from appliance.tiers.flow import TierFlow
 from appliance.tiers.tiers import Tiers
 from weights.format.config import WeightsConfig
-from weights.memory.segment import forget_mappings
+from weights.memory.segment import mappings
 from weights.memory.store import WeightStore
 
 
@@ -32,7 +32,7 @@ def events(db, tmp_path):
 @pytest.fixture
 def store(tmp_path):
     yield WeightStore(tmp_path / "shm", budget_bytes=None)
-    forget_mappings()
+    mappings.clear()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from train.model.model import load_model
 from train.trainer.worker import hold_base
 from weights.format.errors import VersionNotFound
 from weights.format.layout import Layout, TensorSpec
-from weights.memory.segment import forget_mappings
+from weights.memory.segment import mappings
 from weights.memory.store import WeightStore
 from weights.tiers.copies import seal_dir, take_in
 
@@ -36,4 +36,4 @@ def test_frozen_weights_are_the_stores_own_bytes_and_stay_until_the_rank_lets_go
     assert any(not torch.equal(frozen[name], before[name]) for name in before), "they are mapped, not copied"
     with pytest.raises(VersionNotFound, match="base/v1, which j is trained from"):
         hold_base(spec)
-    forget_mappings()
+    mappings.clear()

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from runtime.devices.kinds import Cpu
+from runtime.devices.kind import DeviceKind
 from train.state import copies
 from train.state.copies import StagingRing
 from weights.format.layout import Layout, TensorSpec
@@ -25,7 +25,7 @@ class LateBuffer(torch.Tensor):
         return self
 
 
-class Late(Cpu):
+class Late(DeviceKind):
     """Its copies run in order, and no sooner than somebody waits for a mark behind them."""
 
     def __init__(self):

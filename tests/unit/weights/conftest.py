@@ -12,7 +12,7 @@ import pytest
 
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.lease import StoredVersion
-from weights.memory.segment import forget_mappings
+from weights.memory.segment import mappings
 from weights.memory.store import WeightStore
 from weights.tiers.copies import seal_dir
 
@@ -76,4 +76,4 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def store(root: Path):
     yield WeightStore(root, budget_bytes=None)
-    forget_mappings()
+    mappings.clear()

@@ -21,8 +21,7 @@ from weights.format.names import KINDS, Name
 from weights.memory.store import WeightStore
 from weights.tiers import moments
 from weights.tiers.copies import RemoteCopies
-from weights.tiers.objects import DirectoryObjects, objects_at
-from weights.tiers.objects_s3 import S3Objects
+from weights.tiers.objects import DirectoryObjects, S3Objects, objects_at
 
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
 

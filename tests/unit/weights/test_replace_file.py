@@ -1,0 +1,34 @@
+"""A file that is replaced is never seen half written, and a disk that is full costs neither it nor room."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+from weights.format.names import replace_file
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_the_new_content_stands_alone_for_its_owner_only(tmp_path, durable):
+    path = tmp_path / "box.json"
+    for content in (b"old", b"new"):
+        replace_file(path, content, durable=durable)
+        assert path.read_bytes() == content
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch):
+    path = tmp_path / "box.json"
+    replace_file(path, b"old")
+
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        replace_file(path, b"new", durable=True)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
