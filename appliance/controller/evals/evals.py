@@ -395,8 +395,9 @@ def routes(context: ControllerContext, runner: EvalRunner) -> list[APIRouter]:
 
     @of_items.get("")
     def list_items(run: Run, part: Annotated[Part, part(20, order="asc")], status: ItemStatus = None) -> dict[str, Any]:
-        scope = {"run_id": run.id} | ({"status": status} if status else {})
-        page = EVAL_ITEMS.page(db, scope, **part | {"order_by": "place"})
+        # A filter, which may hide the item that `after` names; not a part of the list's scope.
+        where: dict[str, Any] = {"where": "status = ?", "parameters": [status]} if status else {}
+        page = EVAL_ITEMS.page(db, {"run_id": run.id}, **where, **part | {"order_by": "place"})
         return list_object(page, lambda row: shapes.item_object(row, run))
 
     @of_items.get("/{item_id}")
