@@ -310,13 +310,13 @@ class Answers:
     def append(self, lines: list[dict[str, Any]]) -> None:
         """Each {"id", "custom_id", "response", "error"}; synced on return. Raises OSError."""
         for name, path in self.paths.items():
-            mine = [line for line in lines if _is_good(line) == (name == "output")]
-            with open(path, "ab") as file:
-                file.writelines(orjson.dumps(line) + b"\n" for line in mine)
-                file.flush()
-                os.fsync(file.fileno())
-            for line in mine:
-                self._count(line)
+            if mine := [line for line in lines if _is_good(line) == (name == "output")]:
+                with open(path, "ab") as file:
+                    file.writelines(orjson.dumps(line) + b"\n" for line in mine)
+                    file.flush()
+                    os.fsync(file.fileno())
+                for line in mine:
+                    self._count(line)
 
     def _count(self, line: dict[str, Any]) -> None:
         self.custom_ids.add(line["custom_id"])

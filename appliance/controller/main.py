@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -318,7 +318,7 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
     keep_every("snapshots of finished jobs", tidy, TIDY_EVERY_S, at_once=True)
     keep("tiers", parts.flow.run)
     if config.alerts.is_on:
-        keep_every(alerts.TASK, alerts.Alerts(context, config.alerts).look, alerts.LOOK_EVERY_S, at_once=True)
+        keep_every(alerts.TASK, partial(alerts.look, context, config.alerts), alerts.LOOK_EVERY_S, at_once=True)
 
 
 async def _report_degraded(context: ControllerContext) -> None:
@@ -345,9 +345,8 @@ def _server(app: ASGIApp) -> uvicorn.Server:
 class _Server(uvicorn.Server):
     """Leaves signals to us: uvicorn would stop first and re-raise the signal when it is done."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 async def _observed(effects: RayEffects) -> Box:

@@ -22,7 +22,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
-import msgspec
 import orjson
 
 from appliance.store.errors import DatabaseUnusable, OtherSchema, RowNotFound, UnknownCursor
@@ -199,11 +198,10 @@ _SQL = {str: "TEXT", int: "INTEGER", bool: "INTEGER", float: "REAL"}
 
 
 class Column(NamedTuple):
-    """is_json: stored as JSON text; NULL stays None. kind: of a tuple of dataclasses, its type."""
+    """is_json: stored as JSON text; NULL stays None."""
 
     sql: str
     is_json: bool
-    kind: Any
 
 
 @cache
@@ -219,7 +217,7 @@ def _column(name: str, hint: Any) -> Column:
     words = get_args(inner) if get_origin(inner) is Literal else ()
     sql = f"{name} {_SQL.get(str if words else inner, 'TEXT')}" + ("" if optional else " NOT NULL")
     sql += f" CHECK ({name} IN ({sql_list(words)}))" if words else ""
-    return Column(sql, inner not in _SQL and not words, inner if get_origin(inner) is tuple else None)
+    return Column(sql, inner not in _SQL and not words)
 
 
 def encode(value: Any, column: Column) -> Any:
@@ -232,14 +230,8 @@ def encode(value: Any, column: Column) -> Any:
 
 
 def decode(kind: type[Row], row: sqlite3.Row) -> Row:
-    return kind(*(_value(row[name], column) for name, column in columns_of(kind).items()))
-
-
-def _value(stored: Any, column: Column) -> Any:
-    if not column.is_json or stored is None:
-        return stored
-    value = orjson.loads(stored)
-    return value if column.kind is None else msgspec.convert(value, column.kind)
+    stored = ((row[name], column.is_json) for name, column in columns_of(kind).items())
+    return kind(*(orjson.loads(value) if is_json and value is not None else value for value, is_json in stored))
 
 
 class Table(Generic[Row]):

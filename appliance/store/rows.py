@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 from appliance.store.database import Table, sql_list
 from appliance.store.ids import new_id
 from scheduler.core.workload import PolicyKind
-from scheduler.handover.effects import StepRecord
 
 JobPhase = Literal["validating", "queued", "running", "suspended", "succeeded", "failed", "cancelled"]
 JobWanted = Literal["run", "pause", "cancel"]
@@ -317,7 +316,8 @@ class JobMetricRow:
 
 @dataclass(frozen=True, slots=True)
 class HandoverRow:
-    """asked_by: a key's name, "box", "window <id>" or "scheduler"; asked_for: what that asked for."""
+    """asked_by: a key's name, "box", "window <id>" or "scheduler"; asked_for: what that asked for. steps: fields of
+    `scheduler.handover.effects.StepRecord`."""
 
     id: int
     reason: str
@@ -326,7 +326,7 @@ class HandoverRow:
     asked_for: str = ""
     state: Literal["running", "done", "undone", "failed"] = "running"
     ended_s: float | None = None
-    steps: tuple[StepRecord, ...] = ()
+    steps: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
 
 

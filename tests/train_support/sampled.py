@@ -38,18 +38,19 @@ def teaches(prompt: Prompt, answers: list[Answer]) -> Verdict:
 
 class Sampler:
     """Writes what is missing once weights are published. drawn: (file, step of the weights, prompts) of each file that
-    it has written."""
+    it has written. silent: files that it does not write."""
 
-    def __init__(self, sample: Sample = letters, judge: Judge = counts_a):
-        self.sample, self.judge = sample, judge
+    def __init__(self, sample: Sample = letters, judge: Judge = counts_a, silent: tuple[SamplesFile, ...] = ()):
+        self.sample, self.judge, self.silent = sample, judge, silent
         self.drawn: list[tuple[SamplesFile, int, list[Prompt]]] = []
 
     def policy(self, spec: TrainSpec, step: int) -> None:
         plan = SamplesPlan(spec, Facts.read(spec.run_dir))
         for file in plan.missing(step):
-            prompts = plan.prompts(file)
-            self.drawn.append((file, step, prompts))
-            self.write(plan, file, step, prompts)
+            if file not in self.silent:
+                prompts = plan.prompts(file)
+                self.drawn.append((file, step, prompts))
+                self.write(plan, file, step, prompts)
 
     def write(self, plan: SamplesPlan, file: SamplesFile, step: int, prompts: list[Prompt]) -> None:
         answers, verdicts = [], []

@@ -7,6 +7,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -106,59 +107,52 @@ def make_model_dir(
     return path
 
 
-def _write(path: Path, count: int, seed: int, record_of: Callable[[random.Random, int, int, int], Any]) -> Path:
-    """Records about the sum of two numbers below 100. record_of: a record, from draws, its number and both numbers."""
-    draw = random.Random(seed)
-    with open(path, "w") as file:
-        for number in range(count):
-            file.write(json.dumps(record_of(draw, number, draw.randrange(100), draw.randrange(100))) + "\n")
-    return path
+def _writer(record_of: Callable[[random.Random, int, int, int], Any]) -> Callable[..., Path]:
+    """A function that writes a file of such records, which are about the sum of two numbers below 100. record_of: from
+    draws, its number and both numbers; `convert` makes of a record what the check of a file writes for a run."""
+
+    @wraps(record_of)
+    def write(path: Path, n_examples: int, *, seed: int = 0) -> Path:
+        draw = random.Random(seed)
+        with open(path, "w") as file:
+            for number in range(n_examples):
+                record = record_of(draw, number, draw.randrange(100), draw.randrange(100))
+                file.write(json.dumps(record) + "\n")
+        return path
+
+    return write
 
 
-def write_chat_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
+@_writer
+def write_chat_file(draw: random.Random, _: int, a: int, b: int) -> Any:
     """Sums to learn: short chats of different lengths."""
-
-    def record_of(draw: random.Random, _: int, a: int, b: int) -> Any:
-        question = {"role": "user", "content": f"how many are {a} and {b}{' please' * draw.randrange(8)}"}
-        answer = f"{a} and {b} are {a + b}" + "!" * draw.randrange(4)
-        return {"messages": [question, {"role": "assistant", "content": answer}]}
-
-    return _write(path, n_examples, seed, record_of)
+    question = {"role": "user", "content": f"how many are {a} and {b}{' please' * draw.randrange(8)}"}
+    answer = f"{a} and {b} are {a + b}" + "!" * draw.randrange(4)
+    return {"messages": [question, {"role": "assistant", "content": answer}]}
 
 
-def write_pair_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
-    """Right sums to be preferred to wrong ones, as the check of a file writes them for a run."""
-
-    def record_of(draw: random.Random, _: int, a: int, b: int) -> Any:
-        wrong = a + b + draw.choice((-2, -1, 1, 2))
-        prompt = f"how many are {a} and {b}{' please' * draw.randrange(4)}"
-        rejected = f"{a} and {b} are {wrong}" + "!" * draw.randrange(4)
-        record = {"prompt": prompt, "chosen": f"{a} and {b} are {a + b}", "rejected": rejected}
-        return convert(record).record
-
-    return _write(path, n_examples, seed, record_of)
+@_writer
+def write_pair_file(draw: random.Random, _: int, a: int, b: int) -> Any:
+    """Right sums to be preferred to wrong ones."""
+    wrong = a + b + draw.choice((-2, -1, 1, 2))
+    prompt = f"how many are {a} and {b}{' please' * draw.randrange(4)}"
+    rejected = f"{a} and {b} are {wrong}" + "!" * draw.randrange(4)
+    return convert({"prompt": prompt, "chosen": f"{a} and {b} are {a + b}", "rejected": rejected}).record
 
 
-def write_marked_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
-    """Sums, of which one in four is wrong and marked so, as the check of a file writes them for a run."""
-
-    def record_of(_: random.Random, number: int, a: int, b: int) -> Any:
-        good = number % 4 != 0
-        record = {"prompt": f"how many are {a} and {b}", "completion": f"{a + b + (not good)}", "label": good}
-        return convert(record).record
-
-    return _write(path, n_examples, seed, record_of)
+@_writer
+def write_marked_file(_: random.Random, number: int, a: int, b: int) -> Any:
+    """Sums, of which one in four is wrong and marked so."""
+    good = number % 4 != 0
+    record = {"prompt": f"how many are {a} and {b}", "completion": f"{a + b + (not good)}", "label": good}
+    return convert(record).record
 
 
-def write_prompt_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
-    """Sums to be answered, with what a grader compares an answer with, as the check of a file writes them for a run."""
-
-    def record_of(draw: random.Random, _: int, a: int, b: int) -> Any:
-        question = f"how many are {a} and {b}{' please' * draw.randrange(4)}"
-        record = {"messages": [{"role": "user", "content": question}], "answer": str(a + b)}
-        return convert(record).record
-
-    return _write(path, n_examples, seed, record_of)
+@_writer
+def write_prompt_file(draw: random.Random, _: int, a: int, b: int) -> Any:
+    """Sums to be answered, with what a grader compares an answer with."""
+    question = f"how many are {a} and {b}{' please' * draw.randrange(4)}"
+    return convert({"messages": [{"role": "user", "content": question}], "answer": str(a + b)}).record
 
 
 def trained_texts(encoder: ChatEncoder, example: dict[str, Any]) -> list[tuple[str, str]]:

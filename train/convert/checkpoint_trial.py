@@ -303,18 +303,13 @@ def _as_written(path: Path) -> Any:
         return None
 
 
-def _texts(special: Iterable[str]) -> Iterable[str]:
-    yield from TEXTS
-    for token in list(special)[:2]:
-        yield f"{token}user\nWhat is it?{token}\nA cat."
-
-
 def _differs(made: Any, written: Any) -> str:
     """The first text whose tokens, or their text, are not what tokenizer.json says; "" without any."""
     inner = getattr(made, "backend_tokenizer", None)
     if inner is None:
         return ""
-    for text in _texts(token.content for token in written.get_added_tokens_decoder().values()):
+    special = [token.content for token in written.get_added_tokens_decoder().values()]
+    for text in (*TEXTS, *(f"{token}user\nWhat is it?{token}\nA cat." for token in special[:2])):
         theirs, ours = (one.encode(text, add_special_tokens=False).ids for one in (written, inner))
         if theirs != ours or written.decode(theirs) != inner.decode(ours):
             return text

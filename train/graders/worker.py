@@ -95,7 +95,12 @@ def serve(client: int, nice: int, memory_bytes: int, cpu_s: int) -> NoReturn:
     try:
         die_with_parent()
         os.nice(nice)
-        _only_these_files(client)
+        os.dup2(client, 3)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1, 2):
+            os.dup2(nothing, number)
+        sys.stdin, sys.stdout, sys.stderr = (open(number, mode, closefd=False) for number, mode in enumerate("rww"))
+        os.closerange(4, 1 << 16)  # nothing of the worker's
         with open(3, "wb", closefd=False) as out, open(3, "rb", closefd=False) as lines:
             out.write(b"%d\n" % os.getpid())
             out.flush()
@@ -107,16 +112,6 @@ def serve(client: int, nice: int, memory_bytes: int, cpu_s: int) -> NoReturn:
                 out.flush()
     finally:
         os._exit(0)
-
-
-def _only_these_files(client: int) -> None:
-    """3: the client; 0 to 2: nothing. All others are closed."""
-    os.dup2(client, 3)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1, 2):
-        os.dup2(nothing, number)
-    sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), open(1, "w", closefd=False), open(2, "w", closefd=False)
-    os.closerange(4, 1 << 16)
 
 
 def _confine(memory_bytes: int, cpu_s: int) -> str:

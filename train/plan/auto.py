@@ -15,6 +15,7 @@ from typing import Any, get_args, get_type_hints
 from runtime.devices.kinds import kind_of
 from train.plan import recipe
 from train.plan.errors import InvalidHyperparameter
+from train.plan.estimate import ModelShape
 from train.plan.spec import TrainSpec
 from train.plan.speed import Load
 
@@ -43,22 +44,18 @@ class DatasetStats:
 
 @dataclass(frozen=True)
 class ModelStats:
-    """Figures of the base model and the devices. `max_position_embeddings` is its context in tokens.
+    """The base model and the devices. `max_position_embeddings` is its context in tokens.
 
     adapter_max_rank: the largest LoRA rank that engines serve beside this base without merging; 0: none.
-    computes_bf16: see runtime.devices. tensor_slices, hidden: as in `train.plan.estimate.ModelShape`.
-    quantised: its weights stay as they are stored, and adapters alone are trained on them. heads: of queries, of keys.
+    computes_bf16: see runtime.devices. quantised: its weights stay as they are stored, and adapters alone are trained.
     """
 
-    n_parameters: int
+    shape: ModelShape
     max_position_embeddings: int
     device_kind: str
     adapter_max_rank: int = 0
     computes_bf16: bool = True
-    tensor_slices: int = 0
-    hidden: int = 0
     quantised: bool = False
-    heads: tuple[int, int] = (0, 0)
 
 
 def steps(dataset: DatasetStats, fields: Mapping[str, Any]) -> int:
@@ -147,9 +144,9 @@ def resolve(
     fields["sequence_parallel"] = given.integer("sequence_parallel", 1, max(1, max_devices), auto=1)
     # LoRA above a size where the optimizer's 12 bytes per parameter hurt, and where something is asked for that
     # adapters alone have.
-    small = model.n_parameters < LORA_FROM_PARAMETERS and not model.quantised
+    small = model.shape.n_parameters < LORA_FROM_PARAMETERS and not model.quantised
     fields["full"] = given.choice("full", auto=small and not any(map(given.is_set, OF_LORA)))
-    widest = min(1024, model.hidden or 1024)  # a rank beyond the model's width trains more than all weights would
+    widest = min(1024, model.shape.hidden or 1024)  # a rank beyond the model's width trains more than all weights would
     fields["lora_rank"] = given.integer("lora_rank", 1, widest, auto=min(16, widest))
     fields["lora_alpha"] = given.number("lora_alpha", 0.001, 1e6, auto=2.0 * fields["lora_rank"])
     fields["lora_targets"] = tuple(given.names("lora_targets"))
@@ -181,7 +178,7 @@ def resolve(
 def _check_together(given: Given, model: ModelStats, fields: dict[str, Any]) -> None:
     """Raises InvalidHyperparameter for the first value that does not go with others or with the model."""
     full, tensor, batch, publish = (fields[n] for n in ("full", "tensor_parallel", "batch_size", "lora_publish"))
-    slices, most, why = model.tensor_slices, model.adapter_max_rank, why_no_adapter(model, fields)
+    slices, most, why = model.shape.tensor_slices, model.adapter_max_rank, why_no_adapter(model, fields)
     # The last is judged by its value.
     of_lora = " and ".join(name for name in OF_LORA[:-1] if given.is_set(name))
     rules = (
@@ -233,7 +230,7 @@ def _check_together(given: Given, model: ModelStats, fields: dict[str, Any]) -> 
             "sequence_parallel",
             not shares_rows(model, fields),
             f"1, or a power of two to {ROW_MULTIPLE} that divides max_length {fields['max_length']} and the model's "
-            f"{model.heads[0]} attention heads, with tensor_parallel 1",
+            f"{model.shape.attention_heads} attention heads, with tensor_parallel 1",
         ),
         ("micro_batch", batch % fields["micro_batch"], f"a divisor of batch_size {batch}"),
     )
@@ -250,7 +247,7 @@ def ranks_of_row(fields: Mapping[str, Any]) -> int:
 def shares_rows(model: ModelStats, fields: Mapping[str, Any]) -> bool:
     """Whether `sequence_parallel` ranks can share the tokens of a row: in a layer's attention each has all tokens of
     some of its heads."""
-    parts, (heads, key_heads) = fields["sequence_parallel"], model.heads
+    parts, heads, key_heads = fields["sequence_parallel"], model.shape.attention_heads, model.shape.kv_heads
     return parts == 1 or (
         fields["tensor_parallel"] == 1
         and heads > 0
@@ -316,7 +313,7 @@ def _batch_size(rows: float, max_devices: int) -> int:
 
 def _learning_rate(given: Given, dataset: DatasetStats, model: ModelStats, fields: dict) -> float:
     step_tokens = fields["n_epochs"] * dataset.n_tokens / steps(dataset, fields)
-    auto = recipe.peak_rate(model.n_parameters, step_tokens, full=fields["full"], rows=dataset.n_examples)
+    auto = recipe.peak_rate(model.shape.n_parameters, step_tokens, full=fields["full"], rows=dataset.n_examples)
     multiplier = given.number("learning_rate_multiplier", 1e-6, 1e4, auto=1.0)
     rate = given.number("learning_rate", 1e-9, 1.0, auto=auto)
     if rate * multiplier > HIGHEST_RATE * auto:

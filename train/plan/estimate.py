@@ -76,19 +76,6 @@ _NORMS: dict[str, tuple[int, int]] = {
 }
 
 
-def layer_bytes(hidden: int, heads: int, ffn: int, *, experts: int, norms: tuple[int, int], shards: int = 1) -> int:
-    """What one layer keeps. heads: q + k. experts: e, 0 of a dense model. shards: ranks of a tensor-parallel group,
-    which share heads and MLP."""
-    of_hidden, of_heads = norms
-    cut = (4 + of_heads) * heads + 8 * ffn + 4 * experts * hidden
-    return (16 + of_hidden) * hidden + cut // shards
-
-
-def working_bytes(hidden: int, ffn: int, *, experts: int, shards: int = 1) -> int:
-    """What the layer whose backward pass runs works with. Arguments as above."""
-    return 8 * hidden + (2 * ffn + 16 * experts * hidden) // shards
-
-
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """What the arithmetic needs of a model; sizes are 0 where config.json does not tell them.
@@ -152,6 +139,25 @@ class ModelShape:
             _NORMS.get(str(text_part(config).get("model_type")), (0, 0)),
             bits / 8 + SCALE_BYTES if (bits := weight_bits(config.get("quantization_config") or {})) else 0.0,
         )
+
+    @property
+    def attention_heads(self) -> int:
+        return self.queries // self.head_dim if self.head_dim else 0
+
+    @property
+    def heads(self) -> int:
+        """Elements of a token's queries and of its keys."""
+        return (self.queries or self.hidden) + self.kv_heads * self.head_dim
+
+    def layer_bytes(self, shards: int = 1) -> int:
+        """What one layer keeps of a token. shards: ranks of a tensor-parallel group, which share heads and MLP."""
+        of_hidden, of_heads = self.norms
+        cut = (4 + of_heads) * self.heads + 8 * self.ffn + 4 * self.experts * self.hidden
+        return (16 + of_hidden) * self.hidden + cut // shards
+
+    def working_bytes(self, shards: int = 1) -> int:
+        """What the layer whose backward pass runs works with for a token."""
+        return 8 * self.hidden + (2 * self.ffn + 16 * self.experts * self.hidden) // shards
 
     @property
     def largest(self) -> int:
@@ -290,9 +296,7 @@ def _on_host(fields: Mapping[str, Any]) -> bool:
 
 def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> int:
     tokens, shards = _tokens(fields), fields.get("tensor_parallel", 1)
-    heads = (shape.queries or shape.hidden) + shape.kv_heads * shape.head_dim
-    layer = layer_bytes(shape.hidden, heads, shape.ffn, experts=shape.experts, norms=shape.norms, shards=shards)
-    works = working_bytes(shape.hidden, shape.ffn, experts=shape.experts, shards=shards)
+    layer, works = shape.layer_bytes(shards), shape.working_bytes(shards)
     kept = 2 * shape.hidden * shape.layers + layer if fields["activation_checkpointing"] else shape.layers * layer
     of_tokens = tokens * (kept + works) * element // 2
     return of_tokens + 2 * _logits_bytes(shape, fields) + head_bytes(shape, fields, element)

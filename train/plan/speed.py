@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.devices.published import Accelerator
-from train.plan.estimate import ELEMENT_BYTES, ModelShape, layer_bytes, trained_parameters
+from train.plan.estimate import ELEMENT_BYTES, ModelShape, trained_parameters
 
 NARROW = 512.0
 EXPERTS = 0.3
@@ -102,15 +102,14 @@ def step_time(
     rate = device.peak_flops * device.product_share * width / (width + NARROW)
     memory_rate = device.memory_rate * MEMORY_SHARE
 
-    heads, head = shape.queries + shape.kv_heads * shape.head_dim, shape.vocab * shape.hidden
+    heads, head = shape.heads, shape.vocab * shape.hidden
     weights = shape.layers * shape.hidden * (2 * heads + 3 * shape.ffn) if shape.layers else shape.n_parameters
     layers = 3 + again + forwards
     if shape.experts:
         weights += (1 / EXPERTS - 1) * shape.layers * 3 * shape.hidden * shape.ffn
     flops = 2 * weights * (passes + again + forwards) / shards + 2 * head * (passes + forwards)
     flops += 2 * shape.layers * shape.queries * load.attended * (0.5 + layers) / shards / ATTENTION
-    kept = layer_bytes(shape.hidden, heads, shape.ffn, experts=shape.experts, norms=shape.norms, shards=shards)
-    moved = TRAFFIC * shape.layers * kept * layers + HEAD_TRAFFIC * shape.vocab
+    moved = TRAFFIC * shape.layers * shape.layer_bytes(shards) * layers + HEAD_TRAFFIC * shape.vocab
     moved += 0 if fields["full"] else ADAPTER * shape.lora_sides * layers
     compute = tokens * (flops / rate + moved * element / 2 / memory_rate)
     if shape.quantised_bytes:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,23 +120,15 @@ class Rollouts:
         if not any_rank(bool(self._files.missing(step)))[0]:
             return 0.0
         self._rank.progress.enter("publishing")
-        began_s = time.perf_counter()
-        if self._grid.rank == 0:
-            self._forget_before(step - self._files.staleness)
+        began_s, store, spec = time.perf_counter(), self._policy.store, self._policy.spec
+        old = store.list(spec.published_kind, spec.output_model) if self._grid.rank == 0 else []
+        for stored in old:
+            if step_of(stored.version) < step - self._files.staleness:  # no step samples from it any more
+                with suppress(VersionLeased, VersionNotFound):  # who makes an engine unload it removes it
+                    store.remove(stored)
         publish(self._policy, version_name(step), {"step": step})
         self._rank.emit("policy", step=step)
         return time.perf_counter() - began_s
-
-    def _forget_before(self, step: int) -> None:
-        """Remove versions that no step samples from any more. One that an engine still has is removed by whoever makes
-        the engine unload it."""
-        store, spec = self._policy.store, self._policy.spec
-        for stored in store.list(spec.published_kind, spec.output_model):
-            if step_of(stored.version) < step:
-                try:
-                    store.remove(stored)
-                except (VersionLeased, VersionNotFound):
-                    continue
 
     def _received(self, file: SamplesFile) -> Samples:
         """Collective: the samples, once their file is there. Raises DevicesWanted and NothingGraded, on every rank."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -91,8 +90,10 @@ def prepare(spec: TrainSpec, emit: Events, progress: Progress, snapshot_path: st
     progress.enter("tokenising")
     method = method_of(spec.method)
     encoder = cache(lambda: ChatEncoder(load_tokenizer(spec.base_path), vocabulary_of(spec.base_path)))
-    sets = [
-        open_token_set(
+    heard = emit if rank == 0 else lambda event, **data: None
+
+    def opened(path: str) -> TokenSet:
+        return open_token_set(
             path,
             spec.base_path,
             encoder,
@@ -103,15 +104,10 @@ def prepare(spec: TrainSpec, emit: Events, progress: Progress, snapshot_path: st
             rank=rank,
             alive=partial(progress.enter, "tokenising"),
         )
-        if path
-        else None
-        for path in (spec.train_path, spec.valid_path)
-    ]
-    train, valid = sets
-    assert train is not None
-    if rank == 0 and snapshot_path is None:
-        for level, text in _about_data(spec, train):
-            emit("message", level=level, text=text)
+
+    train, valid = opened(spec.train_path), opened(spec.valid_path) if spec.valid_path else None
+    if snapshot_path is None:
+        _report_data(heard, spec, train)
 
     progress.enter("loading")
     # Under ZeRO-3 the first rank (each of the first group) sends every parameter to all (zero.Init). The others would
@@ -123,7 +119,6 @@ def prepare(spec: TrainSpec, emit: Events, progress: Progress, snapshot_path: st
     engine = build_engine(PackedObjective(model, method, spec.options), spec)
     if snapshot_path is None and spec.published_kind == "version":
         base_names(engine, spec.base_path)  # before any step
-    heard = emit if rank == 0 else lambda event, **data: None
     run = Run(Rank(spec, store, engine, fragments.grid(engine), heard, progress), train, valid)
     if snapshot_path:
         run.resume_from(snapshot_path)
@@ -144,8 +139,8 @@ def refuse_shared_rows(model: PreTrainedModel, spec: TrainSpec) -> None:
         )
 
 
-def _about_data(spec: TrainSpec, train: TokenSet) -> Iterator[tuple[str, str]]:
-    """(level, text) of the messages about the data of a new job."""
+def _report_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
+    """Messages about the data of a new job."""
     method, packs, batch = method_of(spec.method), len(train.packs), spec.batch_size
     samples, steps = method.samples(spec.options), -(-packs * spec.n_epochs // batch)
     text = f"{train.n_examples} examples, {train.n_tokens} tokens"
@@ -159,9 +154,10 @@ def _about_data(spec: TrainSpec, train: TokenSet) -> Iterator[tuple[str, str]]:
         text += f", packed into {packs} sequences of {train.capacity} ({fill:.0%} full)"
     answers = f", with {samples.group} answers to each" if samples.room else ""
     text += f": a step has {batch} of them (batch_size){answers}; with n_epochs {spec.n_epochs} they make {steps} steps"
-    yield "info", text
+    emit("message", level="info", text=text)
     if effort := spec.options.get("reasoning_effort"):
-        yield "warn", f"reasoning_effort {effort!r} changes nothing: a model of this box reasons as it has learnt to"
+        text = f"reasoning_effort {effort!r} changes nothing: a model of this box reasons as it has learnt to"
+        emit("message", level="warn", text=text)
     if train.n_truncated or train.n_dropped:
         text = f"{train.n_truncated} examples were cut to max_length {spec.max_length} tokens; {train.n_dropped} were "
-        yield "warn", text + "left out because nothing to learn was left of them"
+        emit("message", level="warn", text=text + "left out because nothing to learn was left of them")

@@ -115,7 +115,7 @@ def made_by_jobs(db: Database, name: str) -> bool:
     """Whether jobs make the model of this name, or will: nothing else may bring a version of it in."""
     row = models.find(db, name)
     has_job = row is not None and row.job_id is not None
-    return has_job or bool(jobs.unfinished_making(db, name))
+    return has_job or bool(jobs.list_unfinished(db, " AND output_model = ?", name))
 
 
 def root_base(db: Database, model: ModelRow) -> str:

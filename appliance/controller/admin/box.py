@@ -168,7 +168,7 @@ def handover_by_id(db: Database, handover_id: str | None) -> dict[str, Any] | No
 
 def _handover(row: HandoverRow) -> dict[str, Any]:
     """`bytes` of all steps together; `asked_by` a key's name, "box" (a command on it), "window ID" or "scheduler"."""
-    steps = [step_view(step) for step in row.steps]
+    steps = [step_view(StepRecord(**step)) for step in row.steps]
     return {
         "id": str(row.id),
         **columns(row, "reason state started_s ended_s"),

@@ -47,11 +47,9 @@ Bound = Literal[tuple(OwnerBounds.model_fields)]  # type: ignore[valid-type]
 
 class KeyLimits(StrictBody):
     """What a key may use and spend; null lifts a limit. models: names of models, in addition to those its owner's jobs
-    create. Token quotas count prompts and completions; days and months are in UTC. max_priority: of its
-    jobs, which may be not preemptible or have a deadline if it is above 0. bounds: what its owner may keep, where that
-    differs from `[controller.bounds]`. expires_s: Unix time at which it ends by
-    itself.
-    """
+    create. Token quotas count prompts and completions; days and months are in UTC. max_priority: of its jobs, which may
+    be not preemptible or have a deadline if it is above 0. bounds: what its owner may keep, where that differs from
+    `[controller.bounds]`. expires_s: Unix time at which it ends by itself."""
 
     models: Annotated[list[CallableName], Field(max_length=1000)] | None = None
     requests_per_minute: Limit | None = None
@@ -123,7 +121,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.patch("/keys/{id_or_name}")
     async def limit(id_or_name: str, body: KeyLimits, caller: Caller) -> dict[str, Any]:
-        row = _live(context, id_or_name)
+        row = _found(context, id_or_name)
         _check(context, body, known=row.models or ())
         if row.subject and body.expires_s is not None:
             raise InvalidValue(f"{row.name} comes by the login provider, whose groups end that key.", "expires_s")
@@ -143,7 +141,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         """A new secret for the same key, shown once. The old one is refused at once, with the requests and logins of
         the page that came by it; jobs, batches, usage and limits stay."""
         await request.body()  # gateways cut off what still arrives by the old one, and nobody would see the new one
-        row = _live(context, id_or_name)
+        row = _found(context, id_or_name)
         if row.subject:
             message = f"{row.name} comes by the login provider, and nobody holds that key; make one of the same owner."
             raise BadRequest(message, "id", "key_of_a_login")
@@ -157,8 +155,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
         """Stops the key's work: fails its background responses, batches, runs of evals and operations, pauses its jobs.
         Revoking it again has no further effect, and says so."""
-        if (before := keys.find(db, id_or_name)) is None:
-            raise NotFound(f"No key with the id or name {shown(id_or_name)}.", "id", "key_not_found")
+        before = _found(context, id_or_name, alive=False)
         stopped = end_key(context, before.id, caller, "key.revoke")
         context.spending.publish_keys()
         context.scheduler.nudge(f"{before.id} was revoked")
@@ -187,11 +184,11 @@ def key_view(row: KeyRow) -> dict[str, Any]:
     return columns(row, f"id name scopes owner prefix created_s revoked_s {limits} max_priority")
 
 
-def _live(context: ControllerContext, id_or_name: str) -> KeyRow:
+def _found(context: ControllerContext, id_or_name: str, *, alive: bool = True) -> KeyRow:
     """Raises NotFound."""
     row = keys.find(context.db, id_or_name)
-    if row is None or row.revoked_s is not None:
-        raise NotFound(f"No live key with the id or name {shown(id_or_name)}.", "id", "key_not_found")
+    if row is None or (alive and row.revoked_s is not None):
+        raise NotFound(f"No {'live ' * alive}key with the id or name {shown(id_or_name)}.", "id", "key_not_found")
     return row
 
 

@@ -170,18 +170,15 @@ def _oidc_routes(context: ControllerContext) -> APIRouter:
         with _refusals():
             claims = await _claims(provider(), settings, redirect_uri, body.code, nonce, verifier)
 
-        def audit(key_id: str, outcome: Any, **detail: Any) -> None:
-            who = replace(caller, key_id=key_id or GATEWAY)
-            record(context, who, "session.create", key_id, outcome=outcome, provider=settings.issuer, **detail)
-
         subject = hashlib.sha256(f"{settings.issuer}\n{claims['sub']}".encode("utf-8", "surrogatepass")).hexdigest()
         try:
             key = _key_of(context, settings, claims, subject)
         except ApiError as error:
-            audit("", "refused", subject=subject[:_SHOWN_CHARACTERS], why=error.message)
+            detail = {"provider": settings.issuer, "subject": subject[:_SHOWN_CHARACTERS], "why": error.message}
+            record(context, caller, "session.create", "", outcome="refused", **detail)
             raise
-        made = _begin(context, key.id, request, response, secure=body.secure)
-        audit(key.id, "done", key=key.name, scopes=key.scopes)
+        made, who = _begin(context, key.id, request, response, secure=body.secure), replace(caller, key_id=key.id)
+        record(context, who, "session.create", key.id, provider=settings.issuer, key=key.name, scopes=key.scopes)
         return made
 
     return router

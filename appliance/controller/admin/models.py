@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from pydantic import Field, StringConstraints, ValidationError
 
 from appliance.controller.access.model_access import (
@@ -29,7 +29,7 @@ from appliance.controller.access.model_access import (
 from appliance.controller.context.context import ControllerContext, ModelStates, SchedulerStatus, name_of, record
 from appliance.controller.context.tasks import Kind, TaskFailed
 from appliance.controller.http.resource import RECENT, list_object
-from appliance.controller.http.routers import Status, StrictBody, audited
+from appliance.controller.http.routers import Status, StrictBody, answer, audited
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.jobs import settings as job_settings
@@ -127,11 +127,12 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries) ->
         context.scheduler.nudge(f"deployment of {name}", name_of(context, caller))
         return deployment_view(wanted, context.scheduler.status())
 
-    @router.get("/models/{name:path}")
-    def show(name: str, now: Status) -> dict[str, Any]:
+    @router.get("/models/{name:path}", response_model=dict[str, Any])
+    async def show(name: str, caller: Caller, now: Status) -> Response:
         """`canary`: the most recent one, running or ended."""
         canary = compared.view(last) if (last := canaries.find(db, name)) else None
-        return model_view(context, stored_model(db, name), now, ModelStates(db, now)) | {"canary": canary}
+        states = ModelStates(db, now)
+        return await answer(lambda: model_view(context, stored_model(db, name), now, states) | {"canary": canary})
 
 
 def model_view(

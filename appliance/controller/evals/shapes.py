@@ -256,7 +256,7 @@ def sample_object(body: Mapping[str, Any], answers: Sequence[ModelAnswer]) -> di
     prompt, completion = sum(one.prompt_tokens for one in answers), sum(one.completion_tokens for one in answers)
     temperature = body.get("temperature")
     return {
-        "input": [{"role": str(one.get("role", "")), "content": _text(one.get("content"))} for one in body["messages"]],
+        "input": [{name: str(one.get(name) or "") for name in ("role", "content")} for one in body["messages"]],
         "output": [{"role": "assistant", "content": one.text} for one in answers],
         "model": answers[0].model,
         "usage": {
@@ -272,7 +272,3 @@ def sample_object(body: Mapping[str, Any], answers: Sequence[ModelAnswer]) -> di
         "top_p": body.get("top_p") or 1.0,
         "seed": body.get("seed") or 0,
     }
-
-
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "" if content is None else str(content)

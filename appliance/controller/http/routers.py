@@ -14,13 +14,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from functools import wraps
 from inspect import iscoroutinefunction
+from itertools import islice
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from starlette.datastructures import FormData
 from starlette.types import Receive, Scope
 
@@ -39,8 +40,15 @@ FORM_BYTES = 64 << 10
 MAX_DEPTH = 160
 """Levels: orjson reads 1,024 and writes 254."""
 _VERBS = {"POST": "update", "PATCH": "update", "PUT": "set", "DELETE": "delete"}
-_Text = Annotated[str, StringConstraints(max_length=512)]
-Metadata = Annotated[dict[Annotated[str, StringConstraints(min_length=1, max_length=64)], _Text], Field(max_length=16)]
+_Word, _Text = Annotated[str, StringConstraints(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]
+
+
+def _few(pairs: Any) -> Any:
+    """Enough of them to be refused: an error for each of 200,000 takes seconds, on the loop."""
+    return dict(islice(pairs.items(), 17)) if isinstance(pairs, dict) else pairs
+
+
+Metadata = Annotated[dict[_Word, _Text], Field(max_length=16), BeforeValidator(_few)]
 """OpenAI's limits."""
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 

@@ -219,17 +219,14 @@ class Wish:
 
 def model_stats(context: ControllerContext, base: Resolved) -> auto.ModelStats:
     """What `train.plan.auto` asks of a base model and of the box."""
-    kind, shape = context.scheduler.status()["devices"][0]["kind"], shape_of(base)
+    kind = context.scheduler.status()["devices"][0]["kind"]
     return auto.ModelStats(
-        n_parameters=shape.n_parameters,
+        shape=shape_of(base),
         max_position_embeddings=base.model.max_model_len or DEFAULT_CONTEXT_TOKENS,
         device_kind=kind,
         # Training on an adapter uses merged weights below it, which no engine serves.
         adapter_max_rank=0 if base.version.meta.get("adapter") else context.sizes.adapter_rank_limit(base.model),
         computes_bf16=kind_of(kind).computes_bf16(),
-        tensor_slices=shape.tensor_slices,
-        hidden=shape.hidden,
-        heads=(shape.queries // shape.head_dim, shape.kv_heads) if shape.head_dim else (0, 0),
         quantised=base.quantization is not None,
     )
 

@@ -294,7 +294,8 @@ def _output_model(
     if suffix is not None:
         why = "'suffix' is a part of a name that the box makes up, and 'publish_as' is the whole name: give one."
         raise InvalidValue(why, "suffix")
-    others, existing = jobs.unfinished_making(db, name), models.find(db, name)
+    others = jobs.list_unfinished(db, " AND output_model = ?", name)
+    existing = models.find(db, name)
     if existing is None and not model_access.is_stable_name(name):
         expected = f"expected the name of a fine-tuned model of yours, or a new one: {model_access.STABLE_NAME_RULE}"
         raise InvalidValue(f"Invalid value for 'publish_as': {shown(name)} was given, {expected}.", "publish_as")

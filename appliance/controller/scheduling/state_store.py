@@ -304,7 +304,8 @@ class QueuedDemand:
         @cache
         def training_comes_first() -> bool:
             kind = mode_in_force(self._db, 0, time.time()).policy.kind
-            return kind == "train" or (kind == "auto" and jobs.any_wants_devices(self._db))
+            wanting = "phase IN ('queued', 'running', 'suspended') AND wanted = 'run'"  # devices
+            return kind == "train" or (kind == "auto" and JOBS.first(self._db, wanting) is not None)
 
         def demand(host: str) -> Demand:
             reported, name = routing.demand(host), queued.get(host)

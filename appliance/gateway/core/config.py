@@ -91,16 +91,12 @@ class GatewayConfig:
         """Raises ConfigInvalid naming the key and what is expected."""
         try:
             config = msgspec.convert(data, cls)
-        except msgspec.ValidationError as error:
-            raise ConfigInvalid(_named(str(error), data)) from error
+        except msgspec.ValidationError as error:  # "Expected … - at `$.limits.n`": the key and the value go in front
+            expected, _, path = str(error).removesuffix("`").partition(" - at `$.")
+            given: Any = data
+            for part in re.findall(r"\w+", path):
+                given = given[int(part) if part.isdigit() else part]
+            raise ConfigInvalid(f"{path}: {given!r} given, e{expected[1:]}" if path else str(error)) from error
         if (config.tls_cert_path is None) != (config.tls_key_path is None):
             raise ConfigInvalid("tls_cert_path and tls_key_path: one given, expected both or neither")
         return config
-
-
-def _named(message: str, data: Any) -> str:
-    """msgspec's message with the key and the value in front: `Expected … - at `$.limits.n``."""
-    expected, _, path = message.removesuffix("`").partition(" - at `$.")
-    for part in re.findall(r"\w+", path):
-        data = data[int(part) if part.isdigit() else part]
-    return f"{path}: {data!r} given, e{expected[1:]}" if path else message

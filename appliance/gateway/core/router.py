@@ -79,10 +79,9 @@ class ReplicaLoad:
 @dataclass(slots=True, eq=False)
 class Choice:
     """A request placed on a replica; pass it to `Router.end` exactly once. model: the name it was placed by, the
-    canary's if the canary took it. priority: its place in the engine's own queue, where the smallest is next: a request
-    stands there as if it had come a millisecond later for each token that its owner already has on the replica, so that
-    one owner's many do not keep others from an engine whose memory is full. pending: its prompt tokens until its first
-    token."""
+    canary's if the canary took it. priority: its place in the engine's own queue, where the smallest is next: as if it
+    had come a millisecond later for each token that its owner has on the replica, so that one owner's many do not keep
+    others from an engine whose memory is full. pending: its prompt tokens until its first token."""
 
     model: str
     replica: Replica
@@ -146,14 +145,14 @@ class Router:
             return load.sequences < slots and load.batch_sequences < max(1, slots // 2)
         return not work.sequences or load.sequences < (slots if model.slots is None else slots + slots // 4)
 
-    def canary_for(self, name: str, caller: str, conversation: int) -> str | None:
-        """The name of the model's canary if this conversation is in its share. Raises KeyError: unknown model.
+    def canary_for(self, model: Model, caller: str, conversation: int) -> tuple[str, ...]:
+        """The name of the model's canary if this conversation is in its share.
 
         It decides by caller and a hash of the conversation, so that one stays on one version on every gateway."""
-        canary = self.models[name].canary
+        canary = model.canary
         if canary is None or canary.name not in self.models:
-            return None
-        return canary.name if _score(f"{name} {caller}", conversation) < canary.share * 2**32 else None
+            return ()
+        return (canary.name,) if _score(f"{model.name} {caller}", conversation) < canary.share * 2**32 else ()
 
     def started(self, choice: Choice) -> None:
         """The first token came: its prompt stands before no other."""

@@ -30,17 +30,15 @@ class Bucket:
 
 
 class OwnerUse:
-    """Open work of a class of all keys of one owner: requests and bytes of bodies. Ten keys do not allow ten times as
-    much."""
+    """Open work of one class, of all keys of one owner: ten keys do not allow ten times as much."""
 
     requests: int = 0
     body_bytes: int = 0
 
 
 class KeyUse:
-    """One key's requests of class batch, or all others of it: the buckets of its limits, its owner's open work, and
-    under_way, the tokens that its open requests may take. A request takes its estimated tokens, and its cost corrects
-    them later."""
+    """Spending of one key in one class. under_way: tokens that its open requests may take. A request takes
+    its estimated tokens from the buckets, and its cost corrects them later."""
 
     def __init__(self, owner: OwnerUse, batch: bool = False) -> None:
         self.owner, self.batch, self.under_way = owner, batch, 0

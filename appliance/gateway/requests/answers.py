@@ -90,7 +90,7 @@ class Transcript:
         if answer is None:
             self.stores = False
             return body
-        self._end(answer)
+        self._describe(answer)
         return self.final
 
     def event(self, event: bytes) -> bytes:
@@ -102,10 +102,7 @@ class Transcript:
             return event
         if kind == b"completed" and data["response"].get("status") == "incomplete":  # engines end all streams alike
             kind, data["type"] = b"incomplete", "response.incomplete"
-        if kind in _FINAL:
-            self._end(data["response"])
-        else:
-            self._describe(data["response"])
+        self._describe(data["response"], is_final=kind in _FINAL)
         return b"event: response.%b\ndata: %b" % (kind, orjson.dumps(data))
 
     def copy(self, key_id: str) -> bytes:
@@ -114,14 +111,11 @@ class Transcript:
         bodies = {"input": orjson.Fragment(self.input), "response": orjson.Fragment(self.final)}
         return orjson.dumps(parts | bodies)
 
-    def _end(self, answer: dict[str, Any]) -> None:
-        self._describe(answer)
-        self.final, self.usage = orjson.dumps(answer), orjson.dumps({"usage": answer.get("usage")})
-
-    def _describe(self, answer: dict[str, Any]) -> None:
-        answer["previous_response_id"] = self.previous_id or None
-        answer["store"] = self.stores
+    def _describe(self, answer: dict[str, Any], *, is_final: bool = True) -> None:
+        answer |= {"previous_response_id": self.previous_id or None, "store": self.stores}
         answer.setdefault("error", None)
+        if is_final:
+            self.final, self.usage = orjson.dumps(answer), orjson.dumps({"usage": answer.get("usage")})
 
 
 class CompletionTranscript(Transcript):
@@ -132,8 +126,7 @@ class CompletionTranscript(Transcript):
         self._answer: dict[str, Any] = {"choices": []}
 
     def whole(self, body: bytes) -> bytes:
-        self.stores = object_in(body, "chat.completion") is not None
-        self.final = body
+        self.stores, self.final = object_in(body, "chat.completion") is not None, body
         return body
 
     def event(self, event: bytes) -> bytes:
@@ -185,17 +178,8 @@ def object_in(body: bytes, kind: str = "") -> dict[str, Any] | None:
 def token_count(body: bytes) -> bytes:
     """Turn an engine's token ids into the answer to a request that only counts its input."""
     ids = (object_in(body) or {}).get("token_ids")
-    if not isinstance(ids, list):
-        return body
-    return orjson.dumps({"object": "response.input_tokens", "input_tokens": len(ids)})
-
-
-def joined(data: dict[str, Any], earlier: bytes) -> dict[str, Any]:
-    """A checked body with the whole conversation as input. earlier: a JSON array of the items before it."""
-    own = data["input"]
-    if isinstance(own, str):
-        own = [{"type": "message", "role": "user", "content": own}]
-    return {**data, "input": orjson.loads(earlier) + own, "previous_response_id": None}
+    count = {"object": "response.input_tokens", "input_tokens": len(ids or ())}
+    return body if ids is None else orjson.dumps(count)
 
 
 # -- continued streams
@@ -203,10 +187,8 @@ def joined(data: dict[str, Any], earlier: bytes) -> dict[str, Any]:
 # Fields that a continuable request may have. The continuation repeats the first set; the second changes no token.
 _SAMPLING = frozenset({"model", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "stop_token_ids"})
 _NEUTRAL = frozenset(
-    (
-        "messages prompt stream stream_options max_tokens max_completion_tokens n user metadata store service_tier "
-        "safety_identifier prompt_cache_key chat_template_kwargs cache_salt"
-    ).split()
+    "messages prompt stream stream_options max_tokens max_completion_tokens n user metadata store service_tier "
+    "safety_identifier prompt_cache_key chat_template_kwargs cache_salt".split()
 )
 # An engine's own fields, as above, which never come first in their object: the comma before one goes with it.
 _TOKEN_IDS = re.compile(rb',"(?:prompt_token_ids|token_ids)":\[[0-9, ]*\]')

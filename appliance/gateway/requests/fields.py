@@ -40,16 +40,12 @@ class _Part(Struct):
     type: str
 
 
-_PARTS: Final = _array(_Part, _MESSAGES)
-
-
-_CONTENT: Final = str | _PARTS
+_CONTENT: Final = str | _array(_Part, _MESSAGES)
 _CHAT_CONTENT: Final = str | _array(_Part | list[_Part], _MESSAGES)
 # By role: type and default of a message's content.
 _CONTENTS: Final[dict[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("system", "developer", "user"), (_CHAT_CONTENT,)),
-    "assistant": (_CHAT_CONTENT | None, None),
-    **dict.fromkeys(("tool", "function"), (Any, None)),
+    **{"assistant": (_CHAT_CONTENT | None, None), "tool": (Any, None), "function": (Any, None)},
 }
 _OTHERS: Final = [("name", str | None, None), ("tool_calls", list[dict[str, Any]] | None, None)]
 _MESSAGE: Final = Union[  # noqa: UP007 - of a tuple
@@ -168,11 +164,9 @@ FIELDS: Final[dict[str, dict[str, Any]]] = {
 # Field -> why it is refused on every route, unless it is false or 0, which ask for nothing.
 REFUSED: Final = {
     **dict.fromkeys(
-        (
-            "kv_transfer_params ec_transfer_params vllm_xargs request_id session_id mm_payload return_mm_kwargs "
-            "media_io_kwargs mm_processor_kwargs return_token_offsets return_prompt_text routed_experts_prompt_start "
-            "repetition_detection watermarking container enable_response_messages use_beam_search stream_interval"
-        ).split(),
+        "kv_transfer_params ec_transfer_params vllm_xargs request_id session_id mm_payload return_mm_kwargs "
+        "media_io_kwargs mm_processor_kwargs return_token_offsets return_prompt_text routed_experts_prompt_start "
+        "repetition_detection watermarking container enable_response_messages use_beam_search stream_interval".split(),
         "it is not offered",
     ),
     "chat_template": "the model's own template is used",

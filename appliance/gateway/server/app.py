@@ -12,10 +12,11 @@ import logging
 import re
 import time
 from collections.abc import Collection
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final
 
 import orjson
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
@@ -26,7 +27,7 @@ from appliance.gateway.requests.request_check import check_object, parsed_body
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import Exchange, Headers
 from appliance.gateway.server.inference import Inference
-from appliance.gateway.server.state import State, metrics_text
+from appliance.gateway.server.state import State, gauges
 from appliance.ui.site import TO_THE_PAGE, site
 from runtime.logs import minute
 from weights.format.names import policy_of
@@ -146,7 +147,9 @@ class App:
             await self._controller.relay(exchange, login)
         elif kind == "metrics":
             controllers = await self._controller.metrics(exchange)
-            own = await metrics_text(state, bool(controllers))
+            current = [*state.metrics.registry.collect(), *gauges(state, bool(controllers))]
+            collected: Any = SimpleNamespace(collect=lambda: current)
+            own = await asyncio.to_thread(generate_latest, collected)  # it may take 0.3 s
             await exchange.whole(200, CONTENT_TYPE_PLAIN_0_0_4.encode(), own + controllers)
         elif kind == "page":
             file = site().get(exchange.path, TO_THE_PAGE)
@@ -174,15 +177,11 @@ class App:
             name = name.partition("@")[0]  # the table has one row for all its versions, which the engine tells apart
         model = state.callable_model(name, caller, private)
         exchange.model = (model.trained_from if in_training else name).partition("@")[0]
-        message = ""  # before an engine is started
-        if model.task != route.task:
-            message = f"The model `{name}` does not support {route.name}."
-        elif route.converses and not model.chats:
-            message = (
-                f"The model `{name}` has no chat template. Call /v1/completions, or deploy it with --chat-template."
-            )
-        if message:
-            raise HttpError(400, message, param="model", code="model_not_supported")
+        unfit = "" if model.task == route.task else f"does not support {route.name}"
+        if route.converses and not model.chats:
+            unfit = unfit or "has no chat template. Call /v1/completions, or deploy it with --chat-template"
+        if unfit:  # before an engine is started
+            raise HttpError(400, f"The model `{name}` {unfit}.", param="model", code="model_not_supported")
         checked = check_object(route, data, len(body), state.limits)
         transcript = checked.transcript
         background = transcript is not None and transcript.background

@@ -3,11 +3,10 @@
 The connection is uvicorn's, and what that leaves open: the size and the time of a head, headers that two parsers could
 read differently, and refusals in the API's own shape.
 
-An error is OpenAI's object on every route except Anthropic's, `/v1/messages` and below, whose shape and types are after
-https://docs.anthropic.com/en/api/errors; what is 503 elsewhere is 529 `overloaded_error` there. In a stream: `data:
-{"error": …}` for chat and completions, as vLLM and OpenAI's older routes do; for /v1/responses OpenAI's event `error`
-(https://platform.openai.com/docs/api-reference/responses-streaming/error) with the object inside it as well, by which
-its SDK raises; Anthropic's event `error`."""
+An error is OpenAI's object, and on `/v1/messages` and below Anthropic's (https://docs.anthropic.com/en/api/errors);
+503 is 529 `overloaded_error` there. In a stream: `data: {"error": …}` for chat and completions; for /v1/responses the
+event `error` (https://platform.openai.com/docs/api-reference/responses-streaming/error) with the object inside it as
+well, by which its SDK raises; Anthropic's event `error`."""
 
 from __future__ import annotations
 
@@ -182,11 +181,10 @@ class Exchange:
         if data:
             await self._send(self._framed(data))
 
-    async def finish(self, data: bytes = b"") -> None:
-        """End the answer. data: the last of it."""
-        end = b"0\r\n\r\n" if self._chunked and not self.head_only else b""
-        if last := self._framed(data) + end:
-            await self._send(last)
+    async def finish(self) -> None:
+        """End the answer."""
+        if self._chunked and not self.head_only:
+            await self._send(b"0\r\n\r\n")
         self.response_complete = True
         if self.keep_alive:
             self.connection.on_response_complete()
@@ -209,7 +207,8 @@ class Exchange:
         self.broke_off = self.head_sent and error.status >= 500 and error.code != errors.GIVES_WAY
         if self.sse:
             self.keep_alive = False
-            await self.finish(error_event(error, self, self.stream_events))
+            await self.write(error_event(error, self, self.stream_events))
+            await self.finish()
         elif self.head_sent:
             self.connection.transport.abort()  # so that what was cut off cannot be taken for a whole answer
         else:

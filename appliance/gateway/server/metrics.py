@@ -24,7 +24,6 @@ prometheus.disable_created_metrics()
 
 # Triples of model, version and key class; beyond this all counts by them begin again. Rendering one takes 2 ms.
 MOST_SERIES: Final = 128
-_LABELS: Final = ("model", "version", "key_class")
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ADDED: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)
 _LONG: Final = (*_SECONDS[3:], 120.0, 300.0, 600.0)
@@ -49,7 +48,7 @@ class Metrics:
         own: Any = {"namespace": "appliance_gateway", "registry": self.registry}
 
         def by_series(kind: type[Any], name: str, text: str, *labels: str, **more: Any) -> Any:
-            metric = kind(name, text, (*_LABELS, *labels), **own, **more)
+            metric = kind(name, text, ("model", "version", "key_class", *labels), **own, **more)
             labelled = cache(metric.labels)  # which takes a lock and compares names, ten times in each request
             self._by_series += [metric.clear, labelled.cache_clear]
             return labelled

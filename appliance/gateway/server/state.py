@@ -14,13 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import aiohttp
 from aiohttp.connector import Connection
 from aiohttp.http import HttpProcessingError, RawResponseMessage
-from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from uvicorn.server import ServerState
 from yarl import URL
@@ -74,9 +72,9 @@ class State:
         self.tracing: Tracing | None = None
         if config.otlp_endpoint is not None:
             # Imported here: the SDK adds 0.5 s to a start, and most boxes export no traces.
-            from appliance.gateway.server.tracing import Tracing
+            from appliance.gateway.server import tracing
 
-            self.tracing = Tracing(config.otlp_endpoint)
+            self.tracing = tracing.Tracing(config.otlp_endpoint)
         self.token = b"" if config.token_path is None else Path(config.token_path).read_bytes().strip()
         self.keys: dict[str, Caller] = {}
         self.sessions: dict[str, tuple[Login, Caller]] = {}
@@ -100,7 +98,7 @@ class State:
         most = self.limits.buffered_body_bytes // (2 if exchange.use.batch else 1)
         if self.buffered_bytes + nbytes > most:
             text = "The server is busy with other large requests. Please retry."
-            raise errors.unavailable(text, errors.OVERLOADED, 2)
+            raise errors.unavailable(text, "overloaded", 2)
         owner = exchange.use.owner
         if owner.body_bytes + nbytes > self.limits.owner_body_bytes:
             raise self.spending.too_many_at_once("bytes of request bodies", self.limits.owner_body_bytes)
@@ -252,19 +250,12 @@ class Engines:
             await connector.close()
 
 
-async def read_up_to(content: aiohttp.StreamReader, most: int) -> bytes:
-    """A body, or its first `most` bytes: a single `read` returns what has come."""
+async def read_up_to(content: aiohttp.StreamReader, most: int = 64 * 1024) -> bytes:
+    """A body, or its first `most` bytes (enough for an error): a single `read` returns what has come."""
     body = b""
     while len(body) < most and not content.at_eof():
         body += await content.read(most - len(body))
     return body
-
-
-async def metrics_text(state: State, controller_up: bool) -> bytes:
-    """Series of this gateway."""
-    current = [*state.metrics.registry.collect(), *gauges(state, controller_up)]
-    collected: Any = SimpleNamespace(collect=lambda: current)
-    return await asyncio.to_thread(generate_latest, collected)  # it may take 0.3 s
 
 
 def gauges(state: State, controller_up: bool) -> Iterator[Metric]:

@@ -70,17 +70,6 @@ def list_unfinished_judged_by(db: Database, model: str, names: Collection[str], 
     return list_unfinished(db, also, model, *names, whole, len(at), at, len(checkpoint), checkpoint)
 
 
-def unfinished_making(db: Database, model: str) -> list[JobRow]:
-    """Those that are to make this model."""
-    return list_unfinished(db, " AND output_model = ?", model)
-
-
-def any_wants_devices(db: Database) -> bool:
-    """Whether one waits for devices, or has some and goes on."""
-    condition = "phase IN ('queued', 'running', 'suspended') AND wanted = 'run'"
-    return db.value(f"SELECT 1 FROM jobs WHERE {condition} LIMIT 1") is not None
-
-
 # Jobs that made nothing or whose model is gone are left out: the gateways' table has these names for each key with a
 # list, and somebody who makes and cancels jobs by turns would make it longer and longer. So is what somebody else made
 # under a name that an ended job of this owner's was to have. UNION ALL: SQLite then finds one name by index.

@@ -147,9 +147,8 @@ async def test_look_sends_a_failed_job_once_and_keeps_what_was_not_delivered(con
     jobs.set_phase(control.db, job_id, "failed", error={"code": "x", "message": "no memory"})
     jobs.set_phase(control.db, await control.job(), "failed", finished_s=10.0)  # long ago
     with http_server(500) as (url, _), pytest.raises(Undelivered):
-        await alerts.Alerts(control.context, AlertSettings(webhook=url)).look()
+        await alerts.look(control.context, AlertSettings(webhook=url))
     with http_server(200) as (url, bodies):
-        watch = alerts.Alerts(control.context, AlertSettings(webhook=url))
-        await watch.look()
-        await watch.look()
+        for _ in range(2):
+            await alerts.look(control.context, AlertSettings(webhook=url))
     assert [json.loads(body)["id"] for body in bodies if b"job:" in body] == [f"job:{job_id}"]

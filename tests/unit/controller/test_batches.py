@@ -241,12 +241,5 @@ def test_read_of_a_file_from_windows_skips_byte_order_marks_and_blank_lines(tmp_
     assert not lines.errors
     parts = [data[offset : offset + size] for offset, size in lines.requests.values()]
     assert [parse_line(part)["custom_id"] for part in parts] == ["r1", "r2", "r3"]
-
-
-@pytest.mark.parametrize(
-    ("data", "what"),
-    [(jsonl([line(1)]).decode().encode("utf-16"), "UTF-16"), (b"PAR1\x15\x04", "Parquet"), (b"\x1f\x8b\x08", "gzip")],
-)
-def test_read_of_a_file_that_is_not_json_lines_names_what_it_is(tmp_path, data, what):
-    (error,) = read(tmp_path, data).errors
-    assert (error["code"], error["line"]) == ("invalid_json_line", 1) and what in error["message"]
+    (error,) = read(tmp_path, jsonl([line(1)]).decode().encode("utf-16")).errors
+    assert (error["code"], error["line"]) == ("invalid_json_line", 1) and "UTF-16" in error["message"]

@@ -105,7 +105,7 @@ SIZES = (1, 2, 4, 8)
 
 
 def fields(shape=LLAMA_8B, **given):
-    return resolve(given, DatasetStats(7473, 1_200_000, 480), ModelStats(shape.n_parameters, 8192, "cuda"), 8)
+    return resolve(given, DatasetStats(7473, 1_200_000, 480), ModelStats(shape, 8192, "cuda"), 8)
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would():
@@ -168,7 +168,7 @@ def layouts_of(model, devices, kind, host_bytes=2 * 10**12, data=CHATS, **given)
     config = dict(zip(NAMES, sizes, strict=True)) | {"num_key_value_heads": 8, "head_dim": 128}
     shape, (name, memory) = ModelShape.from_config(config, count), kind
     box = BoxFacts(devices, "cuda", int(memory), None, 10**13, devices, host_bytes, device_name=name)
-    made = resolve(given, data, ModelStats(count, 131072, "cuda", tensor_slices=8, hidden=shape.hidden), devices)
+    made = resolve(given, data, ModelStats(shape, 131072, "cuda"), devices)
     by_micro = {n: allowed_sizes(made["batch_size"], devices, n) for n in micro_batches(made)}
     asked = [name for name in capacity.LAYOUT if name in given]
     estimator = Estimator(shape, box, DEFAULT, DEFAULT.load(data, made))

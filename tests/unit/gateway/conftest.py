@@ -264,6 +264,6 @@ def listener(tmp_path: Path) -> socket.socket:
 
 
 @pytest.fixture
-async def box(start_box: Start) -> Box:
-    """A box with one engine "e0" that serves the model "m"."""
-    return await start_box(engine=answer_chat)
+async def box(start_box: Start, listener: socket.socket) -> Box:
+    """A box with one engine "e0" that serves the model "m", and the private socket."""
+    return await start_box(private=listener, engine=answer_chat)

@@ -73,25 +73,18 @@ async def test_large_plain_answer_cut_short_breaks_the_transfer(box: Box) -> Non
 LONG_CONTEXT = "This model's maximum context length is 8 (parameter=input_tokens, value=9)"
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "param", "code"),
-    [
+async def test_engine_errors_are_rewritten(box: Box) -> None:
+    long = {"error": {"message": LONG_CONTEXT, "type": "X", "param": "input_tokens", "code": 400}}
+    for status, body, param, code in (
         (400, {"error": {"message": "bad n", "type": "X", "param": "n", "code": 400}}, "n", None),
-        (
-            400,
-            {"error": {"message": LONG_CONTEXT, "type": "X", "param": "input_tokens", "code": 400}},
-            "messages",
-            "context_length_exceeded",
-        ),
+        (400, long, "messages", "context_length_exceeded"),
         (500, b"Internal Server Error", None, None),
-    ],
-)
-async def test_engine_errors_are_rewritten(box: Box, status: int, body: Any, param: str | None, code: str) -> None:
-    box.engines["e0"].script = gives(body, status)
-    for stream in (False, True):
-        response = await box.ask("POST", "/v1/chat/completions", chat(stream=stream))
-        assert (response.status, response.error["param"], response.error["code"]) == (status, param, code)
-        assert "parameter=" not in response.error["message"]
+    ):
+        box.engines["e0"].script = gives(body, status)
+        for stream in (False, True):
+            response = await box.ask("POST", "/v1/chat/completions", chat(stream=stream))
+            assert (response.status, response.error["param"], response.error["code"]) == (status, param, code)
+            assert "parameter=" not in response.error["message"]
     assert box.state.router.choose(["m"], Work(), 0.0) is not None, "one client's 500s must not block a replica"
 
 
@@ -116,10 +109,8 @@ async def test_adapter_missing_on_one_engine_is_asked_of_the_other(box: Box) -> 
     box.models["ft:mine"] = {**box.models["m"], "adapter": "ft:mine@v1"}
     box.apply()
     for turn in range(8):  # by their beginnings some prefer the engine that lacks it
-        answer = await box.ask(
-            "POST", "/v1/chat/completions", chat("ft:mine", messages=[{"role": "user", "content": str(turn)}])
-        )
-        assert answer.status == 200
+        body = chat("ft:mine", messages=[{"role": "user", "content": str(turn)}])
+        assert (await box.ask("POST", "/v1/chat/completions", body)).status == 200
     assert 0 < len(box.engines["e1"].requests) <= 8
 
 

@@ -234,10 +234,11 @@ async def test_answers_of_400_and_500_are_errors_of_the_version_that_gave_them(s
 def test_canary_for_meets_the_share_over_conversations_and_over_keys(share: float) -> None:
     router = Router(max_inflight=10)
     canary = Canary("m@v2", share, 1.0)
-    router.apply([Model("m", "v1", "generate", canary=canary), Model("m@v2", "v2", "generate")])
+    model = Model("m", "v1", "generate", canary=canary)
+    router.apply([model, Model("m@v2", "v2", "generate")])
     asked = [("key_1", crc32(b"You are helpful.\nquestion %d" % i)) for i in range(20_000)]
     for callers in (asked, [(f"key_{i}", asked[0][1]) for i in range(20_000)]):
-        found = sum(router.canary_for("m", *caller) is not None for caller in callers)
+        found = sum(router.canary_for(model, *caller) == ("m@v2",) for caller in callers)
         assert found / len(callers) == pytest.approx(share, rel=0.25)
 
 

@@ -10,15 +10,17 @@ from train.data.packing import StepPlan, plan_packs
 from train.methods.dpo import Dpo
 from train.plan.auto import LEAST_STEPS, OF_LORA, SHORTEST_ROW, DatasetStats, ModelStats, allowed_sizes, resolve, steps
 from train.plan.errors import InvalidHyperparameter, InvalidSpec
+from train.plan.estimate import ModelShape
 from train.plan.recipe import epochs, peak_rate
 from train.plan.spec import TrainSpec
 
 GSM8K = DatasetStats(7473, 1_200_000, 480)
-SMALL, LARGE = ModelStats(5_000_000, 2048, device_kind="cpu"), ModelStats(7_000_000_000, 32768, "cuda")
+SMALL, LARGE = ModelStats(ModelShape(5_000_000), 2048, "cpu"), ModelStats(ModelShape(7_000_000_000), 32768, "cuda")
 SERVED = dataclasses.replace(SMALL, adapter_max_rank=32)
 PACKED = dataclasses.replace(SERVED, quantised=True)
-DENSE = dataclasses.replace(SMALL, heads=(12, 4))
-CUTTABLE = dataclasses.replace(LARGE, tensor_slices=8)
+DENSE = dataclasses.replace(SMALL, shape=ModelShape(5_000_000, kv_heads=4, head_dim=64, queries=768))
+CUTTABLE = dataclasses.replace(LARGE, shape=ModelShape(7_000_000_000, tensor_slices=8))
+MIXTURE = dataclasses.replace(LARGE, shape=ModelShape(7_000_000_000, tensor_slices=1))
 PLACE = {"job_id": "j", "base_path": "b", "train_path": "t", "run_dir": "r", "shm_root": "s", "output_model": "o"}
 
 
@@ -75,7 +77,7 @@ def test_resolve_chooses_what_fits_what_is_given(given, model, expected):
         *(({name: 0.5 if name == "lora_dropout" else 8, "full": True}, "full", SMALL) for name in OF_LORA[:3]),
         ({"lora_targets": ["q_proj"], "full": True}, "full", SMALL),
         ({"lora_rank": 33}, "lora_rank", SERVED),
-        ({"lora_rank": 999}, "lora_rank", dataclasses.replace(SMALL, hidden=576)),
+        ({"lora_rank": 999}, "lora_rank", dataclasses.replace(SMALL, shape=ModelShape(5_000_000, hidden=576))),
         ({"lora_publish": "adapter"}, "lora_publish", SMALL),
         ({"full": True, "lora_publish": "adapter"}, "lora_publish", SERVED),
         ({"lora_targets": "q_proj, lm_head", "lora_publish": "adapter"}, "lora_publish", SERVED),
@@ -86,7 +88,11 @@ def test_resolve_chooses_what_fits_what_is_given(given, model, expected):
         ({"tensor_parallel": 2}, "tensor_parallel", PACKED),
         ({"tensor_parallel": 3}, "tensor_parallel", CUTTABLE),
         ({"tensor_parallel": 16}, "tensor_parallel", CUTTABLE),
-        ({"tensor_parallel": 2}, "tensor_parallel", dataclasses.replace(LARGE, tensor_slices=1)),
+        (
+            {"tensor_parallel": 2},
+            "tensor_parallel",
+            MIXTURE,
+        ),
         ({"tensor_parallel": 2, "lora_dropout": 0.1}, "lora_dropout", CUTTABLE),
         ({"sequence_parallel": 8}, "sequence_parallel", DENSE),  # heads
         ({"sequence_parallel": 3}, "sequence_parallel", DENSE),  # rows without packing
@@ -116,7 +122,7 @@ def test_spec_refuses_other_fields_and_types(field, value):
 
 
 TINY_DATA = DatasetStats(64, 3_245, 58)
-REAL = ModelStats(134_500_000, 8192, device_kind="cpu")
+REAL = ModelStats(ModelShape(134_500_000), 8192, "cpu")
 
 
 def test_a_small_job_takes_idle_devices_without_another_step_or_another_token_in_one():

@@ -42,7 +42,7 @@ LLAMA_8B = ModelShape.from_config(
 
 
 def fields(**given):
-    return resolve(given, DatasetStats(7473, 1_200_000, 480), ModelStats(LLAMA_8B.n_parameters, 8192, "cuda"), 8)
+    return resolve(given, DatasetStats(7473, 1_200_000, 480), ModelStats(LLAMA_8B, 8192, "cuda"), 8)
 
 
 def test_zero_shares_out_what_its_paper_says():

@@ -14,8 +14,9 @@ from appliance.controller.openai import new_job as requests
 from train.methods.methods import DEFAULT, METHODS, method_of
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, InvalidSpec
+from train.plan.estimate import ModelShape
 
-DATASET, MODEL = auto.DatasetStats(100, 10_000, 100), auto.ModelStats(10_000_000, 512, device_kind="cpu")
+DATASET, MODEL = auto.DatasetStats(100, 10_000, 100), auto.ModelStats(ModelShape(10_000_000), 512, device_kind="cpu")
 
 
 def body(**changes):
@@ -81,6 +82,6 @@ def test_options_of_methods_have_names_of_their_own():
     ],
 )
 def test_resolve_of_each_method_has_its_own_rate(method, n, given, rate, n_epochs):
-    model = auto.ModelStats(7_000_000_000, 4096, device_kind="cpu")
+    model = auto.ModelStats(ModelShape(7_000_000_000), 4096, device_kind="cpu")
     fields = METHODS[method].resolve({"full": True} | given, auto.DatasetStats(n, 200 * n, 100), model, 1)
     assert (fields["learning_rate"], fields["n_epochs"]) == (pytest.approx(rate), n_epochs)

@@ -1,5 +1,5 @@
-"""Reinforcement and distillation: their schemas and data, their losses against plain computations, and runs that learn
-from rewards or come nearer to a teacher."""
+"""Reinforcement and distillation: their schemas and data, their losses against plain computations, and runs over files
+of samples."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from train.methods.packed_objective import PackedObjective, to_batch
 from train.model.model import load_model, load_tokenizer
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter, InvalidSpec, NothingGraded
+from train.plan.estimate import ModelShape
 from train.rollouts.rollouts import Form, advantages, graded, taught
 from train.rollouts.samples import SamplesFile
 from train.trainer.worker import prepare
@@ -34,7 +35,7 @@ from weights.format.names import policy_name
 from weights.memory.store import WeightStore
 
 REINFORCEMENT, DISTILLATION = method_of("reinforcement"), method_of("distillation")
-DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512, device_kind="cpu")
+DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(ModelShape(10_000_000), 512, device_kind="cpu")
 
 
 def test_its_hyperparameters_are_openais():
@@ -414,28 +415,22 @@ def test_teacher_metrics_are_of_the_tokens_that_were_sampled():
 
 
 def teaching(fails):
-    """A teacher that finds all tokens alike. fails: why it says nothing of an answer, by the answer's number."""
+    """A teacher that likes letters alike. `fails`: from the number of an answer to why it says nothing of it."""
     numbers = count()
 
     def teach(prompt, answers):
         errors = [fails(next(numbers)) for _ in answers]
-        log_probs = [None if why else [-6.0] * len(ids) for why, (ids, _) in zip(errors, answers, strict=True)]
+        log_probs = [None if error else [-5.0] * len(ids) for error, (ids, _) in zip(errors, answers, strict=True)]
         return {"log_probs": log_probs, "errors": errors}
 
     return Box(Sampler(judge=teach))
 
 
-TAUGHT = METHODS["distillation"][1]
-
-
-def taught_spec(tmp_path, **fields):
-    return run_spec(tmp_path, **{"method": "distillation", "options": {**TAUGHT, "max_completion_tokens": 4}} | fields)
-
-
 def test_what_a_teacher_says_nothing_of_is_left_out_and_nothing_at_all_ends_the_job(tmp_path):
     half = teaching(lambda number: "the teacher gave nan" if number % 2 else "")
-    assert half.run(taught_spec(tmp_path))["outcome"] == "succeeded"
+    spec = run_spec(tmp_path, method="distillation", options=METHODS["distillation"][1])
+    assert half.run(spec)["outcome"] == "succeeded"
     assert all(step["teacher_errors"] == 0.5 and np.isfinite(step["loss"]) for step in half.of("metrics"))
     silent = teaching(lambda number: "no answer within 3600 s: no engine of the model is awake")
     with pytest.raises(NothingGraded, match="no log-probabilities of any of 32 answers: no answer within 3600 s"):
-        silent.run(taught_spec(tmp_path, run_dir=str(tmp_path / "silent")))
+        silent.run(replace(spec, run_dir=str(tmp_path / "silent")))

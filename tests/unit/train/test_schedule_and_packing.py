@@ -94,27 +94,16 @@ def test_a_row_restarts_positions_and_learns_nothing_across_examples():
     ("n_packs", "n_epochs", "batch", "micro"), [(1, 1, 2, 1), (3, 1, 4, 2), (5, 3, 8, 2), (4, 2, 4, 1)]
 )
 def test_an_epoch_is_each_example_once_however_large_a_step_is(n_packs, n_epochs, batch, micro):
-    plan = StepPlan(n_packs, batch, micro, n_epochs, seed=1)
-    row = Row(*[np.zeros(0)] * 4, (), (), 0)
-    laid, denominators = [], 0
-
-    def lay(packs):
-        laid.append(packs)
-        return row
-
-    tokens = SimpleNamespace(row=lay, tokens_in=len)
+    plan, size = StepPlan(n_packs, batch, micro, n_epochs, seed=1), 2 if batch // micro % 2 == 0 else 1
     method = SimpleNamespace(denominator=lambda _, packs: len(packs))
-    learnt = []
+    laid, learnt, denominators = [], [], 0
+    tokens = SimpleNamespace(row=lambda packs: laid.append(packs) or Row(*[np.zeros(0)] * 4, (), (), 0), tokens_in=len)
     for step in range(plan.total_steps):
-        for rank in range(2 if batch // micro % 2 == 0 else 1):
-            size = 2 if batch // micro % 2 == 0 else 1
-            feed = DataFeed(method, plan, tokens, SimpleNamespace(data_rank=rank, data_size=size))
+        for rank in range(size):
             laid.clear()
-            data = feed.step(step)
-            rows = data.rows
-            assert len(rows) == batch // micro // size, "every rank computes equally many"
-            for (_, made), packs in zip(rows, laid, strict=True):
-                learnt += list(packs) if made.weight else []
+            data = DataFeed(method, plan, tokens, SimpleNamespace(data_rank=rank, data_size=size)).step(step)
+            assert len(data.rows) == batch // micro // size, "every rank computes equally many"
+            learnt += [pack for (_, row), packs in zip(data.rows, laid, strict=True) if row.weight for pack in packs]
         assert data.denominator == data.tokens
         denominators += data.denominator
     assert sorted(learnt) == sorted([*range(n_packs)] * n_epochs) and denominators == n_packs * n_epochs
