@@ -116,7 +116,8 @@ def _read_head_sizes() -> None:
     from transformers import CONFIG_MAPPING
     from transformers.integrations import GGUF_CONFIG_MAPPING
 
-    for name, fields in GGUF_CONFIG_MAPPING.items():
+    known: dict[str, dict[str, Any]] = dict(GGUF_CONFIG_MAPPING)
+    for name, fields in known.items():
         if name in CONFIG_MAPPING and hasattr(CONFIG_MAPPING[name](), "head_dim"):
             fields.setdefault("attention.key_length", "head_dim")
 
