@@ -76,9 +76,9 @@ class WarmTrain:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="train-"))
         self.socket = self.folder / "warm.sock"
-        options = ["--preload", "train.trainer.preload", "--log", str(self.folder / "warm.log")]
+        options = ["train.trainer.preload", str(self.folder / "warm.log")]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "runtime.processes.warm_parent", "--socket", str(self.socket), *options],
+            [sys.executable, "-m", "runtime.processes.warm_parent", str(self.socket), *options],
             env={**os.environ, **dict(WARM_ENV), "OMP_NUM_THREADS": "1"},
         )
 

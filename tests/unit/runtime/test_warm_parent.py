@@ -22,11 +22,8 @@ def start_parent(folder):
             sys.executable,
             "-m",
             "runtime.processes.warm_parent",
-            "--socket",
             str(folder / "warm.sock"),
-            "--preload",
             ENTRY,
-            "--log",
             str(folder / "warm.log"),
         ]
     )

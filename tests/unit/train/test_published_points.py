@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from runtime.devices.published import accelerator
+from runtime.devices.kinds import accelerator
 from train.plan import estimate, speed
 from train.plan.estimate import FRAGMENTS, ModelShape
 from train.plan.speed import Load
