@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -65,7 +65,8 @@ def device_environment(kind: str, caches: Path) -> dict[str, str]:
     }
 
 
-def weight_budget_bytes(config: BoxConfig, paths: BoxPaths) -> int | None:
+def weight_budget_bytes(config: BoxConfig, paths: BoxPaths) -> int:
     """Bytes of this node's shared memory that the weight store may use."""
-    space = os.statvfs(paths.shm_root)
-    return config.weights.budget_for(space.f_blocks * space.f_frsize)
+    if config.weights.budget_bytes is not None:
+        return config.weights.budget_bytes
+    return int(shutil.disk_usage(paths.shm_root).total * config.weights.budget_share)

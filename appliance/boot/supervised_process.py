@@ -136,21 +136,21 @@ class Supervised:
         raise ProcessEnded(f"{self.name} ended with {code}")
 
 
-def kill_leftovers(box_id: str) -> list[int]:
-    """SIGKILL processes of an earlier run of this box that outlived it; returns their pids.
-
-    They are known by BOX_VARIABLE. This process and its ancestors are spared.
-    """
+def clear_leftovers(paths: BoxPaths) -> list[int]:
+    """SIGKILL processes of an earlier run of this box, known by BOX_VARIABLE, and remove its shared memory and sockets;
+    return the pids. This process and its ancestors are spared."""
     spared = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     found = []
     for process in psutil.process_iter():
         try:
-            if process.pid not in spared and process.environ().get(BOX_VARIABLE) == box_id:
+            if process.pid not in spared and process.environ().get(BOX_VARIABLE) == paths.box_id:
                 process.send_signal(signal.SIGKILL)
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
     psutil.wait_procs(found, timeout=10)
+    remove_segments_below(paths.replica_sockets)
+    shutil.rmtree(paths.worlds, ignore_errors=True)
     return [process.pid for process in found]
 
 
@@ -160,11 +160,3 @@ def locked(paths: BoxPaths) -> Iterator[None]:
     with open(paths.lock_file, "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
-
-
-def clear_leftovers(paths: BoxPaths) -> list[int]:
-    """End what an earlier run left, and remove its shared memory and sockets; return the pids."""
-    found = kill_leftovers(paths.box_id)
-    remove_segments_below(paths.replica_sockets)
-    shutil.rmtree(paths.worlds, ignore_errors=True)
-    return found

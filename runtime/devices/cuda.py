@@ -25,9 +25,6 @@ SHARED_BYTES = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10,
 """Shared memory that a block may have, by compute capability (CUDA's programming guide, technical specifications). NVML
 does not tell it. Any other has LEAST_SHARED_BYTES."""
 ONE_COMPILER = "HUMMING_DISABLE_PARALLEL_BUILD"
-LIBRARY_PATH = "LD_LIBRARY_PATH"
-NVRTC_BUILTINS = "nvidia/*/lib/libnvrtc-builtins.so.*"
-"""Below a folder of packages."""
 NEEDS_THE_OTHER = (
     "this is the CPU build, whose engines compute on no GPU: install the other one (`APPLIANCE_BUILD=cuda make setup`) "
     "or set [box] devices to a number, such as 8, for that many logical CPU devices"
@@ -37,8 +34,6 @@ _MAPS = Path("/proc/self/maps")
 _OF_A_DEVICE = re.compile(r"AcceleratorError|(?:CUDA|cuDNN|NCCL) error")
 # Errors of theirs that the program caused.
 _OF_THE_PROGRAM = re.compile(r"device-side assert|out of memory|ALLOC_FAILED")
-RUNTIME_LIBRARY = "libcudart"  # torch loads it with itself
-THREADS_PER_WARP = 32
 MOST_ROUNDED_MB = 4  # a staging ring's buffer (train.state.copies), which is made anew for each snapshot
 
 
@@ -124,10 +119,12 @@ class Cuda(DeviceKind):
         os.environ.pop(ONE_COMPILER, None)
         # A program that loads NVRTC by its path compiles each (humming/csrc/nvrtc_compile.cpp). NVRTC looks for another
         # library by its name alone, which without an installed CUDA is only among the packages.
-        folders = {str(file.parent) for entry in sys.path for file in Path(entry).glob(NVRTC_BUILTINS)}
+        folders = {
+            str(file.parent) for entry in sys.path for file in Path(entry).glob("nvidia/*/lib/libnvrtc-builtins.so.*")
+        }
         if folders:
-            own = os.environ.pop(LIBRARY_PATH, "")
-            os.environ[LIBRARY_PATH] = ":".join(filter(None, (own, *sorted(folders))))
+            own = os.environ.get("LD_LIBRARY_PATH", "")
+            os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, (own, *sorted(folders))))
 
     def library_environment(self, caches: Path) -> dict[str, str]:
         return {
@@ -202,7 +199,7 @@ class Cuda(DeviceKind):
     def page_lock(self) -> RuntimePageLock:
         import torch  # noqa: F401 - loads the library
 
-        return RuntimePageLock(ctypes.CDLL(loaded(RUNTIME_LIBRARY)))
+        return RuntimePageLock(ctypes.CDLL(loaded("libcudart")))
 
     def mark(self) -> Callable[[], None]:
         import torch
@@ -274,7 +271,7 @@ def _device_at_import(capability: tuple[int, int], name: str, shared_bytes: int)
     from triton.backends.compiler import GPUTarget
 
     stand_in = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 10 * capability[0] + capability[1], THREADS_PER_WARP),
+        get_current_target=lambda: GPUTarget("cuda", 10 * capability[0] + capability[1], 32),
         utils=SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": shared_bytes}),
     )
     answers: dict[str, Callable[..., Any]] = {

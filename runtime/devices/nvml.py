@@ -72,7 +72,12 @@ def probe() -> tuple[Found, ...]:
     screen."""
     try:
         with session():
-            _check_driver()
+            version = pynvml.nvmlSystemGetDriverVersion()
+            if int(version.partition(".")[0]) < LEAST_DRIVER:
+                raise DevicesRefused(
+                    f"NVIDIA driver {version} is too old: the CUDA 13 libraries of this build need {LEAST_DRIVER} or "
+                    f"newer. Update it (Debian, Ubuntu: `apt-get install nvidia-driver-{LEAST_DRIVER}`). {_ON_CPU}"
+                )
             handles = dict(enumerate(_handles()))
             old = {index: words for index, handle in handles.items() if (words := _too_old(handle))}
             peers = {index: handle for index, handle in handles.items() if index not in old}
@@ -129,17 +134,6 @@ def close() -> None:
             pynvml.nvmlShutdown()
         except pynvml.NVMLError:  # NVML counts its users; this was the last one
             return
-
-
-def _check_driver() -> None:
-    version = pynvml.nvmlSystemGetDriverVersion()
-    major = version.partition(".")[0]
-    if major.isdigit() and int(major) < LEAST_DRIVER:
-        raise DevicesRefused(
-            f"NVIDIA driver {version} is too old: the CUDA 13 libraries of this build need {LEAST_DRIVER} or newer, "
-            f"and every engine and rank would end at its start. Update the driver (Debian, Ubuntu: `apt-get install "
-            f"nvidia-driver-{LEAST_DRIVER}`). {_ON_CPU}"
-        )
 
 
 def _handles() -> Iterator[Any]:

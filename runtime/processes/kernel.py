@@ -190,12 +190,6 @@ class Bounds:
         resource.setrlimit(resource.RLIMIT_DATA, (self.memory_bytes, self.memory_bytes))  # not AS: arrays are mapped
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
-    def how_it_ended(self, status: int, last_words: str = "") -> str:
-        """How a process ended that gave no answer, for people. status: as subprocess has it."""
-        how = f"signal {-status}" if status < 0 else f"status {status}"
-        limits = f"{self.cpu_s} s of CPU and {self.memory_bytes >> 30} GiB of memory"
-        return f"{limits} (it ended with {how}{': ' if last_words else ''}{last_words})"
-
 
 def bind_near(numa_nodes: Sequence[int | None]) -> frozenset[int] | None:
     """Bind this process, and every thread and process that it starts from now on, to the processors of these nodes.

@@ -12,8 +12,7 @@ from appliance.controller.interfaces.errors import OperationFailed
 from appliance.models.errors import ModelError
 from appliance.models.library import ModelLibrary
 from appliance.store.rows import VersionRow
-from appliance.tiers.flow import TierFlow
-from appliance.tiers.tiers import name_of
+from appliance.tiers.tiers import TierFlow, name_of
 from weights.format.errors import VersionLeased, VersionNotFound, WeightsError
 from weights.format.names import Name
 from weights.memory.lease import unpin

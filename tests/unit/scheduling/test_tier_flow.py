@@ -12,7 +12,7 @@ from appliance.controller.engines.versions import VersionProvider
 from appliance.store.objects import jobs, models
 from appliance.store.records import tier_removals
 from appliance.store.rows import VersionRow
-from appliance.tiers.flow import TierFlow
+from appliance.tiers.tiers import TierFlow
 from tests.unit.weights.conftest import check, write
 from weights.format.config import KeepRules
 from weights.format.layout import Layout, TensorSpec
