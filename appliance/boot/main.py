@@ -288,7 +288,7 @@ class Box:
 
     async def _start_controller(self) -> asyncio.subprocess.Process:
         # Each Ray has its own address: with the address of the one before the controller waits for half a minute.
-        await self._ray.running()
+        await self._ray.runs.wait()
         options = ("--config", str(self._paths.config_file), "--ray-address", self._ray_address)
         return await self._python("controller", "-P", "-m", "appliance.controller.main", *options)
 

@@ -119,10 +119,8 @@ class Cuda(DeviceKind):
         os.environ.pop(ONE_COMPILER, None)
         # A program that loads NVRTC by its path compiles each (humming/csrc/nvrtc_compile.cpp). NVRTC looks for another
         # library by its name alone, which without an installed CUDA is only among the packages.
-        folders = {
-            str(file.parent) for entry in sys.path for file in Path(entry).glob("nvidia/*/lib/libnvrtc-builtins.so.*")
-        }
-        if folders:
+        files = [file for entry in sys.path for file in Path(entry).glob("nvidia/*/lib/libnvrtc-builtins.so.*")]
+        if folders := {str(file.parent) for file in files}:
             own = os.environ.get("LD_LIBRARY_PATH", "")
             os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, (own, *sorted(folders))))
 

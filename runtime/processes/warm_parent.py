@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices import kind, kinds
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     log.info("warm: %s imported, listening on %s", preload, socket_path)
     channel, message = _accept_loop(listener)
     listener.close()
-    return _run_child(channel, message)
+    _run_child(channel, message)
 
 
 def _accept_loop(listener: socket.socket) -> tuple[Connection, dict[str, Any]]:
@@ -133,7 +133,7 @@ def _report_end(pidfd: int, pid: int, channel: Connection) -> None:
         channel.send_bytes(encode({"ended": status}))
 
 
-def _run_child(channel: Connection, message: dict[str, Any]) -> int:
+def _run_child(channel: Connection, message: dict[str, Any]) -> NoReturn:
     # The child does not die with the warm parent: its lifeline ties it to its supervisor, and a dead warm parent is
     # restarted while engines and ranks continue.
     os.setsid()
@@ -162,7 +162,6 @@ def _run_child(channel: Connection, message: dict[str, Any]) -> int:
         sys.stderr.flush()
         # os._exit, because the teardown of a forked torch can hang on threads that exist only in the parent.
         os._exit(code)
-    return code
 
 
 def _redirect_output(path: str) -> None:
