@@ -121,7 +121,7 @@ class Cuda(DeviceKind):
         # library by its name alone, which without an installed CUDA is only among the packages.
         files = [file for entry in sys.path for file in Path(entry).glob("nvidia/*/lib/libnvrtc-builtins.so.*")]
         if folders := {str(file.parent) for file in files}:
-            own = os.environ.get("LD_LIBRARY_PATH", "")
+            own = os.environ.pop("LD_LIBRARY_PATH", "")
             os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, (own, *sorted(folders))))
 
     def library_environment(self, caches: Path) -> dict[str, str]:
